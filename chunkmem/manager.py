@@ -471,6 +471,7 @@ class ChunkManager(ModelBuilding, Reporting):
         was_open = pager.closed is None
         self.runtime.stop("its manager is closed; take manager.state_dict() before manager.close()")
         if was_open:
+            self.runtime.modules.unfit_ordinary(self.runtime.hooks)
             pager.store.close()
             give_back_freed_ram()
         if error is not None:

@@ -191,6 +191,11 @@ class Modules:
             for home in dict.fromkeys(managed.bound for managed in self.registry.parameters):
                 home.release()
 
+    def unfit_ordinary(self, hooks: ModuleHooks) -> None:
+        """Undo `fit` for modules without managed parameters: other models may have them, and nothing is served."""
+        for part in (self.compiled, self.host, self.surface, hooks, self.borders):
+            part.fitted.undo(besides={module for module in part.fitted if self.registry.has_parameter_in(module)})
+
     def mark_as(self, other: Modules) -> None:
         """Have modules be units and regions, and compute on HOST, when they are packed, as users have asked there."""
         self.units.mark_as(other.units)

@@ -3,7 +3,8 @@
 [Note: Borders] What is returned is cast to the dtype of the caller, and who that is shows only in the call: a model
 calls modules of its children (`self.encoder.embed(x)`), and two parents share one. So the calls under way are a stack.
 A recomputation in backward may begin in the middle of it (`checkpoint(self._attend, x)`), with no caller to be seen:
-then it is the dtype of the module's last call before backward.
+then it is the dtype of the module's last call before backward. Of a module without parameters, that may have been one
+by a model that is not managed, for which nothing is cast.
 
 Inside of a compiled module the caller is taken to be the module's parent, so that the compiler sees nothing but casts.
 """
@@ -28,9 +29,9 @@ from chunkmem.nn.precision import precision_of
 class _Border:
     """One module."""
 
-    __slots__ = ("inside", "is_root", "outside", "seen")
+    __slots__ = ("inside", "is_foreign", "is_root", "is_shareable", "outside", "seen")
 
-    def __init__(self, inside: torch.dtype, outside: torch.dtype, *, is_root: bool) -> None:
+    def __init__(self, inside: torch.dtype, outside: torch.dtype, *, is_root: bool, is_shareable: bool = False) -> None:
         self.inside = inside
         """What it computes in."""
         self.outside = outside
@@ -38,6 +39,10 @@ class _Border:
         self.seen = outside
         """What it returned the last time, recomputations left out."""
         self.is_root = is_root
+        self.is_shareable = is_shareable
+        """It has no parameters, nor has what is in it: models that are not managed may have it, too."""
+        self.is_foreign = False
+        """One of those called it the last time, recomputations left out."""
 
 
 class Borders:
@@ -46,7 +51,8 @@ class Borders:
     def __init__(self, *, is_outermost: Callable[[nn.Module], bool] = lambda module: False) -> None:
         """Make borders; `is_outermost` tells of a model that begins whether what seems to run was interrupted."""
         self._is_outermost = is_outermost
-        self._fitted = FittedModules()
+        self.fitted = FittedModules()
+        """What was fitted so far."""
         self._of: WeakKeyDictionary[nn.Module, _Border] = WeakKeyDictionary()
         self._running: list[tuple[_Border, torch.dtype]] = []
         """Calls under way, each with the dtype it returns."""
@@ -60,17 +66,18 @@ class Borders:
             if homes.get(module, dtype) is not dtype:
                 for below in module.modules():
                     if below in homes and below is not root:
-                        self._fit(below, _Border(homes[below], dtype, is_root=False))
+                        is_shareable = next(below.parameters(), None) is None
+                        self._fit(below, _Border(homes[below], dtype, is_root=False, is_shareable=is_shareable))
         self._fit(root, _Border(homes.get(root, dtype), torch.float32, is_root=True))
 
     def _fit(self, module: nn.Module, border: _Border) -> None:
-        if module in self._fitted:
+        if module in self.fitted:
             return
 
         self._of[module] = border
         begin = module.register_forward_pre_hook(partial(self._cast_in, border), with_kwargs=True)
         end = module.register_forward_hook(partial(self._cast_out, border), always_call=True)
-        self._fitted.add(module, begin, end)
+        self.fitted.add(module, begin, end)
 
     def enclose(self, unit: nn.Module, call: CompiledCall) -> None:
         """Cast around a compiled call in place of its module, and inside of it by hooks that a compiler can follow."""
@@ -78,7 +85,7 @@ class Borders:
         for child in unit.children():
             self._make_static(child, None if border is None else border.inside)
         if border is not None:
-            self._fitted.strip(unit)
+            self.fitted.strip(unit)
             call.surround(partial(self._cast_in, border), partial(self._cast_out, border))
 
     def _make_static(self, module: nn.Module, outside: torch.dtype | None) -> None:
@@ -90,16 +97,22 @@ class Borders:
         """
         border = self._of.get(module)
         if border is not None:
-            self._fitted.strip(module)
+            self.fitted.strip(module)
             back = border.outside if outside is None else outside
             begin = module.register_forward_pre_hook(partial(_cast_arguments, border.inside), with_kwargs=True)
             end = module.register_forward_hook(partial(_cast_result, back))
-            self._fitted.add(module, begin, end)
+            self.fitted.add(module, begin, end)
             outside = border.inside
         for child in module.children():
             self._make_static(child, outside)
 
     def _cast_in(self, border: _Border, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if border.is_shareable and not self._running:  # a model that is not managed calls, or backward recomputes
+            if not in_backward():
+                border.is_foreign = True
+            if border.is_foreign:
+                return None
+        border.is_foreign = False
         self._enter(border, module)
         return _cast_arguments(border.inside, module, args, kwargs)
 
@@ -109,7 +122,7 @@ class Borders:
 
     def unfit(self) -> None:
         """Undo all that `fit` did: nothing is cast any more."""
-        self._fitted.undo()
+        self.fitted.undo()
         self._of.clear()
 
     def _enter(self, border: _Border, module: nn.Module) -> None:

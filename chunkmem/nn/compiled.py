@@ -101,7 +101,8 @@ class CompiledModules:
         """
         self._is_accelerator = is_accelerator
         self._is_rehearsal = is_rehearsal
-        self._fitted = FittedModules()
+        self.fitted = FittedModules()
+        """What was fitted so far."""
         self._calls: weakref.WeakKeyDictionary[nn.Module, CompiledCall] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """All modules of models that were packed."""
@@ -120,7 +121,7 @@ class CompiledModules:
         self._note(root, is_listed=False)
         for module in list(root.modules()):
             if type(module).compile is nn.Module.compile and "compile" not in vars(module):
-                self._fitted.set(module, "compile", partial(self._compile_in_place, weakref.ref(module)))
+                self.fitted.set(module, "compile", partial(_compile_in_place, weakref.ref(self), weakref.ref(module)))
             if is_optimized(module):
                 self._take_over(module)
             elif module in self._marked:
@@ -130,7 +131,7 @@ class CompiledModules:
 
     def unfit(self) -> None:
         """Undo all that `fit` did: modules are compiled as in plain PyTorch."""
-        self._fitted.undo()
+        self.fitted.undo()
         self._calls.clear()
         self._known.clear()
         self._listed.clear()
@@ -168,14 +169,6 @@ class CompiledModules:
         if self._take_over(module):
             self.on_change()
 
-    def _compile_in_place(self, made: weakref.ref[nn.Module], *args: Any, **options: Any) -> None:
-        """Stand in for `nn.Module.compile`."""
-        module = made()
-        assert module is not None
-        if args:
-            raise TypeError("options of torch.compile are keyword arguments")
-        self.compile(module, options)
-
     def _note(self, module: nn.Module, *, is_listed: bool) -> None:
         self._known.add(module)
         if is_listed:
@@ -189,7 +182,7 @@ class CompiledModules:
         if not isinstance(context, sys.modules["torch._dynamo.eval_frame"].OptimizeContext):
             return False  # what is not to be compiled
         self._compile(optimized._orig_mod, context)
-        self._fitted.set(optimized, "forward", partial(_pass_through, weakref.ref(optimized)))
+        self.fitted.set(optimized, "forward", partial(_pass_through, weakref.ref(optimized)))
         return True
 
     def _take_call(self, module: nn.Module) -> None:
@@ -199,7 +192,7 @@ class CompiledModules:
             self._enclose(module, module._compiled_call_impl)  # type: ignore[arg-type]
             return
         context = _context_of(module._compiled_call_impl)
-        self._fitted.set(module, "_compiled_call_impl", None)
+        self.fitted.set(module, "_compiled_call_impl", None)
         self._compile(module, context)
 
     def _compile(self, module: nn.Module, make: MakeCall) -> None:
@@ -215,7 +208,7 @@ class CompiledModules:
             part.enclose(unit, call)
         self._calls[unit] = call
         vars(unit)["_compiled_call_impl"] = compiled  # it stays that when everything else is undone
-        self._fitted.set(unit, "_compiled_call_impl", call)
+        self.fitted.set(unit, "_compiled_call_impl", call)
 
     def _check_addresses(self, unit: nn.Module, compiled: Call) -> None:
         config = getattr(compiled, "get_compiler_config", lambda: None)() or {}
@@ -234,6 +227,20 @@ class CompiledModules:
             return [module]
         found = list(_units_under(module))
         return found or [module]
+
+
+def _compile_in_place(
+    made: weakref.ref[CompiledModules], fitted: weakref.ref[nn.Module], *args: Any, **options: Any
+) -> None:
+    """Stand in for `nn.Module.compile`."""
+    compiled, module = made(), fitted()
+    assert module is not None
+    if args:
+        raise TypeError("options of torch.compile are keyword arguments")
+    if compiled is None:  # a module without parameters may live longer than the models that have it
+        type(module).compile(module, **options)
+    else:
+        compiled.compile(module, options)
 
 
 class _Hook:

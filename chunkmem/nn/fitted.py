@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,16 +44,13 @@ class FittedModules:
         if module in self._handles:
             self._handles[module] = []
 
-    def undo(self) -> None:
-        """Take all hooks and attributes away again; no module is fitted any more."""
-        for handles in self._handles.values():
-            for handle in handles:
-                handle.remove()
-        for module, before in self._before.items():
-            for name, value in before.items():
+    def undo(self, *, besides: Collection[nn.Module] = ()) -> None:
+        """Take all hooks and attributes away again, but for those of some modules; no other one is fitted any more."""
+        for module in [module for module in self._handles if module not in besides]:
+            self.strip(module)
+            for name, value in self._before.pop(module, {}).items():
                 if value is _ABSENT:
                     vars(module).pop(name, None)
                 else:
                     vars(module)[name] = value
-        self._handles.clear()
-        self._before.clear()
+            del self._handles[module]

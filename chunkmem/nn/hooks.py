@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -47,6 +48,8 @@ class FittedModule:
     """The policy for what autograd saves in its calls; None: it is no region."""
     tier: Tier
     """Where it computes."""
+    is_shareable: bool = False
+    """It has no parameters, nor has what is in it: models that are not managed may have it, too."""
 
 
 class RootCalls(Protocol):
@@ -63,6 +66,23 @@ class RootCalls(Protocol):
     def note_error(self, error: BaseException) -> None:
         """The call has raised something."""
         ...
+
+
+class _SharedHook:
+    """A hook on a module that models of others may have, too (`def __init__(self, act=nn.ReLU())`).
+
+    It does nothing in calls of theirs, and keeps no manager alive: such a module may live as long as Python.
+    """
+
+    def __init__(self, hooks: ModuleHooks, call: Callable[..., None], fitted: FittedModule) -> None:
+        self._hooks = weakref.ref(hooks)
+        self._call = call
+        self._fitted = fitted
+
+    def __call__(self, *args: Any) -> None:
+        hooks = self._hooks()
+        if hooks is not None and hooks.is_running:
+            self._call(hooks, self._fitted, *args)
 
 
 class ModuleHooks:
@@ -99,7 +119,8 @@ class ModuleHooks:
         self._calls = calls
         self._handled: BaseException | None = None
         """What the caller of the outermost call was handling when it began."""
-        self._fitted = FittedModules()
+        self.fitted = FittedModules()
+        """What was fitted so far."""
         self._about: WeakKeyDictionary[nn.Module, FittedModule] = WeakKeyDictionary()
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.spent_s = 0.0
@@ -108,6 +129,12 @@ class ModuleHooks:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         # Every fitted module refers to it, those without parameters of their own too.
         raise not_copyable()
+
+    @property
+    def is_running(self) -> bool:
+        """This thread is in a call of a managed model, or in a backward, which may recompute one."""
+        innermost = self._access.stack[-1:]
+        return in_backward() or (bool(innermost) and innermost[0].thread == threading.get_ident())
 
     def fit(
         self, root: nn.Module, by_id: Mapping[int, ManagedParameter], *, on_host: Collection[nn.Module] = ()
@@ -123,7 +150,7 @@ class ModuleHooks:
         regions = self._regions.policies.of(root)
         self._roots.add(root)
         for name, module in root.named_modules():
-            if module in self._fitted:
+            if module in self.fitted:
                 continue
             own = {key: by_id[id(p)] for key, p in module._parameters.items() if p is not None and id(p) in by_id}
             fitted = FittedModule(
@@ -134,17 +161,24 @@ class ModuleHooks:
                 units.get(module),
                 regions.get(module),
                 Tier.HOST if module in on_host else Tier.DEVICE,
+                is_shareable=module is not root and next(module.parameters(), None) is None,
             )
             if own:
                 vars(module)["_parameters"] = ParameterReads(module._parameters, own, self._access.look_up)
                 owned[module] = own
             self._about[module] = fitted
             # Of a region first: others may change what the module is given, and do so again when it is recomputed.
-            enter = partial(self._enter, fitted)
+            enter, leave = self._calls_of(fitted)
             begin = module.register_forward_pre_hook(enter, with_kwargs=True, prepend=fitted.region is not None)
-            end = module.register_forward_hook(partial(self._leave, fitted), always_call=True)
-            self._fitted.add(module, begin, end)
+            end = module.register_forward_hook(leave, always_call=True)
+            self.fitted.add(module, begin, end)
         return owned
+
+    def _calls_of(self, fitted: FittedModule) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Return what is called when a module begins, and when it ends."""
+        if fitted.is_shareable:
+            return _SharedHook(self, ModuleHooks._enter, fitted), _SharedHook(self, ModuleHooks._leave, fitted)
+        return partial(self._enter, fitted), partial(self._leave, fitted)
 
     def enclose(self, unit: nn.Module, call: CompiledCall) -> None:
         """Have a compiled call read all that its module may, and no module inside of it; see `CompiledModules`.
@@ -158,10 +192,10 @@ class ModuleHooks:
             _check_is_part(whole, fitted, is_unit=module is unit)
         inside = tuple(dict.fromkeys(managed for _, fitted in about for managed in (*fitted.own, *fitted.unseen)))
         for module, _ in about:
-            self._fitted.strip(module)
+            self.fitted.strip(module)
             if isinstance(module._parameters, ParameterReads):
                 vars(module)["_parameters"] = dict(module._parameters)
-                self._fitted.set(module, IN_UNIT, True)
+                self.fitted.set(module, IN_UNIT, True)
         fitted = replace(whole, own=inside, unseen=inside)
         call.surround(partial(self._enter, fitted), partial(self._leave, fitted), is_first=fitted.region is not None)
 
@@ -171,14 +205,14 @@ class ModuleHooks:
         self._roots.add(module)
         begin = module.register_forward_pre_hook(partial(self._enter, fitted), with_kwargs=True)
         end = module.register_forward_hook(partial(self._leave, fitted), always_call=True)
-        self._fitted.add(module, begin, end)
+        self.fitted.add(module, begin, end)
 
     def unfit(self) -> None:
         """Undo all that `fit` and `fit_outermost` did: calls and lookups are heard of no more."""
-        for module in self._fitted:
+        for module in self.fitted:
             if isinstance(module._parameters, ParameterReads):
                 vars(module)["_parameters"] = dict(module._parameters)
-        self._fitted.undo()
+        self.fitted.undo()
         self._about.clear()
         self._roots.clear()
 

@@ -59,7 +59,8 @@ class HostModules:
         self._is_one_tier = is_one_tier
         self._always_copies = always_copies
         self._marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._fitted = FittedModules()
+        self.fitted = FittedModules()
+        """What was fitted so far."""
 
     def mark(self, module: nn.Module) -> None:
         """Have a module, and all modules below it, compute on HOST once it is packed.
@@ -114,15 +115,15 @@ class HostModules:
     def fit(self, modules: Iterable[nn.Module]) -> None:
         """Move what modules on HOST are given, and what they return; after they have all their other hooks."""
         for module in modules:
-            if module not in self._fitted:
+            if module not in self.fitted:
                 # Around all others: a call on HOST begins, and ends, with tensors on HOST.
                 begin = module.register_forward_pre_hook(self._move_in, with_kwargs=True, prepend=True)
                 end = module.register_forward_hook(self._move_out, prepend=True)
-                self._fitted.add(module, begin, end)
+                self.fitted.add(module, begin, end)
 
     def unfit(self) -> None:
         """Undo all that `fit` did."""
-        self._fitted.undo()
+        self.fitted.undo()
 
     def mark_as(self, other: HostModules) -> None:
         """Mark what is marked there."""

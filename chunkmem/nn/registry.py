@@ -228,6 +228,10 @@ class ModelRegistry:
         """Return the managed parameters of a model by the identity of their Parameter."""
         return {id(p): self._managed[id(p)] for p in root.parameters() if id(p) in self._managed}
 
+    def has_parameter_in(self, module: nn.Module) -> bool:
+        """Tell whether a managed parameter is in a module, or in one below it."""
+        return any(id(param) in self._managed for param in module.parameters())
+
     def find(self, param: torch.Tensor) -> ManagedParameter | None:
         """Return what is known of a managed parameter; None for any other tensor."""
         return self._managed.get(id(param))

@@ -67,7 +67,8 @@ class ModuleSurface:
         """A `state_dict` of lazy tensors is being made."""
         self._given: list[_Given] = []
         """Copies that `model.state_dict()` gave out."""
-        self._fitted = FittedModules()
+        self.fitted = FittedModules()
+        """What was fitted so far."""
         self.awaited = AwaitedValues()
         """What was packed without values."""
 
@@ -88,7 +89,7 @@ class ModuleSurface:
 
     def check(self) -> None:
         """Raise if something still stands in for a managed parameter; see `check_own`."""
-        for module in self._fitted:
+        for module in self.fitted:
             check_own(module._parameters, _own(module))
 
     def state_dict(self, root: nn.Module, *, lazily: bool = False) -> dict[str, Any]:
@@ -124,7 +125,7 @@ class ModuleSurface:
     def fit(self, root: nn.Module, owned: Mapping[nn.Module, Mapping[str, ManagedParameter]]) -> None:
         """Fit every module under `root`; `owned` holds the managed parameters of those that have some."""
         for module, own in owned.items():
-            self._fitted.add(
+            self.fitted.add(
                 module,
                 module._register_state_dict_hook(partial(self._on_state_dict, own)),
                 module.register_load_state_dict_pre_hook(partial(self._before_load, own)),
@@ -133,19 +134,19 @@ class ModuleSurface:
             # Before the hooks of the user, which may rename what they find.
             _put_last_first(module._state_dict_hooks)
             _put_last_first(module._load_state_dict_post_hooks)
-            self._fitted.set(module, "_save_to_state_dict", partial(_save, module, own, self._saving))
-            self._fitted.set(module, "extra_repr", partial(_extra_repr, module))
+            self.fitted.set(module, "_save_to_state_dict", partial(_save, module, own, self._saving))
+            self.fitted.set(module, "extra_repr", partial(_extra_repr, module))
             if isinstance(module, nn.RNNBase):
                 # It would re-point the weights at a buffer of cuDNN's own.
-                self._fitted.set(module, "flatten_parameters", lambda: None)
-            self._fitted.set(module, "__prepare_scriptable__", partial(_refuse_script, next(iter(own.values()), None)))
+                self.fitted.set(module, "flatten_parameters", lambda: None)
+            self.fitted.set(module, "__prepare_scriptable__", partial(_refuse_script, next(iter(own.values()), None)))
         for module in root.modules():
             if "_apply" not in vars(module):  # a module of two models is fitted once
-                self._fitted.set(module, "_apply", partial(_apply_to_buffers, module, dict(owned.get(module, {}))))
+                self.fitted.set(module, "_apply", partial(_apply_to_buffers, module, dict(owned.get(module, {}))))
 
     def unfit(self) -> None:
         """Undo all that `fit` did."""
-        self._fitted.undo()
+        self.fitted.undo()
         self._given.clear()
 
     def _on_state_dict(

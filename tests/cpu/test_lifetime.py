@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 import chunkmem
 from chunkmem.types import Role, Tier
 from tests.helpers.audit import audit, audit_ledgers
+from tests.helpers.spread import spread
 from tests.helpers.training import compute_device
 from tests.helpers.twins import AMPLE_NBYTES, WIDTH, Blocks, Twin, assert_equal, config, cpu_only, features, same
 
@@ -45,7 +47,6 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "to shared memory": lambda model: model.share_memory() if not torch.accelerator.is_available() else model.half(),
     "a part": lambda model: model.blocks.half(),
     "deepcopy": copy.deepcopy,
-    "deepcopy of a part": lambda model: copy.deepcopy(model.act),
     "pickle": pickle.dumps,
     "save": lambda model: torch.save(model, io.BytesIO()),
     "replace": lambda model: setattr(model.inner, "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
@@ -82,6 +83,7 @@ SERVED: dict[str, Callable[[Any], Any]] = {
     "apply": lambda model: model.apply(lambda module: None),
     "another child": lambda model: model.add_module("more", nn.Linear(2, 2)),
     "another parameter": lambda model: model.inner.register_parameter("more", nn.Parameter(torch.ones(2))),
+    "a copy of what has no parameters": lambda model: copy.deepcopy(model.act)(features(3)),
     "a shallow copy": lambda model: copy.copy(model)(features(3)).sum().item() and None,
 }
 
@@ -192,6 +194,73 @@ def test_nothing_keeps_a_closed_training_alive() -> None:
         del manager, twin
         gc.collect()
         assert [ref() for ref in refs] == [None] * 4
+
+
+class Shared(nn.Module):
+    """Has an activation, and a table of positions, that a library keeps for all of its models."""
+
+    def __init__(self, act: nn.Module, table: nn.Module) -> None:
+        super().__init__()
+        self.table, self.layers = table, nn.Sequential(nn.Linear(WIDTH, WIDTH), act, nn.Linear(WIDTH, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x + self.table(x))
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.linspace(0, 1 / 3, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.positions[: x.shape[-1]]
+
+
+@spread(precision=["fp32", "bf16"], policy=["keep", "recompute"])
+def test_modules_that_a_plain_model_has_too(precision: str, policy: str) -> None:
+    """A module-level activation, or one that is a default argument: closing a manager killed each model that has it."""
+
+    def losses(model: nn.Module) -> list[float]:
+        loss = model(features(1)).square().mean()
+        recomputed = checkpoint(model, features(1), use_reentrant=False).square().mean()
+        (loss + recomputed).backward()
+        return [loss.item(), recomputed.item(), model.layers[0].weight.grad.sum().item()]
+
+    act, table = nn.Tanh(), Table().to(compute_device())
+    before = set(vars(act)), set(vars(table))
+    options = config(SMALL_NBYTES).to_dict() | {"precision": precision, "activations": {"policy": policy}}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(options)) as manager:
+        twin = Twin(manager, lambda: Shared(act, table))
+        plain = Shared(act, table).to(compute_device())
+        plain.load_state_dict(manager.state_dict())
+        reference = Shared(nn.Tanh(), Table()).to(compute_device())
+        reference.load_state_dict(manager.state_dict())
+        expected = losses(reference)
+        for seed in range(3):
+            twin.steps(seed)
+            plain.zero_grad()
+            assert losses(plain) == expected
+        trained = manager.runtime.controller.plan
+    plain.zero_grad()
+    assert losses(plain) == expected
+    assert (set(vars(act)), set(vars(table))) == before
+    assert not act._forward_hooks
+    assert not table._forward_hooks
+    assert trained is not None
+    with pytest.raises(chunkmem.StateError, match="manager is closed"):
+        twin.model(features(0))
+
+
+def test_a_module_that_lives_for_ever_keeps_no_manager_alive() -> None:
+    act = nn.Tanh()
+    manager = chunkmem.ChunkManager(config(SMALL_NBYTES))
+    model = manager.wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), act).to(compute_device()))
+    model(features(0)).sum().backward()
+    refs = [weakref.ref(x) for x in (manager, model, model[0].weight)]
+    del manager, model
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
+    assert torch.equal(act(features(0)), torch.tanh(features(0)))
 
 
 def test_a_manager_leaves_nothing_with_python(monkeypatch: pytest.MonkeyPatch) -> None:
