@@ -152,6 +152,15 @@ class CompiledModules:
         else:
             self._marked[module] = dict(options)
 
+    def compile_in_place(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+        """Do what `module.compile(**options)` does in plain PyTorch: some modules run as they are, those of torch."""
+        if self._units_of(module) != [module]:
+            self.compile(module, options)
+        elif not any(below in self._calls for below in module.modules()):
+            type(module).compile(module, **options)
+            self._take_call(module)
+            self.on_change()
+
     def close(self) -> None:
         """Hear of what is compiled no more. Idempotent."""
         self._handle.remove()
@@ -240,7 +249,7 @@ def _compile_in_place(
     if compiled is None:  # a module without parameters may live longer than the models that have it
         type(module).compile(module, **options)
     else:
-        compiled.compile(module, options)
+        compiled.compile_in_place(module, options)
 
 
 class _Hook:

@@ -715,6 +715,20 @@ def test_inductor_once() -> None:
     assert stats() == (1, 0)
 
 
+def test_modules_of_torch_that_compile_themselves() -> None:
+    """torch runs these as they are; they were compiled, and a fused GELU has other bits."""
+
+    def compiled(twin: Twin) -> Any:
+        for child in twin.model:
+            child.compile()
+        return twin.steps(0, 1, 2), stats()
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+
+    same(build, compiled)
+
+
 def test_a_compiled_backward_has_its_weights_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its products was a call of its own, which pinned weights that are pinned."""
     with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
