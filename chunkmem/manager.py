@@ -380,8 +380,8 @@ class ChunkManager(ModelBuilding, Reporting):
         """Write a checkpoint: a directory in the format of torch.distributed.checkpoint, complete or not there.
 
         Every rank writes the chunks it owns, one parameter in memory at a time. A checkpoint that is there is replaced
-        when the new one is complete. It is a dict with "model", "optimizer" (states by the names of parameters), "ema"
-        and "extra", which plain PyTorch can load, too.
+        when the new one is complete; other files in the directory stay. It is a dict with "model", "optimizer" (states
+        by the names of parameters), "ema" and "extra", which plain PyTorch can load, too.
 
         Args:
             path: of the directory; over ranks, one that all of them see.

@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from chunkmem.assembly import Runtime
-from chunkmem.checkpoints.directory import begin_replacing, discard, put_in_place, sync
 from chunkmem.checkpoints.files import ItemFiles
-from chunkmem.checkpoints.saving import PlannedSave, in_one_line, not_written, plan_save, reason
+from chunkmem.checkpoints.replacing import begin_replacing, in_one_line, not_written
+from chunkmem.checkpoints.saving import PlannedSave, plan_save, reason
+from chunkmem.checkpoints.unfinished import naming, sync
 from chunkmem.comm.notes import Notes
 from chunkmem.errors import CheckpointError, RankError
 from chunkmem.nn.lazy_tensor import Piece
@@ -153,10 +154,10 @@ def begin_saving(state: dict[str, Any], path: Path, runtime: Runtime) -> Saving:
         CheckpointError: that is known not to be possible; on every rank.
     """
     ranks, store = runtime.ranks, runtime.memory.store
-    folder = begin_replacing(path, ranks)
+    replacement = begin_replacing(path, ranks)
     part, snapshot, planned, problem = _Part(), None, None, ""
     try:
-        planned = plan_save(state, folder, ranks)
+        planned = plan_save(state, replacement, ranks)
         order = {group: at for at, group in enumerate(runtime.memory.pager.last_updates)}
         part = _Part.of(planned, order)
         snapshot = store.snapshot = _take_snapshot(part, runtime)
@@ -167,17 +168,17 @@ def begin_saving(state: dict[str, Any], path: Path, runtime: Runtime) -> Saving:
     problem = ranks.any_text(problem, label=_LABEL)
     if problem or planned is None or snapshot is None:
         store.snapshot = None
-        if ranks.is_first:
-            discard(folder)
+        replacement.discard()
         raise not_written(path, problem)
     outcome, name = _Outcome(path), ranks.from_first(uuid.uuid4().hex, label=_LABEL)
-    writing = _Writing(planned, part, snapshot, ranks.notes(f"chunkmem saves {name}"), outcome, folder)
+    writing = _Writing(planned, part, snapshot, ranks.notes(f"chunkmem saves {name}"), outcome)
     # Not a daemon: Python waits for it before it ends.
     thread = threading.Thread(target=writing.run, name=f"chunkmem saves {path.name}")
     try:
         thread.start()
     except BaseException as error:
         snapshot.give_up(error)
+        replacement.discard()
         raise
     for chunk in runtime.memory.pager.held:  # somebody may write to them as soon as this returns
         store.before_change(chunk)
@@ -195,15 +196,12 @@ def _take_snapshot(part: _Part, runtime: Runtime) -> Snapshot:
 class _Writing:
     """What the thread of a rank does."""
 
-    def __init__(
-        self, planned: PlannedSave, part: _Part, snapshot: Snapshot, notes: Notes, outcome: _Outcome, folder: Path
-    ) -> None:
+    def __init__(self, planned: PlannedSave, part: _Part, snapshot: Snapshot, notes: Notes, outcome: _Outcome) -> None:
         self._planned = planned
         self._part = part
         self._snapshot = snapshot
         self._notes = notes
         self._outcome = outcome
-        self._folder = folder
 
     def run(self) -> None:
         """Write, and say how it has ended."""
@@ -267,11 +265,10 @@ class _Writing:
             if not problem:
                 rows = [results, *(_taken(self._file_of(rank)) for rank in others)]
                 self._planned.finish(rows)
-                put_in_place(self._folder, self._outcome.path)
-        except (OSError, RankError, pickle.UnpicklingError) as error:
+        except (OSError, CheckpointError, RankError, pickle.UnpicklingError) as error:
             problem = problem or in_one_line(error)
         if problem:
-            discard(self._folder)
+            self._planned.replacement.discard()
         if others:
             self._notes.leave("the completion of a checkpoint", problem)
             with contextlib.suppress(RankError):  # the store may end with this process: not before they have read it
@@ -281,11 +278,11 @@ class _Writing:
 
     def _file_of(self, rank: int) -> Path:
         """Return the file in which a rank says where in the checkpoint it has written what."""
-        return self._folder / f".part-{rank}"
+        return self._planned.replacement.folder / f".part-{rank}"
 
 
 def _leave(file: Path, results: list[WriteResult]) -> None:
-    with file.open("wb") as stream:
+    with naming(file), file.open("wb") as stream:
         pickle.dump(results, stream)
         stream.flush()
         os.fsync(stream.fileno())

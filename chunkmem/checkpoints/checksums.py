@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from chunkmem.checkpoints.directory import MANIFEST
+from chunkmem.checkpoints.unfinished import naming
 from chunkmem.errors import CheckpointError
 
 NAME = "checksums.json"
@@ -35,10 +36,50 @@ def entry_name(index: MetadataIndex) -> str:
 
 
 def write_checksums(folder: Path, found: Mapping[str, int]) -> None:
-    """Write them; all other files are complete."""
-    values = {**found, MANIFEST: zlib.crc32((folder / MANIFEST).read_bytes())}
-    with (folder / NAME).open("w", encoding="utf-8") as file:
-        json.dump({"values": values, "checksum": _of(values)}, file, indent=0)
+    """Write them; all other files are complete.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    values = {**found, MANIFEST: _of_manifest(folder)}
+    _write(folder / NAME, {"values": values, "checksum": _of(values)})
+
+
+def add_checksums_of(path: Path, *, to: Path) -> None:
+    """Have the file of a new checkpoint, in the folder `to`, tell of the one it replaces, too.
+
+    So the file can come first, and the manifest then: whichever is there finds its checksums.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if not (path / MANIFEST).exists():
+        return
+    manifest = _of_manifest(path)
+    try:
+        before = dict(_of_this(json.loads((path / NAME).read_text(encoding="utf-8")), manifest))
+        before.pop("before", None)
+    except FileNotFoundError:
+        before = {"values": {MANIFEST: manifest}, "checksum": _of({MANIFEST: manifest})}
+    except (ValueError, TypeError):  # it was damaged before
+        before = None
+    _write(to / NAME, {**json.loads((to / NAME).read_text(encoding="utf-8")), "before": before})
+
+
+def _of_manifest(folder: Path) -> int:
+    return zlib.crc32((folder / MANIFEST).read_bytes())
+
+
+def _of_this(saved: Any, manifest: int) -> Any:
+    """Return what was saved of the checkpoint that has a manifest with this checksum: the last one, or that before."""
+    before = saved.get("before") if isinstance(saved, dict) else None
+    is_before = isinstance(before, dict) and before.get("values", {}).get(MANIFEST) == manifest
+    return before if is_before else saved
+
+
+def _write(path: Path, saved: Any) -> None:
+    with naming(path), path.open("w", encoding="utf-8") as file:
+        json.dump(saved, file, indent=0)
         file.flush()
         os.fsync(file.fileno())
 
@@ -51,7 +92,8 @@ def read_checksums(folder: Path) -> dict[str, int]:
     """
     path = folder / NAME
     try:
-        saved: Any = json.loads(path.read_text(encoding="utf-8"))
+        manifest = _of_manifest(folder)
+        saved = _of_this(json.loads(path.read_text(encoding="utf-8")), manifest)
         values: dict[str, int] = saved["values"]
         is_whole = saved["checksum"] == _of(values)
     except FileNotFoundError:
@@ -60,7 +102,7 @@ def read_checksums(folder: Path) -> dict[str, int]:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}") from None
     if not is_whole:
         raise CheckpointError(f"{path} has changed since it was written")
-    if values.pop(MANIFEST, None) != zlib.crc32((folder / MANIFEST).read_bytes()):
+    if values.pop(MANIFEST, None) != manifest:
         raise CheckpointError(f"{folder / MANIFEST} has changed since it was written")
     return values
 

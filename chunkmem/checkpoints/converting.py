@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from chunkmem.checkpoints.directory import MANIFEST, replacing
+from chunkmem.checkpoints.directory import MANIFEST, standing
 from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.pretrained import Files, Form, shards_of
 from chunkmem.checkpoints.reading import CheckpointFiles
+from chunkmem.checkpoints.replacing import replacing
 from chunkmem.checkpoints.safetensors_files import open_safetensors
 from chunkmem.checkpoints.saving import write
 from chunkmem.comm.ranks import Ranks
@@ -73,14 +74,15 @@ def convert(source: Path, target: Path, to: Format, *, max_shard_nbytes: int) ->
         _write_torch(state, target)
     else:
         ranks = Ranks(timeout_s=1)
-        with replacing(target, ranks) as folder:
-            write(state, folder, ranks, named=target)
+        with replacing(target, ranks) as replacement:
+            write(state, replacement, ranks)
     tensors = dict(_tensors("", state))
     return Converted(len(tensors), sum(value.nbytes for value in tensors.values()), ())
 
 
 def _open(path: Path) -> dict[str, Any]:
     """Return all that a checkpoint has, as it was nested; weights alone are under "model"."""
+    path = standing(path)
     kind = format_of(path)
     if kind is Format.DCP:
         return CheckpointFiles(path).all()

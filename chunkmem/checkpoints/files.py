@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from chunkmem.checkpoints.checksums import checksum, entry_name, write_checksums
+from chunkmem.checkpoints.directory import MANIFEST
+from chunkmem.checkpoints.unfinished import naming
 from chunkmem.nn.lazy_tensor import LazyTensor, Piece
 
 EXTRA = "extra"
@@ -116,7 +118,7 @@ class ItemFiles:
     def __init__(self, writer: ChunkWriter, prefix: str) -> None:
         """Begin with none; `prefix` begins their names."""
         self._writer = writer
-        self._prefix = prefix
+        self._prefix = f"{writer.generation}{prefix}"
         self._count = 0
         self._open: list[io.BufferedWriter] = []
         """Not on the disk yet; the last one is being written."""
@@ -133,9 +135,10 @@ class ItemFiles:
         if not self._open or (self._open[-1].tell() and self._open[-1].tell() + nbytes > _FILE_NBYTES):
             self._begin()
         file, writer = self._open[-1], self._writer
-        name = f"{self._prefix}{self._count - 1}.distcp"
         try:
-            written = _write_item(writer.transforms, file, data, item, name, writer.serialization_format)
+            written = _write_item(
+                writer.transforms, file, data, item, Path(file.name).name, writer.serialization_format
+            )
         except Exception as error:
             raise _first_cause(error, Path(file.name)) from error
         result = _Checked(written.index, written.size_in_bytes, written.storage_data)
@@ -144,7 +147,8 @@ class ItemFiles:
 
     def _begin(self) -> None:
         if self._open:
-            self._open[-1].flush()
+            with naming(Path(self._open[-1].name)):
+                self._open[-1].flush()
             # The disk begins to write it, and nobody waits: `fsync` finds less to do.
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._open[-1].fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -163,7 +167,8 @@ class ItemFiles:
             self._sync_first()
 
     def _sync_first(self) -> None:
-        with self._open.pop(0) as file:
+        file = self._open.pop(0)
+        with naming(Path(file.name)), file:
             file.flush()
             os.fsync(file.fileno())
 
@@ -176,6 +181,11 @@ class ItemFiles:
 
 class ChunkWriter(FileSystemWriter):
     """Writes small files, chunk after chunk."""
+
+    def __init__(self, folder: Path, *, generation: str) -> None:
+        """Write to a folder, files whose names begin with `generation`."""
+        super().__init__(folder, single_file_per_rank=True, overwrite=True)
+        self.generation = generation
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of a plan."""
@@ -196,9 +206,16 @@ class ChunkWriter(FileSystemWriter):
         done.set_result(files.results)
         return done
 
-    def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
-        """Write what makes the checkpoint complete."""
-        super().finish(metadata, [list(rows) for rows in results])
-        written = (result for rows in results for result in rows if isinstance(result, _Checked))
-        found = {entry_name(result.index): result.crc for result in written if result.crc is not None}
+    def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> list[str]:  # type: ignore[override]
+        """Write what makes the checkpoint complete; return the names of the files with values.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with naming(Path(self.path) / MANIFEST):
+            super().finish(metadata, [list(rows) for rows in results])
+        every = [result for rows in results for result in rows]
+        checked = (result for result in every if isinstance(result, _Checked))
+        found = {entry_name(result.index): result.crc for result in checked if result.crc is not None}
         write_checksums(Path(self.path), found)
+        return sorted({result.storage_data.relative_path for result in every})

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from chunkmem.checkpoints.checksums import checksum, entry_name, read_checksums
-from chunkmem.checkpoints.directory import MANIFEST
+from chunkmem.checkpoints.directory import MANIFEST, standing
 from chunkmem.checkpoints.stored_values import PIECE_NBYTES, StoredValues, find_values
 from chunkmem.errors import CheckpointError
 from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Source
@@ -45,7 +45,7 @@ class CheckpointFiles:
         Raises:
             CheckpointError: it is not there, is not complete, or cannot be read.
         """
-        self.path = path
+        self.path = path = standing(path)
         self._reader = FileSystemReader(path)
         checksums = read_checksums(path) if (path / MANIFEST).is_file() else {}
         try:

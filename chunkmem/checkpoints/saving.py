@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from chunkmem.assembly import Runtime
-from chunkmem.checkpoints.directory import replacing
 from chunkmem.checkpoints.files import EXTRA, ChunkPlanner, ChunkWriter
 from chunkmem.checkpoints.names import named_state
+from chunkmem.checkpoints.replacing import Replacement, in_one_line, not_written, replacing
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError
 from chunkmem.optim.ema import EMA
@@ -72,13 +72,13 @@ def require_averages(ema: object, call: str) -> None:
 
 
 def save_now(state: dict[str, Any], path: Path, ranks: Ranks) -> None:
-    """Write a checkpoint, and return when it is complete.
+    """Write a checkpoint, and return when it is complete and in its place.
 
     Raises:
         CheckpointError: it cannot be written; on every rank.
     """
-    with replacing(path, ranks) as folder:
-        write(state, folder, ranks, named=path)
+    with replacing(path, ranks) as replacement:
+        write(state, replacement, ranks)
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class PlannedSave:
 
     planner: ChunkPlanner
     writer: ChunkWriter
+    replacement: Replacement
     plan: SavePlan
     """Of this rank."""
     metadata: Metadata | None
@@ -99,17 +100,22 @@ class PlannedSave:
         return self.writer.write_data(self.plan, self.planner).wait()
 
     def finish(self, results: list[list[WriteResult]]) -> None:
-        """Write what makes the checkpoint complete, once all ranks have written their parts."""
+        """Write what makes the checkpoint complete, and put it in its place, once all ranks have written their parts.
+
+        Raises:
+            OSError: it is not; what was there before is.
+            CheckpointError: that, too.
+        """
         assert self.metadata is not None
-        self.writer.finish(self.metadata, results)
+        self.replacement.put_in_place(self.writer.finish(self.metadata, results))
 
 
-def plan_save(state: dict[str, Any], folder: Path, ranks: Ranks) -> PlannedSave:
+def plan_save(state: dict[str, Any], replacement: Replacement, ranks: Ranks) -> PlannedSave:
     """Have the ranks agree on who writes what.
 
     Args:
         state: nested dicts of lazy and other values, of this rank; ordinary tensors are alike on the ranks of a stage.
-        folder: where to.
+        replacement: where to.
         ranks: that write.
 
     Raises:
@@ -117,7 +123,7 @@ def plan_save(state: dict[str, Any], folder: Path, ranks: Ranks) -> PlannedSave:
     """
     group = _DistWrapper(ranks.all_ranks_group(), not ranks.are_one, 0)
     planner = ChunkPlanner(writes_tensors=ranks.rank == 0, writes_objects=ranks.is_first)
-    writer = ChunkWriter(folder, single_file_per_rank=True, overwrite=True)
+    writer = ChunkWriter(replacement.folder, generation=replacement.generation)
     metadata: Metadata | None = None
 
     def local_step() -> SavePlan:
@@ -131,37 +137,26 @@ def plan_save(state: dict[str, Any], folder: Path, ranks: Ranks) -> PlannedSave:
         return writer.prepare_global_plan(plans)
 
     plan = planner.finish_plan(group.reduce_scatter("plan", local_step, global_step))
-    return PlannedSave(planner, writer, plan, metadata, group)
+    return PlannedSave(planner, writer, replacement, plan, metadata, group)
 
 
-def write(state: dict[str, Any], folder: Path, ranks: Ranks, *, named: Path) -> None:
-    """Write nested dicts of lazy and other values as a checkpoint; see `plan_save`.
-
-    Args:
-        state: of this rank.
-        folder: where to.
-        ranks: that write.
-        named: what errors call it.
+def write(state: dict[str, Any], replacement: Replacement, ranks: Ranks) -> None:
+    """Write nested dicts of lazy and other values as a checkpoint, and put it in its place; see `plan_save`.
 
     Raises:
-        CheckpointError: it cannot be written; on every rank.
+        CheckpointError: it is not written; on every rank.
     """
     problem = ""
     try:
-        planned = plan_save(state, folder, ranks)
+        planned = plan_save(state, replacement, ranks)
         planned.group.all_reduce("write", planned.write, planned.finish)
     except CheckpointException as error:
         problem = reason(error)
     except OSError as error:
-        problem = f"{error.filename or folder}: {error.strerror or error}"
+        problem = in_one_line(error)
     problem = ranks.any_text(problem, label="manager.save()")
     if problem:
-        raise not_written(named, problem)
-
-
-def not_written(path: Path, problem: str) -> CheckpointError:
-    """Return the error of a checkpoint that could not be written."""
-    return CheckpointError(f"{path} could not be written: {problem}; what was there before is there still")
+        raise not_written(replacement.path, problem)
 
 
 def reason(error: CheckpointException) -> str:
@@ -169,9 +164,3 @@ def reason(error: CheckpointException) -> str:
     for rank, (raised, _) in error.failures.items():
         return f"rank {rank}: {in_one_line(raised)}"
     return "nobody says why"
-
-
-def in_one_line(error: BaseException) -> str:
-    """Return what an error says, of the system's ones what and of which file."""
-    said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-    return said.strip().splitlines()[0] if said.strip() else type(error).__name__
