@@ -23,7 +23,7 @@ from chunkmem.config import Config, flattened
 from chunkmem.entry_points import EntryPoints, collect_abandoned
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.autocast import AutocastCache
-from chunkmem.nn.binding import BoundChunk, ManagedParameter, move_to
+from chunkmem.nn.binding import BoundChunk, move_to
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.registry import check_fits
 from chunkmem.nn.shared_gradients import SharedGradients
@@ -343,10 +343,6 @@ class Runtime:
     def skip_step(self) -> None:
         """The optimizer's step changes nothing: neither record it nor learn from it."""
         self.controller.excuse_iteration()
-
-    def gradients_given_up(self, params: Iterable[ManagedParameter]) -> None:
-        """A user discards gradients; see `EntryPoints.gradients_given_up`."""
-        self.entry_points.gradients_given_up(params)
 
 
 def _agreed_exchanges(

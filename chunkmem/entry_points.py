@@ -6,7 +6,7 @@ import contextlib
 import gc
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -66,8 +66,6 @@ class EntryPoints:
         self._stepping = False
         self.updates: deque[Interval] = deque(maxlen=_NUM_UPDATES)
         """When the last ones were made; who reads them empties it."""
-        self._has_given_up = False
-        """Gradients were discarded since the last step."""
         self._updated: frozenset[int] = frozenset()
         """Groups that the step updates, on whichever rank."""
         self._compiles = CompileWatch(self._compiler_begins, self._compiler_ends)
@@ -104,6 +102,8 @@ class EntryPoints:
         grad_enabled = torch.is_grad_enabled()
         units.begin_root(grad_enabled=grad_enabled)
         self._state_frozen()
+        if modules.gradients.given:
+            modules.gradients.discard_unset()  # before what comes now is added to it
         self._controller.begin_root(id(root), grad_enabled=grad_enabled, before_iteration=self._leave_to_autograd)
         modules.registry.check()
         modules.surface.check_copies()
@@ -180,7 +180,7 @@ class EntryPoints:
             self._look_over()
             self._stepping = True
             try:
-                self._settle_gradients(label)
+                self._settle_gradients(label, is_step=updates)
                 yield
                 self._modules.access.refresh_held()
                 if updates:
@@ -215,10 +215,6 @@ class EntryPoints:
         if self._averages_in_backward and self.averaged and self._sharding.reduction is not None:
             self._averages_in_backward = False
             self._sharding.reduction.reduce_excluded(self.averaged)
-
-    def gradients_given_up(self, params: Iterable[ManagedParameter]) -> None:
-        """A user discards gradients; over ranks, those that wait for their step are given up on all or on none."""
-        self._has_given_up = self._has_given_up or self._modules.gradients.any_landed(params)
 
     def keep_exchanges(self) -> bool:
         """Other parameters are trained from the next step on, over ranks: keep what is known of exchanges, if anything
@@ -257,9 +253,8 @@ class EntryPoints:
         # Of a recorded step, too: optimizer states are about to be made.
         if self._controller.watch is not None or self._controller.plan is None:
             self._tiers.leave_room_for_activations()
-        self._has_given_up = self._has_given_up or modules.gradients.any_unset()
 
-    def _settle_gradients(self, label: str) -> None:
+    def _settle_gradients(self, label: str, *, is_step: bool) -> None:
         """Have the gradients as `.grad` says, over ranks as their means with their owners."""
         gradients, reduction = self._modules.gradients, self._sharding.reduction
         gradients.settle(self._modules.registry.parameters)
@@ -269,7 +264,7 @@ class EntryPoints:
             if self._scaler is not None and not gradients.any_landed(parameters):
                 self._scaler.is_used = True  # what this rank adds is 0 at any scale
             self._sharding.units.replay_without_batch(label)
-            reduction.reduce(parameters)
+            reduction.reduce(parameters, is_step=is_step)
             reduction.reduce_excluded(self.averaged)
             self._updated = frozenset(managed.group for managed in gradients.anywhere)
 
@@ -281,7 +276,6 @@ class EntryPoints:
         self.ordinary.follow()
         self._controller.end_step()
         self._sharding.units.end_step()
-        self._has_given_up = False
         if self._trial is not None:
             self._trial.end_step()
 
@@ -289,10 +283,7 @@ class EntryPoints:
         """Have the ranks compare which parameters are frozen."""
         if self._sharding.shards is not None:
             frozen = (managed for managed in self._modules.registry.parameters if not managed.requires_grad)
-            facts = {f"parameter {managed} is frozen" for managed in frozen}
-            if self._has_given_up:
-                facts.add("gradients were given up since the last step")
-            self._sharding.ranks.know(frozenset(facts))
+            self._sharding.ranks.know(frozenset(f"parameter {managed} is frozen" for managed in frozen))
 
 
 def collect_abandoned(is_alone: Callable[[], bool]) -> None:

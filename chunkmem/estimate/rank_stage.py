@@ -248,7 +248,7 @@ class RankStage:
         """Do what `optimizer.step()` does: reduce what has not been, make states, update, use the gradients up."""
         slots = self._slots
         if self._sharding.reduction is not None:
-            self._sharding.reduction.reduce(self._parameters)
+            self._sharding.reduction.reduce(self._parameters, is_step=True)
         self._update([group for group, landed in slots.landed.items() if landed])
         if self._sharding.shards is not None:
             trained = {managed.group for managed in self._parameters if managed.requires_grad}

@@ -34,7 +34,9 @@ class GradientSlots:
         self._reduced: set[int] = set()
         """Groups whose gradient is a mean over ranks."""
         self.given: set[ManagedParameter] = set()
-        """Parameters whose gradient went into a mean over ranks since the last step."""
+        """Parameters whose gradient from this rank is part of a mean over ranks that waits for its step."""
+        self.withdrawn: set[ManagedParameter] = set()
+        """Parameters whose gradient was, and a user has discarded or replaced it; the other ranks do not know yet."""
         self.anywhere: set[ManagedParameter] = set()
         """Parameters of which a rank has a gradient, as of the last mean over ranks; the same on all of them."""
         self._carried: dict[int, torch.Tensor] = {}
@@ -78,8 +80,7 @@ class GradientSlots:
         if managed.group in self._reduced:
             self._carry(managed.group, reader)
         if replacing:
-            self.given.discard(managed)
-            self._clear_carried(managed)
+            self.withdraw((managed,))
         if chunk.version == NO_CONTENT:
             self._pager.create(chunk, chunk.compute_tier, reader=reader, zero=False)
             self._landed[managed.group] = set()
@@ -157,10 +158,26 @@ class GradientSlots:
         with runtime_mode():
             self._carried[group] = replica.flat.to("cpu", copy=True)
             replica.flat.zero_()
-        for managed in set(self.members[group]) - self._landed[group]:
-            self._clear_carried(managed)  # discarded since the mean was formed
         self._pager.store.mark_written(chunk, chunk.compute_tier)
         self._reduced.discard(group)
+
+    def withdraw(self, params: Iterable[ManagedParameter]) -> None:
+        """What this rank has of gradients is no part of a mean any more, once the others have been told."""
+        for managed in self.given.intersection(params) if self.given else ():
+            self.given.discard(managed)
+            self.withdrawn.add(managed)
+
+    def take_out(self, params: Iterable[ManagedParameter]) -> None:
+        """The ranks that had a part in the mean of these have all withdrawn it: nothing is left of it."""
+        for managed in params:
+            if managed.group in self._carried:
+                self._clear_carried(managed)
+            elif managed.group in self._reduced:
+                self.zero_landed(managed)
+
+    def hand_over(self) -> None:
+        """The step has come: what an optimizer does not use now waits as its owner's alone."""
+        self.given = {managed for group in self._reduced for managed in self._landed[group]}
 
     def _clear_carried(self, managed: ManagedParameter) -> None:
         carried = self._carried.get(managed.group)
@@ -192,22 +209,36 @@ class GradientSlots:
         chunk = self.chunks[managed.group]
         return self._pager.store.views(chunk, chunk.compute_tier)[managed.position]
 
-    def forget(self, params: Collection[ManagedParameter]) -> None:
-        """Give up what has landed of `params`; a group without any gradient has no content any more."""
+    def forget(self, params: Collection[ManagedParameter], *, of_all_ranks: bool = True) -> None:
+        """Give up what has landed of `params`; a group without any gradient has no content any more.
+
+        Without `of_all_ranks`, what other ranks may have in a mean of the group is not meant.
+        """
         self.given.difference_update(params)
         self.anywhere.difference_update(params)
-        for managed in params if self._carried else ():
-            self._clear_carried(managed)
         for group in {managed.group for managed in params}:
             landed = self._landed.get(group)
             if landed is None:
                 continue
             landed.difference_update(params)
-            if not landed:
-                del self._landed[group]
-                self._reduced.discard(group)
-                self._carried.pop(group, None)
-                self._pager.consume(self.chunks[group])
+            if not landed and (of_all_ranks or not self._may_wait(group, besides=params)):
+                self._drop(group)
+
+    def _may_wait(self, group: int, *, besides: Collection[ManagedParameter]) -> bool:
+        """Tell whether a mean of this group may have something in it that others have put there."""
+        is_mean = group in self._reduced or group in self._carried
+        return is_mean and any(m.requires_grad and m not in besides for m in self.members[group])
+
+    def drop_empty(self) -> None:
+        """Of a group without any gradient, on whichever rank, no content is left."""
+        for group in [group for group, landed in self._landed.items() if not landed]:
+            self._drop(group)
+
+    def _drop(self, group: int) -> None:
+        del self._landed[group]
+        self._reduced.discard(group)
+        self._carried.pop(group, None)
+        self._pager.consume(self.chunks[group])
 
     def any_landed(self, params: Iterable[ManagedParameter]) -> bool:
         """Tell whether one of `params` has a gradient."""

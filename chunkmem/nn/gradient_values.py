@@ -45,8 +45,8 @@ class GradientValues(GradientSlots):
         if self.shared is not None:
             self.shared.changed()
 
-    def forget(self, params: Collection[ManagedParameter]) -> None:
-        super().forget(params)
+    def forget(self, params: Collection[ManagedParameter], *, of_all_ranks: bool = True) -> None:
+        super().forget(params, of_all_ranks=of_all_ranks)
         if self.shared is not None:
             self.shared.changed()
 
@@ -158,6 +158,9 @@ class GradientValues(GradientSlots):
             raise source.lacks_values()
         if source.state is not GradientState.LIVE:
             source.state = GradientState.ZEROED
+        elif managed in self.given:  # of a mean, this rank can only withdraw its part
+            self.before_change()
+            self._land_zeros(managed)
         elif managed in self._landed.get(managed.group, ()):
             self.before_change()
             self.zero_landed(managed)

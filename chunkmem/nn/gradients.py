@@ -163,7 +163,7 @@ class GradientBook(GradientValues):
         finally:
             self.exposed.difference_update(lent)
             for managed, grad in before.items():
-                managed.grad = grad
+                managed.grad = grad if managed.grad is not None else None  # discarded, as on the rank that has it
             for group in made if self._pager.closed is None else ():
                 self._pager.unpin(self.chunks[group], self.chunks[group].compute_tier)
                 self.give_up(group)
@@ -192,13 +192,9 @@ class GradientBook(GradientValues):
                 return
         self.settle((managed,))
 
-    def any_unset(self) -> bool:
-        """Tell whether a user has set the `.grad` of a gradient that has landed to None."""
-        return any(self._unset(landed) for landed in self._landed.values())
-
     def discard_unset(self) -> None:
         """Forget the gradients that no optimizer has taken, and that a `zero_grad()` has set to None since."""
-        for landed in list(self._landed.values()):
+        for landed in [*self._landed.values(), self.given]:
             if unset := self._unset(landed):
                 self.discard(unset)
 
@@ -221,13 +217,18 @@ class GradientBook(GradientValues):
         return is_shown and source.state is GradientState.CONSUMED
 
     def discard(self, params: Collection[ManagedParameter]) -> None:
-        """Forget the gradients of `params`, as after their update."""
+        """Forget the gradients of `params`, which a user has discarded."""
+        self.withdraw(params)
+        self.use_up(params, of_all_ranks=False)
+
+    def use_up(self, params: Collection[ManagedParameter], *, of_all_ranks: bool = True) -> None:
+        """Forget the gradients of `params`, as after their update; for the arguments see `forget`."""
         for managed in params:
             source, grad = self._sources[managed], managed.grad
             is_shown = isinstance(grad, LazyGradient) and grad.is_all_of(source)
             if source.state is not GradientState.NONE:
                 source.state = GradientState.CONSUMED if is_shown else GradientState.NONE
-        self.forget(params)
+        self.forget(params, of_all_ranks=of_all_ranks)
 
 
 def _num_holders(table: Mapping[Any, torch.Tensor], key: Any) -> int:

@@ -33,32 +33,54 @@ class Reduction:
         """Tell whether a group has gradients at all; the same on all ranks, which agree on what is frozen."""
         return any(managed.requires_grad for managed in self._gradients.members[group])
 
-    def reduce(self, params: Sequence[ManagedParameter]) -> None:
+    def reduce(self, params: Sequence[ManagedParameter], *, is_step: bool) -> None:
         """Let the owners have the means over ranks; a rank without a gradient counts as one of zeros.
 
         Args:
             params: all managed parameters, in the same order on all ranks.
+            is_step: an optimizer uses the means now.
 
         Raises:
             CapacityError: a chunk of gradients does not fit DEVICE.
-            RankError: a rank is missing, or somewhere else.
+            RankError: a rank is missing, or somewhere else, or has discarded its part in a mean, and another has not.
         """
         self._reduce_fresh(params)
-        self._gradients.given.clear()
+        if is_step:
+            self._gradients.hand_over()
 
     def _reduce_fresh(self, params: Sequence[ManagedParameter]) -> None:
         gradients = self._gradients
-        fresh, given = gradients.fresh, gradients.given
+        is_fresh, is_given, is_withdrawn = self._over_ranks(params)
+        if disputed := is_given & is_withdrawn:
+            self._refuse(disputed)
+        gradients.withdrawn.clear()
+        gradients.take_out(is_withdrawn)
+        self._reduce_groups({managed.group for managed in is_fresh})
+        has_any = is_fresh | is_given
+        gradients.anywhere.difference_update(is_withdrawn - has_any)
+        gradients.anywhere |= has_any
+        for managed in params:
+            if managed in has_any and self.shards.owns(managed.group):
+                gradients.show_reduced(managed)
+        gradients.drop_empty()
+
+    def _over_ranks(self, params: Sequence[ManagedParameter]) -> list[set[ManagedParameter]]:
+        """Return of which parameters a rank has a gradient, has one in a mean, and has withdrawn one from a mean."""
+        gradients = self._gradients
+        fresh = gradients.fresh
         rows = [float(managed in fresh.get(managed.group, ())) for managed in params]
-        rows += [float(managed in given) for managed in params]
-        anywhere = self.shards.ranks.max_over(rows, label=_READER) if rows else ()
-        is_fresh, has_any = anywhere[: len(params)], anywhere[len(params) :]
-        self._reduce_groups({m.group for m, found in zip(params, is_fresh, strict=True) if found})
-        for managed, *found in zip(params, is_fresh, has_any, strict=True):
-            if any(found):
-                gradients.anywhere.add(managed)
-                if self.shards.owns(managed.group):
-                    gradients.show_reduced(managed)
+        rows += [float(managed in gradients.given) for managed in params]
+        rows += [float(managed in gradients.withdrawn) for managed in params]
+        found = self.shards.ranks.max_over(rows, label=_READER) if rows else ()
+        per_row = (found[start : start + len(params)] for start in range(0, 3 * len(params), len(params) or 1))
+        return [{managed for managed, has in zip(params, row, strict=True) if has} for row in per_row]
+
+    def _refuse(self, disputed: set[ManagedParameter]) -> None:
+        """Raise a `RankError`: of what has been added up, one rank's part cannot be taken out any more."""
+        ranks = self.shards.ranks
+        said = "gradients were given up since the last step"
+        ranks.know(frozenset(f"parameter {m.name}: {said}" for m in disputed & self._gradients.withdrawn))
+        ranks.begin(Operation(_READER))
 
     def reduce_early(self, params: Sequence[ManagedParameter]) -> list[ManagedParameter]:
         """Reduce before the step what has landed so far; return those of `params` that have a gradient on any rank.
@@ -71,10 +93,18 @@ class Reduction:
         anywhere = self.shards.ranks.max_over(rows, label=_READER) if rows else ()
         return [managed for managed, has in zip(params, anywhere, strict=True) if has]
 
-    def reduce_groups(self, groups: Sequence[int]) -> None:
-        """Let the owners of these groups have the means of what has landed on any rank. Raises what `reduce` does."""
-        self.shards.agree_to_reduce(groups, reader=_READER)
+    def reduce_groups(self, groups: Sequence[int]) -> bool:
+        """Let the owners of these groups have the means of what has landed on any rank; tell whether it was done.
+
+        It is left to the step where a rank has withdrawn something: that is told there. Raises what `reduce` does.
+        """
+        if not self._agree(groups):
+            return False
         self._reduce_groups(groups)
+        return True
+
+    def _agree(self, groups: Sequence[int]) -> bool:
+        return self.shards.agree_to_reduce(groups, reader=_READER, can=not self._gradients.withdrawn)
 
     def join(self, lists: Iterable[Sequence[int]]) -> None:
         """Take part in a reduction that other ranks have begun. Raises what `reduce` does."""
@@ -85,11 +115,13 @@ class Reduction:
             self._begin(together)
             self.finish()
 
-    def begin(self, groups: Sequence[int]) -> None:
+    def begin(self, groups: Sequence[int]) -> bool:
         """Begin what `reduce_groups` does; until it is finished the gradients stay on DEVICE."""
-        self.shards.agree_to_reduce(groups, reader=_READER)
+        if not self._agree(groups):
+            return False
         for together in self.shards.together(groups):
             self._begin(together)
+        return True
 
     def finish(self) -> None:
         """Wait for what was begun. Raises what `reduce` does."""

@@ -109,10 +109,6 @@ class OptimizerHost(Protocol):
         """Say that the step changes nothing."""
         ...
 
-    def gradients_given_up(self, params: list[ManagedParameter]) -> None:
-        """Say that a user discards the gradients of `params`."""
-        ...
-
 
 class HasRuntime(Protocol):
     """A `chunkmem.ChunkManager`."""

@@ -171,7 +171,7 @@ class RuleOptimizer(StatefulOptimizer):
             scaler.step(overflow=multiplier is None)
         if multiplier is None:
             self._host.skip_step()
-            self._updater.gradients.discard(set(pending))
+            self._updater.gradients.use_up(set(pending))
         else:
             self._update(pending, multiplier=None if multiplier == 1.0 else multiplier)
 
@@ -216,7 +216,6 @@ class RuleOptimizer(StatefulOptimizer):
             self._begun = None
         super().zero_grad(set_to_none)  # with lazy gradients, zeros reach the chunks
         if set_to_none:
-            self._host.gradients_given_up([m for m in self._looked_up() if m is not None])
             self._updater.gradients.discard({m for m in self._looked_up() if m is not None})
             if self._host.scaler is not None:
                 self._host.scaler.is_used = False
@@ -334,7 +333,7 @@ class RuleOptimizer(StatefulOptimizer):
         self._updater.update(group, found, self._rule, multiplier=multiplier)
         done = {m: step for item in found for m, step in zip(item.params, item.steps, strict=True)}
         self._states.steps.update(done if not stateless else {m: s for m, s in done.items() if m not in stateless})
-        self._updater.gradients.discard(done.keys())
+        self._updater.gradients.use_up(done.keys())
         self._updater.in_backward.begin_again(group)
         self._updater.mark_updated(done)
 

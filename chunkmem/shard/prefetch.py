@@ -28,9 +28,9 @@ class Reduces(Protocol):
 
     def is_trained(self, group: int) -> bool: ...
 
-    def reduce_groups(self, groups: Groups) -> None: ...
+    def reduce_groups(self, groups: Groups) -> bool: ...
 
-    def begin(self, groups: Groups) -> None: ...
+    def begin(self, groups: Groups) -> bool: ...
 
     def finish(self) -> None: ...
 
@@ -125,11 +125,9 @@ class PrefetchSchedule:
         if not groups:
             return
         self.settle()
-        if self.is_overlapped:
-            self._reduction.begin(groups)
-        else:
-            self._reduction.reduce_groups(groups)
-        self._done("reduce", groups, _AHEAD)
+        reduce = self._reduction.begin if self.is_overlapped else self._reduction.reduce_groups
+        if reduce(groups):
+            self._done("reduce", groups, _AHEAD)
 
     def settle(self) -> None:
         """Wait for the reduction that is under way. Raises what `gather` does."""

@@ -304,12 +304,16 @@ class ShardStore:
     def _nbytes(self, groups: Iterable[int]) -> int:
         return sum(self._weights(group).nbytes for group in groups)
 
-    def agree_to_reduce(self, groups: Iterable[int], *, reader: object) -> None:
-        """Return once all ranks are about to reduce gradients of the same groups. Raises what `send` does."""
+    def agree_to_reduce(self, groups: Iterable[int], *, reader: object, can: bool) -> bool:
+        """Return once all ranks are about to reduce gradients of the same groups, and whether all of them can.
+
+        Raises what `send` does.
+        """
         lists = self.together(groups)
-        if lists:
-            chunks = [self._store.chunks[ChunkId(Role.GRAD, group)] for together in lists for group in together]
-            self.ranks.begin(Operation(f"{reader}: {_listed(chunks)}", joinable=("reduce", lists)))
+        if not lists:
+            return can
+        chunks = [self._store.chunks[ChunkId(Role.GRAD, group)] for together in lists for group in together]
+        return self.ranks.begin(Operation(f"{reader}: {_listed(chunks)}", joinable=("reduce", lists), can=can))
 
     def begin_reduction(self, chunks: Sequence[Chunk], *, reader: object) -> Callable[[], None]:
         """Begin to give the owners the means of chunks that are pinned on DEVICE; return what waits for it.
