@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from chunkmem.assembly import Runtime
 from chunkmem.checkpoints.files import ItemFiles
-from chunkmem.checkpoints.replacing import begin_replacing, in_one_line, not_written
+from chunkmem.checkpoints.replacing import begin_replacing, not_written
 from chunkmem.checkpoints.saving import PlannedSave, plan_save, reason
-from chunkmem.checkpoints.unfinished import naming, sync
+from chunkmem.checkpoints.unfinished import in_one_line, naming, sync
 from chunkmem.comm.notes import Notes
 from chunkmem.errors import CheckpointError, RankError
 from chunkmem.nn.lazy_tensor import Piece

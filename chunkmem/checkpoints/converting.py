@@ -18,6 +18,7 @@ from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.checkpoints.replacing import replacing
 from chunkmem.checkpoints.safetensors_files import open_safetensors
 from chunkmem.checkpoints.saving import write
+from chunkmem.checkpoints.unfinished import Unfinished, in_one_line, naming, sync
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError
 
@@ -131,32 +132,33 @@ def _write_safetensors(state: Mapping[str, Any], target: Path, *, max_shard_nbyt
     kept = {name: value for name, value in kept.items() if unique[id(value)] == name}
     forms = {name: Form(value.dtype, tuple(value.shape)) for name, value in kept.items()}
     files = Files(target, shards_of(forms, max_nbytes=max_shard_nbytes))
-    is_done = False
     try:
         for name, value in kept.items():
             files.write(name, value.clone() if type(value) is torch.Tensor else value.read())  # type: ignore[attr-defined]
         files.finish(None)
-        is_done = True
     except OSError as error:
-        raise CheckpointError(f"{target} could not be written: {error.strerror}") from None
+        raise CheckpointError(f"{target} could not be written: {in_one_line(error)}") from None
     finally:
-        files.close(failed=not is_done)
+        files.close()
     left_out = tuple(sorted(key for key in state if key != "model")) if weights is not state else ()
     return Converted(len(kept), sum(form.nbytes for form in forms.values()), left_out)
 
 
 def _write_torch(state: Mapping[str, Any], target: Path) -> None:
-    partial = target.with_name(f".{target.name}.incomplete")
     try:
-        with partial.open("wb") as file:
-            torch.save(dict(state), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
+        own = Unfinished.make(target.parent, target.name)
+        try:
+            partial = own.folder / "all"
+            with naming(partial), partial.open("wb") as file:
+                torch.save(dict(state), file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, target)
+            sync(target.parent)
+        finally:
+            own.discard()
     except OSError as error:
-        raise CheckpointError(f"{target} could not be written: {error.strerror}") from None
-    finally:
-        partial.unlink(missing_ok=True)
+        raise CheckpointError(f"{target} could not be written: {in_one_line(error)}") from None
 
 
 def _said(error: BaseException) -> str:

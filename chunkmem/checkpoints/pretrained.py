@@ -1,25 +1,39 @@
-"""Weights as safetensors files that `from_pretrained` loads: sharded, with an index, a tensor in memory at a time."""
+"""Weights as safetensors files that `from_pretrained` loads: sharded, with an index, a tensor in memory at a time.
+
+[Note: Replacing weights] Programs look for weights in two ways. transformers takes `model.safetensors`, and if there is
+none, the shards that the index names. Others take what the index names, and if there is none, all `*.safetensors`. So
+that each of them finds the old weights or the new ones, whenever the process is killed:
+
+1. Where there is one file, and shards replace it, an index is written that names that file.
+2. Shards come under names that are not there, which no index has. One file takes the place of `model.safetensors`.
+3. The index is replaced: by one that names the new shards; or the one file, if there was an index.
+4. What was there before goes: `model.safetensors` first, and last the index, if there is one file now.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
 
 from chunkmem.assembly import Runtime
-from chunkmem.checkpoints.safetensors_files import DTYPES, INDEX
+from chunkmem.checkpoints.safetensors_files import DTYPES, INDEX, open_safetensors
+from chunkmem.checkpoints.unfinished import Unfinished, alone_in, in_one_line, make_folder, naming, sync
 from chunkmem.errors import CheckpointError
 from chunkmem.nn.lazy_tensor import LazyTensor
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_ONE = "model.safetensors"
+_SHARD = re.compile(r"model(-[0-9a-f]{16})?-\d{5}-of-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -61,7 +75,7 @@ def save_pretrained(runtime: Runtime, folder: Path, model: nn.Module | None, *, 
             problem = _problem(files.write, name, value)
     if files is not None:
         problem = problem or _problem(files.finish, root)
-        files.close(failed=bool(problem))
+        files.close()
     problem = ranks.from_first(problem, label="manager.save_pretrained()")
     if problem:
         raise CheckpointError(f"{folder} could not be written: {problem}")
@@ -72,7 +86,9 @@ def _problem(do: Any, *args: Any) -> str:
     try:
         do(*args)
     except OSError as error:
-        return f"{error.filename or 'a file'}: {error.strerror}"
+        return in_one_line(error)
+    except CheckpointError as error:
+        return str(error)
     except Exception as error:  # what transformers raises for a configuration that it does not accept
         return f"{type(error).__name__}: {error}"
     return ""
@@ -113,26 +129,26 @@ def shards_of(forms: Mapping[str, Form], *, max_nbytes: int) -> list[dict[str, F
 
 
 class Files:
-    """The files of a model that are being written: each under another name until all are complete."""
+    """The files of a model that are being written, in a folder of their own until all are complete."""
 
     def __init__(self, folder: Path, shards: Sequence[Mapping[str, Form]]) -> None:
         """Begin with none."""
         self._folder = folder
         self._shards = shards
-        last = len(shards)
-        self._names = [f"model-{at:05}-of-{last:05}.safetensors" for at in range(1, last + 1)]
-        if last == 1:
-            self._names = ["model.safetensors"]
         self._waiting = self._order()
-        self._file: IO[bytes] | None = None
+        self._own: Unfinished | None = None
+        self._file: BinaryIO | None = None
 
     def _order(self) -> Iterator[tuple[int, str]]:
         for at, shard in enumerate(self._shards):
             for name in shard:
                 yield at, name
 
-    def _partial(self, name: str) -> Path:
-        return self._folder / f".{name}.incomplete"
+    def _unfinished(self) -> Path:
+        if self._own is None:
+            make_folder(self._folder)
+            self._own = Unfinished.make(self._folder)
+        return self._own.folder
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Write the tensor that comes next.
@@ -145,12 +161,12 @@ class Files:
         if name == next(iter(self._shards[at])):
             self._begin(at)
         assert self._file is not None
-        self._file.write(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        with naming(Path(self._file.name)):
+            self._file.write(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def _begin(self, at: int) -> None:
         self._end()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._file = self._partial(self._names[at]).open("wb")
+        self._file = (self._unfinished() / str(at)).open("wb")
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, form in self._shards[at].items():
@@ -158,41 +174,96 @@ class Files:
             header[name] = {"dtype": _NAMES[form.dtype], "shape": list(form.shape), "data_offsets": offsets}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        with naming(Path(self._file.name)):
+            self._file.write(len(text).to_bytes(8, "little") + text)
 
     def _end(self) -> None:
         if self._file is not None:
             file, self._file = self._file, None
-            with file:
+            with naming(Path(file.name)), file:
                 file.flush()
                 os.fsync(file.fileno())
 
     def finish(self, root: nn.Module | None) -> None:
-        """Give all files their names, and write the index and the configuration.
+        """Have the files in their place, with the index and the configuration: see [Note: Replacing weights].
 
         Raises:
-            OSError: that fails.
+            OSError: they are not; what was there before is.
+            CheckpointError: somebody else is writing there.
         """
         self._end()
-        _save_config(root, self._folder)
-        for name in self._names:
-            os.replace(self._partial(name), self._folder / name)
-        indices = [INDEX] if len(self._names) > 1 else []
-        if indices:
-            found = {name: self._names[at] for at, shard in enumerate(self._shards) for name in shard}
-            total = sum(form.nbytes for shard in self._shards for form in shard.values())
-            index = self._folder / INDEX
-            self._partial(index.name).write_text(
-                json.dumps({"metadata": {"total_size": total}, "weight_map": found}, indent=2), encoding="utf-8"
-            )
-            os.replace(self._partial(index.name), index)
-        for path in self._folder.iterdir():
-            if _SHARD.fullmatch(path.name) and path.name not in (*self._names, *indices):
-                path.unlink()
+        others = self._unfinished() / "others"
+        others.mkdir()
+        _save_config(root, others)
+        for path in others.iterdir():
+            with naming(path), path.open("rb") as file:
+                os.fsync(file.fileno())
+        with alone_in(self._folder, is_new=not self._found()):
+            for path in others.iterdir():
+                os.replace(path, self._folder / path.name)
+            self._replace()
 
-    def close(self, *, failed: bool) -> None:
+    def _replace(self) -> None:
+        before = self._found()
+        names = self._names(before)
+        if _ONE in before and INDEX not in before and names != [_ONE]:
+            self._name_the_one()
+        moved = [self._folder / name for name in names if name not in before]
+        try:
+            for at, name in enumerate(names):
+                os.replace(self._unfinished() / str(at), self._folder / name)
+            if names != [_ONE] or INDEX in before:
+                sync(self._folder)
+                self._put_index({name: names[at] for at, shard in enumerate(self._shards) for name in shard})
+        except (OSError, CheckpointError):
+            for path in moved:
+                path.unlink(missing_ok=True)
+            raise
+        sync(self._folder)
+        self._remove(before - set(names), is_one=names == [_ONE])
+
+    def _found(self) -> set[str]:
+        return {name for name in os.listdir(self._folder) if _SHARD.fullmatch(name) or name in (_ONE, INDEX)}
+
+    def _names(self, before: set[str]) -> list[str]:
+        """Return names for the shards: those that everybody knows, or, where such are there, others."""
+        last = len(self._shards)
+        if last == 1:
+            return [_ONE]
+        numbers = [f"{at:05}-of-{last:05}.safetensors" for at in range(1, last + 1)]
+        known = [f"model-{number}" for number in numbers]
+        generation = uuid.uuid4().hex[:16]
+        return known if before.isdisjoint(known) else [f"model-{generation}-{number}" for number in numbers]
+
+    def _name_the_one(self) -> None:
+        with contextlib.suppress(CheckpointError):  # it is no such file: nobody reads it
+            self._put_index(dict.fromkeys(open_safetensors(self._folder / _ONE), _ONE))
+
+    def _put_index(self, found: Mapping[str, str]) -> None:
+        total = sum(form.nbytes for shard in self._shards for form in shard.values())
+        path = self._unfinished() / INDEX
+        with naming(path), path.open("w", encoding="utf-8") as file:
+            json.dump({"metadata": {"total_size": total}, "weight_map": found}, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path, self._folder / INDEX)
+
+    def _remove(self, names: set[str], *, is_one: bool) -> None:
+        if _ONE in names:  # else it would be read in the place of the shards
+            (self._folder / _ONE).unlink()
+        left = False
+        for name in names - {_ONE, INDEX}:
+            try:
+                (self._folder / name).unlink()
+            except OSError:  # no index names it
+                left = True
+        if is_one and not left:
+            (self._folder / INDEX).unlink(missing_ok=True)
+
+    def close(self) -> None:
         """Leave nothing that is not complete."""
         if self._file is not None:
-            self._file.close()
-        for name in self._names if failed else ():
-            self._partial(name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._file.close()
+        if self._own is not None:
+            self._own.discard()

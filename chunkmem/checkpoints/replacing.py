@@ -26,16 +26,23 @@ from pathlib import Path
 from chunkmem.checkpoints.checksums import NAME as CHECKSUMS
 from chunkmem.checkpoints.checksums import add_checksums_of
 from chunkmem.checkpoints.directory import MANIFEST, standing
-from chunkmem.checkpoints.unfinished import Unfinished, alone, is_unfinished, make_folder, naming, sweep, sync
+from chunkmem.checkpoints.unfinished import (
+    LOCK,
+    Unfinished,
+    alone_in,
+    in_one_line,
+    is_unfinished,
+    make_folder,
+    naming,
+    sweep,
+    sync,
+)
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError
 
 _LABEL = "making the directory of a checkpoint"
 _LATE_S = 5.0
 """How long a file may take to be seen by another machine."""
-_BUSY_S = 30.0
-"""How long somebody else may take to put a checkpoint in its place."""
-_LOCK = ".saving.lock"
 _VALUES = re.compile(r"([0-9a-f]{16})?__\d+_\d+\.distcp")
 """Names of files with values: those of torch.distributed.checkpoint, and ours."""
 _OLD_MANIFEST = f"{MANIFEST}.before"
@@ -52,7 +59,7 @@ class Replacement:
         self._own = own
         """On the first rank."""
         self._may_be_there = False
-        """After a crash of the machine: what it has must not be removed."""
+        """Now, or after a crash of the machine: its files must not be removed."""
 
     @property
     def generation(self) -> str:
@@ -89,7 +96,7 @@ class Replacement:
 
     def _replace(self, values: Collection[str]) -> None:
         moved: list[Path] = []
-        with alone(self.path / _LOCK, limit_s=_BUSY_S):
+        with alone_in(self.path, is_new=not (self.path / MANIFEST).exists()):
             before = [name for name in os.listdir(self.path) if _VALUES.fullmatch(name)]
             try:
                 for name in values:
@@ -111,11 +118,15 @@ class Replacement:
         if was_there:
             with naming(kept):
                 kept.write_bytes(manifest.read_bytes())
-        os.replace(self.folder / MANIFEST, manifest)
+        self._may_be_there = True
+        try:
+            os.replace(self.folder / MANIFEST, manifest)
+        except OSError:
+            self._may_be_there = False
+            raise
         try:
             sync(self.path)
         except OSError as error:
-            self._may_be_there = True
             try:
                 os.replace(kept, manifest) if was_there else manifest.unlink()
             except OSError:
@@ -221,12 +232,6 @@ def not_written(path: Path, problem: str) -> CheckpointError:
     return CheckpointError(f"{path} could not be written: {problem}{still}")
 
 
-def in_one_line(error: BaseException) -> str:
-    """Return what an error says, of the system's ones what and of which file."""
-    said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-    return said.strip().splitlines()[0] if said.strip() else type(error).__name__
-
-
 def _make(path: Path) -> Unfinished:
     if (left := standing(path)) != path:
         left.rename(path)
@@ -243,7 +248,7 @@ def _make(path: Path) -> Unfinished:
 def _is_own(entry: Path) -> bool:
     """Tell whether somebody who was killed while saving may have left it in a directory that was empty."""
     name = entry.name
-    return is_unfinished(name) or name in (_LOCK, CHECKSUMS) or _VALUES.fullmatch(name) is not None
+    return is_unfinished(name) or name in (LOCK, CHECKSUMS) or _VALUES.fullmatch(name) is not None
 
 
 def _remove(paths: Collection[Path]) -> None:

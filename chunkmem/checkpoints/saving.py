@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from chunkmem.assembly import Runtime
 from chunkmem.checkpoints.files import EXTRA, ChunkPlanner, ChunkWriter
 from chunkmem.checkpoints.names import named_state
-from chunkmem.checkpoints.replacing import Replacement, in_one_line, not_written, replacing
+from chunkmem.checkpoints.replacing import Replacement, not_written, replacing
+from chunkmem.checkpoints.unfinished import in_one_line
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError
 from chunkmem.optim.ema import EMA

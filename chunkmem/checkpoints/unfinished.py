@@ -22,6 +22,10 @@ from pathlib import Path
 
 from chunkmem.errors import CheckpointError
 
+LOCK = ".saving.lock"
+"""The file whose lock those have who change a folder that others may change, too."""
+_BUSY_S = 30.0
+"""How long somebody else may have it."""
 _POLL_S = 0.02
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF)
 """What `flock` raises on file systems that have none."""
@@ -76,31 +80,39 @@ class FileLock:
 
 
 @contextlib.contextmanager
-def alone(path: Path, *, limit_s: float) -> Iterator[None]:
-    """Have the lock of a file inside of the block.
+def alone_in(folder: Path, *, is_new: bool = False) -> Iterator[None]:
+    """Have a folder locked inside of the block; one in which nothing is replaced may be on a file system without locks.
 
     Raises:
-        CheckpointError: somebody else has it for all of `limit_s`, or the file system has no locks.
-        OSError: the file cannot be made.
+        CheckpointError: somebody else has it locked for long, or the file system has no locks.
+        OSError: the file that is locked cannot be made.
     """
-    deadline_s = time.monotonic() + limit_s
+    lock: FileLock | None = None
     try:
-        while (lock := FileLock.take(path)) is None:
-            if time.monotonic() > deadline_s:
-                raise CheckpointError(
-                    f"somebody else has had {path} locked for {limit_s:.0f} s, and is writing there: end that process, "
-                    "or name another directory"
-                )
-            time.sleep(_POLL_S)
+        lock = _wait_for(folder / LOCK)
     except NoLocksError as error:
-        raise CheckpointError(
-            f"the file system has no locks, which keep two who write there apart ({path}: {error.strerror}): name a "
-            "directory that is not there yet"
-        ) from None
+        if not is_new:
+            raise CheckpointError(
+                f"the file system has no locks, which keep two who write there apart ({error.filename}: "
+                f"{error.strerror}): name a directory that is not there yet"
+            ) from None
     try:
         yield
     finally:
-        lock.give_back()
+        if lock is not None:
+            lock.give_back()
+
+
+def _wait_for(path: Path) -> FileLock:
+    deadline_s = time.monotonic() + _BUSY_S
+    while (lock := FileLock.take(path)) is None:
+        if time.monotonic() > deadline_s:
+            raise CheckpointError(
+                f"somebody else has had {path} locked for {_BUSY_S:.0f} s, and is writing there: end that process, or "
+                "name another directory"
+            )
+        time.sleep(_POLL_S)
+    return lock
 
 
 class Unfinished:
@@ -205,3 +217,9 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return what an error says, of the system's ones what and of which file."""
+    said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    return said.strip().splitlines()[0] if said.strip() else type(error).__name__

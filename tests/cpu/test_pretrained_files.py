@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import pytest
 import torch
 
 import chunkmem
+from chunkmem.checkpoints.pretrained import Files, Form, shards_of
+from tests.helpers.killed import at_once, failing_at, is_killed_at
 from tests.helpers.ranks import Team
 from tests.helpers.saved_training import Saved, assert_same
 
@@ -138,3 +142,135 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     model.register_buffer("odd", torch.ones(2, dtype=torch.complex64))
     with pytest.raises(chunkmem.CheckpointError, match=r"have no odd \(torch.complex64\); use manager.save"):
         training.manager.save_pretrained(tmp_path)
+
+
+# Who is killed, and who comes at the same time. Weights are a number each.
+
+NAMES = "abcde"
+KINDS = {"one": 1 << 20, "shards": 8, "other shards": 4}
+"""Bytes of a file."""
+
+
+class Configured:
+    """Has a configuration, which is of these weights."""
+
+    dtype = torch.float32
+
+    def __init__(self, number: int) -> None:
+        self.config = self
+        self.number = number
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps({"number": self.number}))
+
+    def can_generate(self) -> bool:
+        return False
+
+
+def put(folder: Path, number: int, kind: str) -> None:
+    forms = {name: Form(torch.float32, (1,)) for name in NAMES}
+    files = Files(folder, shards_of(forms, max_nbytes=KINDS[kind]))
+    try:
+        for name in NAMES:
+            files.write(name, torch.tensor([float(number)]))
+        files.finish(Configured(number))  # type: ignore[arg-type]
+    finally:
+        files.close()
+
+
+def numbers_in(paths: Iterator[Path] | Mapping[Path, None]) -> set[int]:
+    found: dict[str, torch.Tensor] = {}
+    for path in paths:
+        found |= read(path)
+    assert list(found) in ([], list(NAMES))
+    return {int(value) for value in found.values()}
+
+
+def shards_in(folder: Path) -> Mapping[Path, None]:
+    """What the index names."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return dict.fromkeys(folder / name for name in index["weight_map"].values())
+
+
+def as_transformers(folder: Path) -> set[int]:
+    """One file comes before the index."""
+    one = folder / "model.safetensors"
+    return numbers_in(dict.fromkeys([one]) if one.exists() else shards_in(folder))
+
+
+def as_others(folder: Path) -> set[int]:
+    """The index comes before what files there are."""
+    has_index = (folder / "model.safetensors.index.json").exists()
+    return numbers_in(shards_in(folder) if has_index else dict.fromkeys(sorted(folder.glob("*.safetensors"))))
+
+
+def num_files(kind: str) -> int:
+    """Weights, an index if there are several, the configuration, and a tokenizer."""
+    return {"one": 1, "shards": 3 + 1, "other shards": 5 + 1}[kind] + 2
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("before", "after"), [*itertools.product(KINDS, repeat=2)])
+def test_killed_at_each_change_the_weights_are_the_old_ones_or_the_new(
+    before: str, after: str, every: int, tmp_path: Path
+) -> None:
+    found = []
+    for at in range(0, 1000, every):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text("{}")
+        put(folder, 1, before)
+        was_killed = is_killed_at(at, put, folder, 2, after)
+        for reader in (as_transformers, as_others):
+            found.append((reader, reader(folder)))
+            assert found[-1][1] in ({1}, {2})
+        assert json.loads((folder / "config.json").read_text())["number"] in (1, 2)
+        put(folder, 3, before)
+        assert as_transformers(folder) == as_others(folder) == {3}
+        assert len(os.listdir(folder)) == num_files(before)
+        if not was_killed:
+            break
+    for reader in (as_transformers, as_others):
+        own = [number for each, (number,) in found if each is reader]
+        assert own == sorted(own)
+        assert set(own) == {1, 2}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("before", "after"), [("one", "shards"), ("shards", "shards"), ("shards", "one")])
+def test_a_call_that_fails(before: str, after: str, tmp_path: Path) -> None:
+    told, names = set(), list[str]()
+    for at in range(1000):
+        folder = tmp_path / str(at)
+        put(folder, 1, before)
+        with failing_at(at) as made:
+            try:
+                put(folder, 2, after)
+            except OSError as error:
+                told.add(made[0])
+                names.append(error.filename)
+                expected: tuple[set[int], ...] = ({1}, {2})
+            else:
+                expected = ({2},)
+            assert as_transformers(folder) in expected
+            assert as_others(folder) in expected
+        put(folder, 3, before)
+        assert len(os.listdir(folder)) == num_files(before) - 1
+        if not made:
+            break
+    assert told >= {"replace", "fsync", "mkdir"}
+    assert all(name.startswith(str(tmp_path)) for name in names)
+
+
+def put_often(folder: Path, first: int, kind: str) -> None:
+    for number in range(first, first + 10):
+        put(folder, number, kind)
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    at_once(*(partial(put_often, tmp_path, 100 * at, kind) for at, kind in enumerate(KINDS, start=1)))
+    assert as_transformers(tmp_path) == as_others(tmp_path)
+    (number,) = as_others(tmp_path)
+    assert number in (109, 209, 309)
+    assert len(os.listdir(tmp_path)) == num_files([*KINDS][number // 100 - 1]) - 1

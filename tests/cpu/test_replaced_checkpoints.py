@@ -115,7 +115,7 @@ def test_killed_at_each_change_it_is_the_old_one_or_the_new(
 def test_killed_before_the_manifest_of_another_program_is_replaced(tmp_path: Path) -> None:
     """It has no checksums, and is none the less found."""
     found, was_killed = [], True
-    for number in range(0, 1000, 2):
+    for number in range(0, 1000, 5):
         path = tmp_path / str(number)
         theirs(path)
         was_killed = is_killed_at(number, save, path, 2)
@@ -127,7 +127,8 @@ def test_killed_before_the_manifest_of_another_program_is_replaced(tmp_path: Pat
     assert not list(path.glob("__*"))
 
 
-@pytest.mark.parametrize("before", [new, ours])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("before", [ours, new])
 def test_a_call_that_fails(before: Callable[[Path], None], tmp_path: Path) -> None:
     """What is said is true: an error says that the old one is there, and then it is."""
     outcomes = []
@@ -188,7 +189,8 @@ def save_often(path: Path, first: int) -> None:
         save(path, number)
 
 
-@pytest.mark.parametrize("before", [new, ours_among_others])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("before", [ours_among_others, new])
 def test_two_at_once(before: Callable[[Path], None], tmp_path: Path) -> None:
     """Both are told that theirs was written, and one of them was after the other."""
     path = tmp_path / "saved"
@@ -212,9 +214,9 @@ def test_a_folder_that_a_living_process_writes_stays(tmp_path: Path) -> None:
 def test_somebody_who_does_not_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "saved"
     save(path, 1)
-    monkeypatch.setattr(replacing, "_BUSY_S", 0.1)
+    monkeypatch.setattr(unfinished, "_BUSY_S", 0.1)
     with (
-        unfinished.alone(path / ".saving.lock", limit_s=1),
+        unfinished.alone_in(path),
         pytest.raises(chunkmem.CheckpointError, match=r"has had .*\.saving.lock locked for 0 s.*end that process"),
     ):
         save(path, 2)
