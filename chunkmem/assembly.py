@@ -50,7 +50,7 @@ from chunkmem.runtime.lanes import open_lanes
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.storage import ChunkStorage, HostStorage, StorageBackend, default_backend
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.runtime.tiers import Tiers, shadow_nbytes, warn_of_fragmentation
+from chunkmem.runtime.tiers import Tiers, shadow_nbytes, warn_of_fragmentation, warn_of_shares
 from chunkmem.speeds import Links
 from chunkmem.steps.making import make_controller
 from chunkmem.steps.trial import AheadTrial
@@ -115,6 +115,7 @@ class Runtime:
             self.scaler: LossScaler | None = LossScaler(config.fp16) if config.precision == "fp16" else None
             self.tiers: Tiers = Tiers(config, compute, num_local=self.ranks.num_local, disk_calls=disk_calls)
             warn_of_fragmentation(compute, self.tiers.caps)
+            warn_of_shares(compute, config.client.mem_tracer)
         else:
             self.scaler, self.tiers = before.scaler, before.tiers
         backend = default_backend()

@@ -25,6 +25,7 @@ from chunkmem.schema import (
     pair_of,
     read_json,
     subsection,
+    whole,
 )
 
 _ABOVE_ZERO = number("a finite number above 0", lambda x: x > 0, exclusiveMinimum=0)
@@ -118,7 +119,7 @@ class Fp16Config(Section, at="fp16"):
 
     enabled: bool = option(BOOL, False, about="The same as `precision` fp16.")
     loss_scale: float = option(_NOT_NEGATIVE, 0.0, about="A fixed loss scale; 0: dynamic.")
-    initial_scale_power: int = option(integer(0, 127), 16, about="A dynamic loss scale starts at 2 to this power.")
+    initial_scale_power: int = option(whole(0, 127), 16, about="A dynamic loss scale starts at 2 to this power.")
     loss_scale_window: int = option(integer(1), 2000, about="Steps without overflow before a dynamic loss scale grows.")
     hysteresis: int = option(integer(1), 2, about="Overflows before a dynamic loss scale shrinks.")
     min_loss_scale: float = option(_ABOVE_ZERO, 1.0, about="A dynamic loss scale does not shrink below it.")

@@ -10,40 +10,40 @@ import torch
 from torch import nn
 
 from chunkmem.config import Config
-from chunkmem.errors import ConfigError
+from chunkmem.errors import ConfigError, StateError
 from chunkmem.manager import ChunkManager
 from chunkmem.optim.adam import Adam, AdamW
+from chunkmem.runtime.device import ComputeDevice
 
 
-class Engine:
-    """Calls like the model it holds; `engine.backward(loss)` and the optimizer do the rest."""
+class Engine(nn.Module):
+    """A module that calls the model it holds, with a backward that scales the loss in fp16."""
 
     def __init__(self, manager: ChunkManager, module: nn.Module) -> None:
+        super().__init__()
         self.manager = manager
         self.module = module
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model does."""
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """See `ChunkManager.backward`."""
         self.manager.backward(loss, **kwargs)
 
-    def train(self, mode: bool = True) -> Engine:
-        """Set the module's training mode."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Engine:
-        """Set the module's evaluation mode."""
-        return self.train(False)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `ChunkManager.state_dict`."""
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
+        """See `ChunkManager.state_dict`; names are those of the model."""
         return self.manager.state_dict(self.module)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """See `ChunkManager.load_state_dict`."""
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
+        """See `ChunkManager.load_state_dict`.
+
+        Raises:
+            StateError: `assign`: parameters stay those of chunks.
+        """
+        if assign:
+            raise StateError("engine.load_state_dict(assign=True): parameters stay in their chunks; leave assign out")
         self.manager.load_state_dict(state_dict, self.module, strict)
 
 
@@ -54,7 +54,7 @@ def initialize_engine(
 
     Args:
         model_func: makes the model; an `nn.Module` that exists is wrapped instead.
-        local_rank: index of this process's accelerator; without one it has to be 0.
+        local_rank: index of this process's accelerator; without one, of this process on its machine.
         config: a `Config`, a dict, or the path of a JSON file.
 
     Raises:
@@ -66,7 +66,11 @@ def initialize_engine(
         raise ConfigError(f"local_rank is {local_rank!r}; it has to be the index of an accelerator, from 0")
     if not callable(model_func):
         raise ConfigError(f"model_func is a {type(model_func).__name__}; it has to be a function that makes the model")
-    manager = ChunkManager(config, device_index=local_rank)
+    has_accelerator = ComputeDevice.default().is_accelerator
+    manager = ChunkManager(config, device_index=local_rank if has_accelerator else None)
+    if not has_accelerator and local_rank >= (num_local := manager.runtime.ranks.num_local):
+        manager.close()
+        raise ConfigError(f"local_rank is {local_rank}, and {num_local} ranks train on this machine; count from 0")
     if isinstance(model_func, nn.Module):
         module = manager.wrap(model_func)
     else:

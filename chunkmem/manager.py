@@ -200,7 +200,7 @@ class ChunkManager(ModelBuilding, Reporting):
             self.runtime.updater.in_backward.require_none("manager.backward(loss, last=False)")
         self.runtime.sharding.units.declared = last
         if self.runtime.scaler is not None and not is_scaled:
-            loss = loss.float() * self.runtime.scaler.scale
+            loss = loss.float() * self.runtime.scaler.loss_scale
         with self.runtime.backward():
             loss.backward(**kwargs)
 
@@ -248,7 +248,7 @@ class ChunkManager(ModelBuilding, Reporting):
     @property
     def loss_scale(self) -> float:
         """What `backward` multiplies the loss by: 1 but in fp16."""
-        return 1.0 if self.runtime.scaler is None else self.runtime.scaler.scale
+        return 1.0 if self.runtime.scaler is None else self.runtime.scaler.loss_scale
 
     @property
     def num_skipped_steps(self) -> int:

@@ -61,7 +61,7 @@ class Reporting:
             self.memory(),
             controller.timelines.figures(),
             None if controller.predicted is None else controller.predicted.figures,
-            scaled=None if scaler is None else (scaler.scale, scaler.num_skipped),
+            scaled=None if scaler is None else (scaler.loss_scale, scaler.num_skipped),
         )
 
     @property

@@ -68,6 +68,16 @@ def integer(low: int, high: int = 2**63 - 1) -> Check:
     return Check(f"an integer from {low} to {upper}", parse, {"type": "integer", "minimum": low, "maximum": high})
 
 
+def whole(low: int, high: int = 2**63 - 1) -> Check:
+    """Check for an int, as `integer`, or a float without a fraction, which argparse makes with ``type=float``."""
+    check = integer(low, high)
+
+    def parse(value: object) -> object:
+        return check.parse(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+    return dataclasses.replace(check, parse=parse)
+
+
 def one_of(*names: str) -> Check:
     """Check for one of some strings."""
 

@@ -19,6 +19,7 @@ from chunkmem.optim.in_backward import BegunStep, require_possible
 from chunkmem.optim.pending import PendingGradients
 from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule
 from chunkmem.optim.saved import StatefulOptimizer
+from chunkmem.optim.scaler import LossScaler
 from chunkmem.optim.speculative import Intent
 
 
@@ -75,6 +76,11 @@ class RuleOptimizer(StatefulOptimizer):
     def in_backward(self) -> bool:
         """Groups are updated inside backward; see [Note: Updates in backward] in `chunkmem.optim.in_backward`."""
         return self._in_backward
+
+    @property
+    def loss_scaler(self) -> LossScaler | None:
+        """Scales losses in fp16, by its `loss_scale`; None in other precisions."""
+        return self._host.scaler
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch.optim; its parameters have to be in models of the manager."""
@@ -200,7 +206,7 @@ class RuleOptimizer(StatefulOptimizer):
                 return None
             self._add_to(item, managed, step, self._numbers[managed])
         scaler = self._host.scaler
-        multiplier = None if scaler is None or scaler.scale == 1.0 else 1.0 / scaler.scale
+        multiplier = None if scaler is None or scaler.loss_scale == 1.0 else 1.0 / scaler.loss_scale
         needs_norm = scaler is not None or self.max_grad_norm > 0
         return Intent(self._rule, list(items.values()), multiplier, needs_norm=needs_norm)
 

@@ -107,7 +107,7 @@ class PendingGradients:
             self._updater.ahead.roll_back()
         if is_overflow:
             return None
-        return clipping if scaler is None else clipping / scaler.scale
+        return clipping if scaler is None else clipping / scaler.loss_scale
 
     def _norm(self) -> torch.Tensor:
         by_group: dict[int, list[ManagedParameter]] = {}
@@ -116,7 +116,7 @@ class PendingGradients:
             by_group.setdefault(managed.group, []).append(managed)
         if self._is_lowered:
             norm = self._norm_in_float32(by_group)
-            return norm if self._scaler is None else norm / self._scaler.scale
+            return norm if self._scaler is None else norm / self._scaler.loss_scale
         parts = (self._updater.ahead.norm_parts(group) for group in by_group)
         known: dict[torch.Tensor, torch.Tensor] = {
             managed.param: norm for part in parts for managed, norm in part.norms.items()

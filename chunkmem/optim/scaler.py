@@ -21,7 +21,7 @@ class LossScaler:
     def __init__(self, config: Fp16Config) -> None:
         self._config = config
         self.is_dynamic = config.loss_scale == 0
-        self.scale = 2.0**config.initial_scale_power if self.is_dynamic else config.loss_scale
+        self.loss_scale = 2.0**config.initial_scale_power if self.is_dynamic else config.loss_scale
         """What losses are multiplied by."""
         self.num_skipped = 0
         """Steps that changed nothing because a gradient was infinite or NaN."""
@@ -40,19 +40,19 @@ class LossScaler:
             self._num_good = 0
             self._patience -= 1
             if self._patience <= 0:
-                self.scale = max(self.scale / _FACTOR, self._config.min_loss_scale)
+                self.loss_scale = max(self.loss_scale / _FACTOR, self._config.min_loss_scale)
                 self._patience = 1  # in a streak every further overflow counts
             return
         self._num_good += 1
         if self._num_good >= self._config.loss_scale_window:
-            self.scale *= _FACTOR
+            self.loss_scale *= _FACTOR
             self._num_good = 0
             self._patience = self._config.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a later run needs to continue the same way."""
         return {
-            "scale": self.scale,
+            "scale": self.loss_scale,
             "patience": self._patience,
             "num_good": self._num_good,
             "num_skipped": self.num_skipped,
@@ -71,4 +71,4 @@ class LossScaler:
             raise CheckpointError(f"loss_scaler: {error!r} in {state!r}; take it from optimizer.state_dict()") from None
         if not scale > 0:
             raise CheckpointError(f"loss_scaler: a scale of {scale} is not above 0")
-        self.scale, self._patience, self._num_good, self.num_skipped = scale, patience, num_good, num_skipped
+        self.loss_scale, self._patience, self._num_good, self.num_skipped = scale, patience, num_good, num_skipped

@@ -257,7 +257,7 @@ class AsynchronousPipeline(StagedPipeline):
             borders,
             policies,
             self._options.loss_fn,
-            None if self._runtime.scaler is None else self._runtime.scaler.scale,
+            None if self._runtime.scaler is None else self._runtime.scaler.loss_scale,
             self._in_backward,
             self._statistics,
             self._held.hold,

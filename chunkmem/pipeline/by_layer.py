@@ -330,7 +330,7 @@ class ByLayerPipeline(OfWidth):
         """Run the backward of each block for all micro-batches, the last one first."""
         access, scaler = self._runtime.modules.access, self._runtime.scaler
         for output in batch.outputs[-1].values():
-            output.begin_backward(1.0 if scaler is None else scaler.scale)
+            output.begin_backward(1.0 if scaler is None else scaler.loss_scale)
         for at in reversed(range(len(self._items))):
             if any(output.has_gradients for output in batch.outputs[at].values()):
                 # Before it is known whether the unit is recomputed: that may differ between ranks.

@@ -232,7 +232,7 @@ class StagedPipeline(OfWidth):
             [self._forms.of(part.inputs, part.form) for part in parts],
             [policy_of(self._options.checkpoint, number, num) for number in range(num)],
             self._options.loss_fn,
-            None if self._runtime.scaler is None else self._runtime.scaler.scale,
+            None if self._runtime.scaler is None else self._runtime.scaler.loss_scale,
             self._in_backward,
             self._statistics,
             self._held.hold,

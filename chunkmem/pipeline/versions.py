@@ -259,7 +259,7 @@ class GapAware(Predicted):
         scaler = self._runtime.scaler
         weight = self._updater.read_weight(managed).to(seen.dtype)  # as it is rounded for forward
         for replica in self._updater.gradient_replicas(managed):
-            scale = 1.0 if scaler is None else scaler.scale
+            scale = 1.0 if scaler is None else scaler.loss_scale
             replica.copy_(reduced(replica, weight, seen, expected, options=options, scale=scale))
 
     def _note(self, optimizer: RuleOptimizer, found: Sequence[_Found], options: Sequence[dict[str, Any]]) -> None:

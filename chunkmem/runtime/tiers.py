@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from chunkmem.config import Config, DiskConfig, OptsConfig
+from chunkmem.config import Config, DiskConfig, MemTracerConfig, OptsConfig
 from chunkmem.plan.machine import LinkSpeed, disk_links
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice, ram_nbytes
@@ -90,6 +90,18 @@ def warn_of_fragmentation(compute: ComputeDevice, caps: TierCaps) -> None:
         return
     if caps.device_nbytes > _LARGE_SHARE * compute.capacity_nbytes():
         warnings.warn(f"memory.device is most of {compute.name()}: {EXPANDABLE_SEGMENTS}", stacklevel=2)
+
+
+def warn_of_shares(compute: ComputeDevice, tracer: MemTracerConfig) -> None:
+    """Warn if a share of DEVICE is asked for where activations take none of it: chunks may have all."""
+    default = MemTracerConfig()
+    for name in ("warmup_gpu_chunk_mem_ratio", "with_static_partition"):
+        if not compute.is_accelerator and getattr(tracer, name) != getattr(default, name):
+            warnings.warn(
+                f"client.mem_tracer.{name} has no effect without an accelerator: no activations are in DEVICE, and "
+                "chunks may take all of memory.device; leave it out here",
+                stacklevel=2,
+            )
 
 
 def _open_disk(disk: DiskConfig, caps: TierCaps, calls: DiskCalls | None) -> tuple[DiskPool, Mapping[Link, LinkSpeed]]:

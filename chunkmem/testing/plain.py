@@ -68,7 +68,7 @@ class Plain:
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        (loss if self._scaler is None else loss.float() * self._scaler.scale).backward()
+        (loss if self._scaler is None else loss.float() * self._scaler.loss_scale).backward()
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         values = model.state_dict(keep_vars=True)
@@ -110,7 +110,7 @@ class _Optimizers:
 
     def _take_gradients(self, pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> bool:
         """Give masters the gradients, without the scale of the loss; tell whether these are finite."""
-        scale = 1.0 if self._scaler is None else self._scaler.scale
+        scale = 1.0 if self._scaler is None else self._scaler.loss_scale
         for param, master in pairs:
             assert param.grad is not None
             master.grad = param.grad.float().mul(1 / scale).to(master.dtype)

@@ -250,5 +250,5 @@ def outcome_of(losses: list[float], weights: dict[str, Tensor], low: LowPlain) -
     """Return what a simulation ends with."""
     found = AsynchronousOutcome(losses, {key: value.detach() for key, value in weights.items()})
     if low.scaler is not None:
-        found.scale, found.num_skipped = low.scaler.scale, low.scaler.num_skipped
+        found.scale, found.num_skipped = low.scaler.loss_scale, low.scaler.num_skipped
     return found

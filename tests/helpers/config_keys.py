@@ -80,7 +80,9 @@ KEYS: Mapping[str, Key] = {
     "master_weights": Key(True, *BOOLEAN),
     "fp16.enabled": Key(False, *BOOLEAN),
     "fp16.loss_scale": Key(0.0, *NOT_NEGATIVE),
-    "fp16.initial_scale_power": Key(16, same(0, 8, 127), (-1, 128, *NOT_INTEGERS), "an integer from 0 to 127"),
+    "fp16.initial_scale_power": Key(
+        16, (*same(0, 8, 127), (12.0, 12)), (-1, 128, 8.5, True, None, "2", [], NAN, INF), "an integer from 0 to 127"
+    ),
     "fp16.loss_scale_window": Key(2000, *COUNT),
     "fp16.hysteresis": Key(2, *COUNT),
     "fp16.min_loss_scale": Key(1.0, *POSITIVE),

@@ -35,7 +35,7 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        scale = 1.0 if self.scaler is None else self.scaler.scale
+        scale = 1.0 if self.scaler is None else self.scaler.loss_scale
         for param, master in self.pairs:
             master.grad = None if param.grad is None else param.grad.float().mul(1 / scale)
         if self.scaler is not None:
@@ -90,7 +90,7 @@ class LowPlain:
         return MasterAdamW(params, self.masters, self.scaler, **options)
 
     def backward(self, loss: Tensor, *, last: bool, by_manager: bool) -> None:
-        (loss if self.scaler is None else loss.float() * self.scaler.scale).backward()
+        (loss if self.scaler is None else loss.float() * self.scaler.loss_scale).backward()
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         state = model.state_dict(keep_vars=True)

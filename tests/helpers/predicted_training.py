@@ -202,7 +202,7 @@ def _epoch(
         batch = number - last
         if batch < 0:
             continue
-        scale = 1.0 if low.scaler is None else low.scaler.scale
+        scale = 1.0 if low.scaler is None else low.scaler.loss_scale
         num_skipped = 0 if low.scaler is None else low.scaler.num_skipped
         grads: list[Tensor | None] = [None] * len(graphs[batch, last])
         for stage in reversed(range(task.stages)):

@@ -242,7 +242,7 @@ def serial(task: StagedTask, *, untied: bool = False) -> StagedOutcome:
         optimizer.zero_grad()
     weights = model.state_dict() if task.precision == "fp32" else low.state_dict(model)
     states = optimizer.state_dict()["state"]
-    scale = 1.0 if scaler is None else scaler.scale
+    scale = 1.0 if scaler is None else scaler.loss_scale
     return StagedOutcome(losses, {k: v.detach() for k, v in weights.items()}, states, 0, [], norms, scale)
 
 

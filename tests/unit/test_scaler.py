@@ -14,7 +14,7 @@ def scales(scaler: LossScaler, steps: str) -> list[float]:
     found = []
     for step in steps:
         scaler.step(overflow=step == "x")
-        found.append(scaler.scale)
+        found.append(scaler.loss_scale)
     return found
 
 
@@ -65,4 +65,4 @@ def test_a_state_that_is_none(state: object) -> None:
     scaler = LossScaler(Fp16Config())
     with pytest.raises(CheckpointError, match="loss_scaler"):
         scaler.load_state_dict(state)  # type: ignore[arg-type]
-    assert scaler.scale == 2**16
+    assert scaler.loss_scale == 2**16
