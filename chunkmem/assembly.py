@@ -16,7 +16,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from chunkmem.built_models import BuiltModels, several_ranks
 from chunkmem.comm.exchange import Exchange
-from chunkmem.comm.mesh import mesh_of
+from chunkmem.comm.mesh import end_groups, groups_of, mesh_of
 from chunkmem.comm.methods import ExchangeMethod, possible_exchanges, require_method
 from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config, flattened
@@ -68,6 +68,8 @@ class Origin:
     make_others: Callable[..., Runtime]
     optimizers: list[weakref.ref[torch.optim.Optimizer]] = field(default_factory=list)
     averages: list[weakref.ref[EMA]] = field(default_factory=list)
+    groups: list[Any] = field(default_factory=list)
+    """Process groups that were made for the mesh, and end with it: the user has made another one."""
 
 
 class Runtime:
@@ -211,8 +213,14 @@ class Runtime:
         return state
 
     def for_ranks(self, mesh: object) -> Runtime:
-        """Return parts for the same ranks in another mesh, once these have stopped; nothing is packed in them yet."""
-        return self.origin.make_others(process_group=None, mesh=mesh, before=self)
+        """Return parts for the same ranks in a mesh that was made for them, once these have stopped.
+
+        Nothing is packed in them yet.
+        """
+        after: Runtime = self.origin.make_others(process_group=None, mesh=mesh, before=self)
+        after.origin.groups.extend(groups_of(mesh))
+        self.end_groups()
+        return after
 
     def over_same_ranks(self) -> Runtime:
         """Return parts for the same ranks, once these have stopped; nothing is packed in them yet.
@@ -221,6 +229,7 @@ class Runtime:
         """
         origin = self.origin
         after: Runtime = origin.make_others(process_group=origin.process_group, mesh=origin.mesh, before=self)
+        after.origin.groups.extend(origin.groups)
         after.memory.store.moved.update(self.memory.store.moved)
         after.memory.pager.required_nbytes.update(self.memory.pager.required_nbytes)
         after.controller.timelines.take_over(self.controller.timelines)
@@ -243,6 +252,11 @@ class Runtime:
             self.sharding.units.close()
             self.ranks.close()
             self.memory.pager.close(reason)
+
+    def end_groups(self) -> None:
+        """End the process groups that were made for the mesh of these parts, which have stopped."""
+        end_groups(self.origin.groups)
+        self.origin.groups.clear()
 
     # What optimizers see: `chunkmem.optim.host`.
 

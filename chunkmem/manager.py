@@ -473,6 +473,7 @@ class ChunkManager(ModelBuilding, Reporting):
         if was_open:
             self.runtime.modules.unfit_ordinary(self.runtime.hooks)
             pager.store.close()
+            self.runtime.end_groups()
             give_back_freed_ram()
         if error is not None:
             raise error

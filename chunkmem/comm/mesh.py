@@ -5,6 +5,8 @@ With pipeline stages each stage has rows and columns of its own.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -122,3 +124,17 @@ def with_stages(given: object, num_stages: int) -> DeviceMesh:
     table = ranks_by_stage(given, num_stages)
     assert isinstance(given, DeviceMesh)
     return DeviceMesh(given.device_type, table, mesh_dim_names=_DIMENSIONS)
+
+
+def groups_of(mesh: object) -> list[dist.ProcessGroup]:
+    """Return the process groups that were made for a mesh, which torch keeps, with threads, until `end_groups`."""
+    assert isinstance(mesh, DeviceMesh)
+    found = [mesh.get_group(index) for index in range(mesh.ndim)]
+    return [group for group in found if group is not dist.group.WORLD]
+
+
+def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """End process groups that nothing uses any more. All of their ranks call it."""
+    for group in groups:
+        with contextlib.suppress(ValueError):  # the user has ended all of them
+            dist.destroy_process_group(group)
