@@ -414,11 +414,12 @@ class ChunkManager(ModelBuilding, Reporting):
         ema: EMA | None = None,
         model: nn.Module | None = None,
         strict: bool = True,
+        trust: bool = False,
     ) -> dict[str, Any]:
         """Load a checkpoint that `save` or torch.distributed.checkpoint has written; return its `extra`.
 
         The number of ranks and stages, caps, tiles and precision may be others. Files are looked over before anything
-        is changed. They are pickled: load only what you trust.
+        is changed. Nothing that they name is run: what is neither a tensor nor a plain container needs `trust`.
 
         Args:
             path: of the directory.
@@ -426,17 +427,25 @@ class ChunkManager(ModelBuilding, Reporting):
             ema: averages that are loaded; None: none are.
             model: may be left out if the manager has one.
             strict: names of weights have to be the same.
+            trust: classes and functions that the files name may be imported and called, as pickles do.
 
         Raises:
-            CheckpointError: it is damaged, or does not fit. Nothing has been changed.
+            CheckpointError: it is damaged, does not fit, or needs `trust`. Nothing has been changed.
             StateError: an asynchronous pipeline has batches under way; likewise.
         """
         self.runtime.require_open()
         self.runtime.entry_points.require_drained("manager.load()")
         self.runtime.registry.check()
-        where = Path(path).resolve()
-        self._saver.before_load(where)
-        return load_checkpoint(self.runtime, where, optimizer, ema=ema, model=model, strict=strict)
+        return load_checkpoint(
+            self.runtime,
+            path,
+            optimizer,
+            ema=ema,
+            model=model,
+            strict=strict,
+            trust=trust,
+            before_reading=self._saver.before_load,
+        )
 
     def save_pretrained(
         self, path: str | os.PathLike[str], model: nn.Module | None = None, *, max_shard_size: str | int = "5GiB"

@@ -14,11 +14,13 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from chunkmem.checkpoints.directory import MANIFEST
+from chunkmem.checkpoints.odd_files import parse_json, read_all, said
 from chunkmem.checkpoints.unfinished import naming
 from chunkmem.errors import CheckpointError
 
 NAME = "checksums.json"
 """CRC-32 of values by name and offsets, of the manifest, and of these numbers themselves."""
+_WHAT = "list of checksums"
 
 
 def checksum(values: torch.Tensor | io.BytesIO | memoryview, before: int = 0) -> int:
@@ -57,11 +59,11 @@ def add_checksums_of(path: Path, *, to: Path) -> None:
         return
     manifest = _of_manifest(path)
     try:
-        before = dict(_of_this(json.loads((path / NAME).read_text(encoding="utf-8")), manifest))
+        before = dict(_of_this(parse_json(read_all(path / NAME), path / NAME, _WHAT), manifest))
         before.pop("before", None)
     except FileNotFoundError:
         before = {"values": {MANIFEST: manifest}, "checksum": _of({MANIFEST: manifest})}
-    except (ValueError, TypeError):  # it was damaged before
+    except (CheckpointError, OSError):  # it was damaged before
         before = None
     _write(to / NAME, {**json.loads((to / NAME).read_text(encoding="utf-8")), "before": before})
 
@@ -70,11 +72,16 @@ def _of_manifest(folder: Path) -> int:
     return zlib.crc32((folder / MANIFEST).read_bytes())
 
 
-def _of_this(saved: Any, manifest: int) -> Any:
+def _of_this(saved: dict[str, Any], manifest: int) -> dict[str, Any]:
     """Return what was saved of the checkpoint that has a manifest with this checksum: the last one, or that before."""
-    before = saved.get("before") if isinstance(saved, dict) else None
-    is_before = isinstance(before, dict) and before.get("values", {}).get(MANIFEST) == manifest
-    return before if is_before else saved
+    before = saved.get("before")
+    if (
+        isinstance(before, dict)
+        and isinstance(values := before.get("values"), dict)
+        and values.get(MANIFEST) == manifest
+    ):
+        return before
+    return saved
 
 
 def _write(path: Path, saved: Any) -> None:
@@ -84,25 +91,30 @@ def _write(path: Path, saved: Any) -> None:
         os.fsync(file.fileno())
 
 
-def read_checksums(folder: Path) -> dict[str, int]:
+def read_checksums(folder: Path, manifest: bytes) -> dict[str, int]:
     """Return what `write_checksums` was given; nothing if another program has written the checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: what the file of that name has.
 
     Raises:
         CheckpointError: they have changed since, or the manifest has.
     """
-    path = folder / NAME
+    path, crc = folder / NAME, zlib.crc32(manifest)
     try:
-        manifest = _of_manifest(folder)
-        saved = _of_this(json.loads(path.read_text(encoding="utf-8")), manifest)
-        values: dict[str, int] = saved["values"]
-        is_whole = saved["checksum"] == _of(values)
+        content = read_all(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}") from None
-    if not is_whole:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {said(error)}") from None
+    saved = _of_this(parse_json(content, path, _WHAT), crc)
+    values = saved.get("values")
+    if not isinstance(values, dict) or not all(type(value) is int for value in values.values()):
+        raise CheckpointError(f"{path} is no {_WHAT}; copy the checkpoint again")
+    if saved.get("checksum") != _of(values):
         raise CheckpointError(f"{path} has changed since it was written")
-    if values.pop(MANIFEST, None) != manifest:
+    if values.pop(MANIFEST, None) != crc:
         raise CheckpointError(f"{folder / MANIFEST} has changed since it was written")
     return values
 

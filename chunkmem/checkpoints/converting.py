@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,13 @@ import torch
 
 from chunkmem.checkpoints.directory import MANIFEST, standing
 from chunkmem.checkpoints.files import EXTRA
+from chunkmem.checkpoints.metadata import TRUST
+from chunkmem.checkpoints.odd_files import said
 from chunkmem.checkpoints.pretrained import Files, Form, shards_of
 from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.checkpoints.replacing import replacing
 from chunkmem.checkpoints.safetensors_files import open_safetensors
+from chunkmem.checkpoints.saved_objects import damaged_member, load_saved
 from chunkmem.checkpoints.saving import write
 from chunkmem.checkpoints.unfinished import Unfinished, in_one_line, naming, sync
 from chunkmem.comm.ranks import Ranks
@@ -56,17 +60,26 @@ def format_of(path: Path) -> Format:
         return Format.SAFETENSORS
     if path.is_file():
         return Format.TORCH
-    what = "has neither .metadata nor *.safetensors" if path.is_dir() else "is not there"
+    what = "is not there"
+    if path.exists():
+        what = "has neither .metadata nor *.safetensors" if path.is_dir() else "is no regular file"
     raise CheckpointError(f"{path} {what}; name a directory of manager.save(), safetensors, or a file of torch.save()")
 
 
-def convert(source: Path, target: Path, to: Format, *, max_shard_nbytes: int) -> Converted:
+def convert(source: Path, target: Path, to: Format, *, max_shard_nbytes: int, trust: bool = False) -> Converted:
     """Write a checkpoint in another format.
+
+    Args:
+        source: a checkpoint.
+        target: where to.
+        to: the format. Safetensors have weights alone: objects are not even read then.
+        max_shard_nbytes: of a safetensors file.
+        trust: what pickles in `source` name may be imported and called.
 
     Raises:
         CheckpointError: one cannot be read or written.
     """
-    state = _open(source)
+    state = _open(source, trust=trust, with_objects=to is not Format.SAFETENSORS)
     if to is Format.DCP:
         _require_names("", {key: value for key, value in state.items() if key != EXTRA})
     if to is Format.SAFETENSORS:
@@ -81,21 +94,34 @@ def convert(source: Path, target: Path, to: Format, *, max_shard_nbytes: int) ->
     return Converted(len(tensors), sum(value.nbytes for value in tensors.values()), ())
 
 
-def _open(path: Path) -> dict[str, Any]:
+def _open(path: Path, *, trust: bool, with_objects: bool) -> dict[str, Any]:
     """Return all that a checkpoint has, as it was nested; weights alone are under "model"."""
     path = standing(path)
     kind = format_of(path)
     if kind is Format.DCP:
-        return CheckpointFiles(path).all()
+        files = CheckpointFiles(path, trust=trust)
+        return {key: files.nested(key, with_objects=with_objects) for key in files.keys}
     if kind is Format.SAFETENSORS:
         return {"model": open_safetensors(path)}
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged file raises anything
-        raise CheckpointError(f"{path} is no file of torch.save() that can be read safely: {_said(error)}") from None
+    state = _load_torch(path, trust=trust)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} has a {type(state).__name__}, not a dict")
     return dict(state) if any(isinstance(each, Mapping) for each in state.values()) else {"model": dict(state)}
+
+
+def _load_torch(path: Path, *, trust: bool) -> Any:
+    is_archive = zipfile.is_zipfile(path)
+    if not is_archive and not trust:
+        raise CheckpointError(
+            f"{path} is no file of torch.save() that can be read safely: it is no zip archive; name another, or {TRUST}"
+        )
+    try:
+        damaged = damaged_member(path) if is_archive else None
+    except Exception as error:  # a damaged file raises anything
+        raise CheckpointError(f"{path} cannot be read: {said(error)}") from None
+    if damaged is not None:
+        raise CheckpointError(f"{path} has changed since it was written: {damaged} in it has not its CRC-32")
+    return load_saved(path, str(path), trust=trust, map_location="cpu", mmap=is_archive)
 
 
 def _require_names(prefix: str, value: Any) -> None:
@@ -159,7 +185,3 @@ def _write_torch(state: Mapping[str, Any], target: Path) -> None:
             own.discard()
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {in_one_line(error)}") from None
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ from torch.utils._pytree import tree_map_only
 from chunkmem.assembly import Runtime
 from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.names import indexed_state
+from chunkmem.checkpoints.odd_files import checkpoint_path, said
 from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.checkpoints.saving import require_averages, require_own
-from chunkmem.errors import CheckpointError
+from chunkmem.errors import CheckpointError, ChunkmemError, RankError
 from chunkmem.nn.lazy_tensor import LazyTensor
 from chunkmem.nn.registry import check_fits
 from chunkmem.optim.ema import EMA
@@ -22,20 +25,25 @@ from chunkmem.optim.saved import StatefulOptimizer
 
 def load_checkpoint(
     runtime: Runtime,
-    path: Path,
+    named: str | os.PathLike[str],
     optimizer: StatefulOptimizer | None,
     *,
     ema: EMA | None,
     model: nn.Module | None,
     strict: bool,
+    trust: bool,
+    before_reading: Callable[[Path], None],
 ) -> dict[str, Any]:
-    """See `ChunkManager.load`."""
+    """See `ChunkManager.load`; `before_reading` is told what directory is about to be read."""
     root, ranks = runtime.root(model), runtime.ranks
     require_own(optimizer, "manager.load()")
     require_averages(ema, "manager.load()")
     problem = written = ""
+    cause: Exception | None = None
     try:
-        files = CheckpointFiles(path)
+        path = checkpoint_path(named)
+        before_reading(path)
+        files = CheckpointFiles(path, trust=trust)
         written = f"{files.digest} {path} of rank {ranks.name(ranks.rank)}"
         weights: dict[str, Any] = files.nested("model") or {}
         check_fits(weights, runtime.modules.surface.expected_state(root), strict=strict)
@@ -43,15 +51,21 @@ def load_checkpoint(
         averages = _averages(files, ema)
         extra = tree_map_only(LazyTensor, LazyTensor.read, files.nested(EXTRA) or {})
         _verify(files, rank=ranks.rank, size=ranks.size)
-    except (CheckpointError, OSError) as error:  # else the other ranks would wait for this one
+    except RankError:
+        raise
+    except (ChunkmemError, OSError) as error:  # else the other ranks would wait for this one
         problem = str(error)
+    except Exception as error:  # of what anybody may have written, the checks of models and optimizers raise anything
+        problem, cause = f"{named!r} cannot be loaded: {said(error)}", error
     first = ranks.from_first(written, label="manager.load()")
     if written and first and written.split()[0] != first.split()[0]:
         this, other = written.partition(" ")[2], first.partition(" ")[2]
         problem = f"{this} is another checkpoint than {other}: copy one to all of them; nothing was loaded"
     problem = ranks.any_text(problem, label="manager.load()")
     if problem:
-        raise CheckpointError(problem if "nothing was" in problem.lower() else f"{problem}; nothing was loaded")
+        raise CheckpointError(
+            problem if "nothing was" in problem.lower() else f"{problem}; nothing was loaded"
+        ) from cause
     runtime.load_state_dict(weights, root, strict=strict)
     if optimizer is not None and states is not None:
         optimizer.load_state_dict(states)

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
@@ -25,7 +24,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from chunkmem.checkpoints.checksums import checksum, entry_name, read_checksums
 from chunkmem.checkpoints.directory import MANIFEST, standing
-from chunkmem.checkpoints.stored_values import PIECE_NBYTES, StoredValues, find_values
+from chunkmem.checkpoints.metadata import read_metadata
+from chunkmem.checkpoints.odd_files import opened, read_all, said
+from chunkmem.checkpoints.saved_objects import damaged_member, load_saved
+from chunkmem.checkpoints.stored_values import PIECE_NBYTES, StoredValues, describe, find_values
 from chunkmem.errors import CheckpointError
 from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Source
 from chunkmem.runtime.device import give_back_freed_ram
@@ -39,28 +41,25 @@ _MAX_THREADS = 4
 class CheckpointFiles:
     """A checkpoint directory, of chunkmem or of torch.distributed.checkpoint."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, trust: bool = False) -> None:
         """Read what it has.
+
+        Args:
+            path: of the directory.
+            trust: what its pickles name may be imported and called.
 
         Raises:
             CheckpointError: it is not there, is not complete, or cannot be read.
         """
         self.path = path = standing(path)
+        self._trust = trust
+        manifest = _manifest(path)
+        self._checksums = read_checksums(path, manifest)
+        self.digest = hashlib.sha256(manifest + repr(sorted(self._checksums.items())).encode()).hexdigest()
+        """What tells two checkpoints apart, as far as their contents are listed."""
+        self.metadata = read_metadata(manifest, path / MANIFEST, trust=trust)
         self._reader = FileSystemReader(path)
-        checksums = read_checksums(path) if (path / MANIFEST).is_file() else {}
-        try:
-            self.metadata: Metadata = self._reader.read_metadata()
-        except FileNotFoundError:
-            what = "has no .metadata, so it is no checkpoint" if path.is_dir() else "is not there"
-            raise CheckpointError(f"{path} {what}; name the directory that manager.save() was given") from None
-        except NotADirectoryError:
-            raise CheckpointError(f"{path} is a file; name the directory that manager.save() was given") from None
-        except Exception as error:  # it is pickled: a damaged one raises anything
-            raise CheckpointError(f"{path / MANIFEST} cannot be read: {_said(error)}") from None
-        if not isinstance(self.metadata, Metadata) or self.metadata.storage_data is None:
-            raise CheckpointError(f"{path / MANIFEST} is not what torch.distributed.checkpoint writes")
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
-        self._checksums = checksums
         self._process = psutil.Process()
         self._least_nbytes = self._process.memory_info().rss
         """What the process had when freed memory was given back."""
@@ -72,31 +71,32 @@ class CheckpointFiles:
         return bytearray(PIECE_NBYTES)
 
     @property
-    def digest(self) -> str:
-        """What tells two checkpoints apart, as far as their contents are listed."""
-        found = hashlib.sha256((self.path / MANIFEST).read_bytes())
-        found.update(repr(sorted(self._checksums.items())).encode())
-        return found.hexdigest()
+    def keys(self) -> tuple[str, ...]:
+        """What the checkpoint has, on the outside."""
+        return tuple(dict.fromkeys(str(self._keys(name)[0]) for name in self.metadata.state_dict_metadata))
 
-    def nested(self, prefix: str) -> Any:
-        """Return what was saved under a key, as it was nested, with lazy tensors; None if there is nothing."""
+    def nested(self, prefix: str, *, with_objects: bool = True) -> Any:
+        """Return what was saved under a key, as it was nested, with lazy tensors; None if there is nothing.
+
+        Objects are read now, or, without `with_objects`, left out and not read.
+        """
         found: Any = None
         for name, form in self.metadata.state_dict_metadata.items():
-            keys = (self.metadata.planner_data or {}).get(name, (name,))
+            keys = self._keys(name)
             if keys[0] != prefix:
                 continue
             if isinstance(form, TensorStorageMetadata):
                 value: Any = LazyTensor.of(_FileSource(self, name), tuple(form.size), form.properties.dtype)
+            elif with_objects:
+                value = self.object(name)
             else:
-                value = self._object(name)
+                continue
             found = _put(found, keys[1:], value)
         return found
 
-    def all(self) -> dict[str, Any]:
-        """Return all that was saved, as it was nested, with lazy tensors."""
-        names = self.metadata.state_dict_metadata
-        keys = (str((self.metadata.planner_data or {}).get(name, (name,))[0]) for name in names)
-        return {key: self.nested(key) for key in dict.fromkeys(keys)}
+    def _keys(self, name: str) -> tuple[str | int, ...]:
+        keys: tuple[str | int, ...] = self.metadata.planner_data[name]
+        return keys
 
     def entries(self) -> Iterator[MetadataIndex]:
         """Yield all parts of tensors that are stored, those of one file after each other."""
@@ -123,28 +123,38 @@ class CheckpointFiles:
     def _verify_by_torch(self, index: MetadataIndex) -> None:
         part = self._part(index)
         values = self.read(index.fqn, tuple(part.offsets), tuple(part.sizes))
-        written = self._checksums.get(entry_name(index))
-        if written is not None and checksum(values) != written:
+        if self._written(index) not in (None, checksum(values)):
             raise self._changed(index)
 
     def _find(self, index: MetadataIndex) -> StoredValues | None:
-        """Return where the values of a part are, if they have its checksum; None: torch has to read the part."""
-        written = self._checksums.get(entry_name(index))
+        """Return where the values of a part are, if they have its checksum; None: torch has to read the part.
+
+        Raises:
+            CheckpointError: another program has written it, and it has changed since.
+        """
         storage = self._storage(index)
-        if written is None or getattr(storage, "transform_descriptors", None):
+        if storage.transform_descriptors:
             return None
-        part, form = self._part(index), self._form(index.fqn)
+        part, dtype, written = self._part(index), self._form(index.fqn).properties.dtype, self._written(index)
+        path, where = self.path / storage.relative_path, {"offset": storage.offset, "nbytes": storage.length}
         try:
-            found = find_values(
-                self.path / storage.relative_path,
-                offset=storage.offset,
-                nbytes=storage.length,
-                shape=tuple(part.sizes),
-                dtype=form.properties.dtype,
+            found = find_values(path, **where, shape=tuple(part.sizes), dtype=dtype)
+            crc = None if found is None else found.checksum()
+            description = describe(path, **where) if written is None else None
+        except Exception as error:  # a damaged file raises anything
+            if written is None:
+                raise self._unreadable(index, error) from None
+            return None  # torch reads it again, and says what is wrong
+        if description is None:
+            return found if crc == written else None
+        if found is not None and found.archived_crc not in (None, crc):
+            raise self._changed(index)
+        if (description.shape, description.dtype) != (tuple(part.sizes), dtype):
+            raise CheckpointError(
+                f"{path} has {description.dtype} of shape {description.shape} where {index.fqn} is, and .metadata says "
+                f"{dtype} of shape {tuple(part.sizes)}"
             )
-            return found if found is not None and found.checksum() == written else None
-        except Exception:  # a damaged file raises anything: torch reads it again, and says what is wrong
-            return None
+        return found if description.is_in_order else None
 
     def read(self, name: str, start: Extent, shape: Extent) -> torch.Tensor:
         """Return a part of a tensor.
@@ -168,13 +178,13 @@ class CheckpointFiles:
             index = item.storage_index
             if index not in self._found:  # another rank has verified it, maybe of another copy; or nobody has
                 self._found[index] = self._find(index)
-                if self._found[index] is None and entry_name(index) in self._checksums:
+                if self._found[index] is None and self._written(index) is not None:
                     self._verify_by_torch(index)
             found = self._found[index]
             try:
                 if found is None:
                     self._give_back()
-                    self._reader.read_data(LoadPlan([item]), _Into(into))
+                    self._read_by_torch(item, _Into(into))
                 else:
                     found.read_into(tuple(item.storage_offsets), _part_of(into, item), self._buffer)
             except Exception as error:  # a damaged file raises anything
@@ -190,18 +200,34 @@ class CheckpointFiles:
         """Return the file that a tensor begins in."""
         return self._file(MetadataIndex(name, self._form(name).chunks[0].offsets))
 
-    def _object(self, name: str) -> Any:
+    def object(self, name: str) -> Any:
+        """Return what was saved and is no tensor.
+
+        Raises:
+            CheckpointError: its file cannot be read, has changed since it was written, or needs trust.
+        """
         index = MetadataIndex(name)
         into = _Into(torch.empty(0))
         item = ReadItem(LoadItemType.BYTE_IO, index, torch.Size((0,)), index, torch.Size((0,)), torch.Size((0,)))
+        written = self._written(index)
         try:
-            self._reader.read_data(LoadPlan([item]), into)
+            self._read_by_torch(item, into)
+            is_whole = damaged_member(into.stream) is None if written is None else checksum(into.stream) == written
         except Exception as error:  # a damaged file raises anything
             raise self._unreadable(index, error) from None
-        written = self._checksums.get(entry_name(index))
-        if written is not None and into.crc != written:
+        if not is_whole:
             raise self._changed(index)
-        return into.loaded
+        into.stream.seek(0)
+        return load_saved(into.stream, f"{name} in {self.path / self._file(index)}", trust=self._trust)
+
+    def _read_by_torch(self, item: ReadItem, into: _Into) -> None:
+        with opened(self.path / self._file(item.storage_index)):
+            """It is a regular file."""
+        self._reader.read_data(LoadPlan([item]), into)
+
+    def _written(self, index: MetadataIndex) -> int | None:
+        """Return the checksum that `manager.save` has kept; None: another program has written the checkpoint."""
+        return self._checksums.get(entry_name(index))
 
     def _changed(self, index: MetadataIndex) -> CheckpointError:
         return CheckpointError(
@@ -209,7 +235,7 @@ class CheckpointFiles:
         )
 
     def _unreadable(self, index: MetadataIndex, error: Exception) -> CheckpointError:
-        return CheckpointError(f"{self.path / self._file(index)} cannot be read where {index.fqn} is: {_said(error)}")
+        return CheckpointError(f"{self.path / self._file(index)} cannot be read where {index.fqn} is: {said(error)}")
 
     def _form(self, name: str) -> TensorStorageMetadata:
         form = self.metadata.state_dict_metadata[name]
@@ -256,13 +282,11 @@ class _Into(DefaultLoadPlanner):
     def __init__(self, values: torch.Tensor) -> None:
         super().__init__()
         self._values = values
-        self.loaded: Any = None
-        self.crc = 0
+        self.stream = io.BytesIO()
         """Of the object."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.crc = checksum(value)
-        self.loaded = torch.load(value, weights_only=False)
+        self.stream = value
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return _part_of(self._values, read_item)
@@ -275,6 +299,18 @@ def _part_of(values: torch.Tensor, item: ReadItem) -> torch.Tensor:
     """Return what an item is read to."""
     where = zip(item.dest_offsets, item.lengths, strict=True)
     return values[tuple(slice(at, at + size) for at, size in where)]
+
+
+def _manifest(path: Path) -> bytes:
+    try:
+        return read_all(path / MANIFEST)
+    except FileNotFoundError:
+        what = "has no .metadata, so it is no checkpoint" if path.is_dir() else "is not there"
+        raise CheckpointError(f"{path} {what}; name the directory that manager.save() was given") from None
+    except NotADirectoryError:
+        raise CheckpointError(f"{path} is a file; name the directory that manager.save() was given") from None
+    except OSError as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: {said(error)}") from None
 
 
 def _put(nested: Any, keys: Sequence[Any], value: Any) -> Any:
@@ -290,8 +326,3 @@ def _put(nested: Any, keys: Sequence[Any], value: Any) -> Any:
     entries: dict[Any, Any] = {} if nested is None else nested
     entries[key] = _put(entries.get(key), rest, value)
     return entries
-
-
-def _said(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

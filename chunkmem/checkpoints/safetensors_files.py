@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import math
+import os
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
+from chunkmem.checkpoints.odd_files import opened, parse_json, path_in, read_all, read_at, said
+from chunkmem.checkpoints.stored_values import PIECE_NBYTES, StoredValues
 from chunkmem.errors import CheckpointError
 from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Source
 
@@ -21,15 +24,12 @@ _MAX_HEADER_NBYTES = 100_000_000
 INDEX = "model.safetensors.index.json"
 
 
-class _FileSource(Source):
+class StoredTensor(Source):
     """A tensor in a file."""
 
-    def __init__(self, path: Path, name: str, offset: int, shape: Extent, dtype: torch.dtype) -> None:
-        self._path = path
+    def __init__(self, name: str, values: StoredValues) -> None:
         self._name = name
-        self._offset = offset
-        self._shape = shape
-        self._dtype = dtype
+        self.values = values
 
     @property
     def is_here(self) -> bool:
@@ -37,22 +37,15 @@ class _FileSource(Source):
 
     @property
     def place(self) -> str:
-        return self._path.name
+        return self.values.path.name
 
     def read_here(self, start: Extent, shape: Extent) -> torch.Tensor:
-        content = bytearray(self._dtype.itemsize * torch.Size(self._shape).numel())
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            if file.readinto(content) < len(content):
-                raise CheckpointError(f"{self._path} ends before {self._name} does")
-        if not content:
-            return torch.empty(shape, dtype=self._dtype, device="cpu")
-        values = torch.frombuffer(content, dtype=self._dtype).reshape(self._shape)
-        return values if shape == self._shape else values[tuple(map(_slice, start, shape))].clone()
-
-
-def _slice(start: int, size: int) -> slice:
-    return slice(start, start + size)
+        found = torch.empty(shape, dtype=self.values.dtype, device="cpu")
+        try:
+            self.values.read_into(start, found, bytearray(PIECE_NBYTES))
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{self.values.path} cannot be read where {self._name} is: {said(error)}") from None
+        return found
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
@@ -61,40 +54,83 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     Raises:
         CheckpointError: there is no such file, or it is not of the format.
     """
-    paths = [path]
-    if path.is_dir():
-        paths = sorted(path.glob("*.safetensors"))
-        if (path / INDEX).exists():
-            try:
-                weights = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
-                paths = [path / name for name in dict.fromkeys(weights.values())]
-            except (ValueError, KeyError, AttributeError):
-                raise CheckpointError(f"{path / INDEX} is no index of safetensors files") from None
+    if not path.is_dir():
+        return tensors_of(path)
+    index = path / INDEX
+    listed = _listed(index) if os.path.lexists(index) else {}
     found: dict[str, LazyTensor] = {}
-    for each in paths:
-        found |= _tensors_of(each)
+    for each in dict.fromkeys(listed.values()) if listed else sorted(path.glob("*.safetensors")):
+        own = tensors_of(each)
+        if twice := next((name for name in own if name in found), None):
+            raise CheckpointError(f"{each} and another file of {path} both have {twice}; name the one that is meant")
+        if missing := next((name for name, file in listed.items() if file == each and name not in own), None):
+            raise CheckpointError(f"{index} has {missing} in {each.name}, which has no such tensor; copy both again")
+        found |= own
     return found
 
 
-def _tensors_of(path: Path) -> dict[str, LazyTensor]:
+def _listed(index: Path) -> dict[str, Path]:
+    """Return the file of each tensor that an index lists."""
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_MAX_HEADER_NBYTES, path.stat().st_size - 8):
+        content = read_all(index)
+    except OSError as error:
+        raise CheckpointError(f"{index} cannot be read: {said(error)}") from None
+    weights = parse_json(content, index, "index of safetensors files").get("weight_map")
+    if not isinstance(weights, dict) or not weights:
+        raise CheckpointError(f"{index} is no index of safetensors files: it has no weight_map; copy it again")
+    return {name: path_in(index.parent, file) for name, file in weights.items()}
+
+
+def tensors_of(path: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of one file; see `open_safetensors`."""
+    try:
+        with opened(path) as descriptor:
+            file_nbytes = os.fstat(descriptor).st_size
+            length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+            if not 2 <= length <= min(_MAX_HEADER_NBYTES, file_nbytes - 8):
                 raise CheckpointError(f"{path} is no safetensors file: its header would have {length} bytes")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        found = {}
-        for name, about in header.items():
-            shape, dtype, (first, last) = tuple(about["shape"]), DTYPES[about["dtype"]], about["data_offsets"]
-            if last - first != dtype.itemsize * torch.Size(shape).numel() or 8 + length + last > path.stat().st_size:
-                raise CheckpointError(
-                    f"{path}: {name} has {last - first} bytes for {shape} of {dtype}, or ends too early"
-                )
-            source = _FileSource(path, name, 8 + length + first, shape, dtype)
-            found[name] = LazyTensor.of(source, shape, dtype)
+            content = bytearray(length)
+            read_at(descriptor, 8, memoryview(content))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not there") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no safetensors file: {type(error).__name__}: {error}") from None
-    return found
+    except (OSError, EOFError) as error:
+        raise CheckpointError(f"{path} cannot be read: {said(error)}") from None
+    header = parse_json(bytes(content), path, "safetensors file")
+    header.pop("__metadata__", None)
+    rows = [(name, *_row(path, name, about)) for name, about in header.items()]
+    end = 0
+    for name, shape, dtype, first, last in sorted(rows, key=lambda row: row[3:]):
+        problem = ""
+        if first != end:
+            problem = "overlaps with another one" if first < end else "begins after bytes that are none's"
+        elif last - first != dtype.itemsize * math.prod(shape):
+            problem = f"has {last - first} bytes for {shape} of {dtype}"
+        if problem:
+            raise CheckpointError(f"{path} is no safetensors file: {name} at byte {first} {problem}; copy it again")
+        end = last
+    begin = 8 + length
+    if begin + end != file_nbytes:
+        what = f"has {file_nbytes} bytes instead of {begin + end}: it goes on, or ends too early"
+        raise CheckpointError(f"{path} {what}; copy it again")
+    values = {name: StoredValues(path, begin + first, shape, dtype) for name, shape, dtype, first, _ in rows}
+    return {name: LazyTensor.of(StoredTensor(name, each), each.shape, each.dtype) for name, each in values.items()}
+
+
+def _row(path: Path, name: str, about: object) -> tuple[Extent, torch.dtype, int, int]:
+    """Return what a header says of a tensor: shape, dtype, and where it begins and ends."""
+    row = about if isinstance(about, dict) else {}
+    dtype = DTYPES.get(row["dtype"]) if isinstance(row.get("dtype"), str) else None
+    if dtype is None:
+        known = ", ".join(DTYPES)
+        raise CheckpointError(f"{path}: {name} has the dtype {row.get('dtype')!r:.40}; what can be read is {known}")
+    shape, offsets = _numbers(row.get("shape")), _numbers(row.get("data_offsets"))
+    if shape is None or offsets is None or len(offsets) != 2:
+        raise CheckpointError(f"{path} is no safetensors file: {name} has no shape, or no offsets; copy it again")
+    return shape, dtype, *offsets
+
+
+def _numbers(value: object) -> Extent | None:
+    """Return a list of sizes or offsets; None: it is none."""
+    if not isinstance(value, list) or not all(type(each) is int and 0 <= each < 1 << 63 for each in value):
+        return None
+    return tuple(value)

@@ -14,17 +14,18 @@ from __future__ import annotations
 import io
 import os
 import struct
+import sys
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import _weights_only_unpickler, nn
 
 from chunkmem.checkpoints.checksums import checksum
+from chunkmem.checkpoints.odd_files import opened, read_at
+from chunkmem.checkpoints.saved_objects import open_archive
 from chunkmem.nn.lazy_tensor import Extent
 
 PIECE_NBYTES = 1 << 20
@@ -43,6 +44,8 @@ class StoredValues:
     """In the file, in bytes."""
     shape: Extent
     dtype: torch.dtype
+    archived_crc: int | None = None
+    """Of their bytes, as the archive has it; None: it has none."""
 
     @property
     def nbytes(self) -> int:
@@ -57,10 +60,10 @@ class StoredValues:
         """
         buffer = bytearray(min(self.nbytes, PIECE_NBYTES))
         found = 0
-        with _opened(self.path) as descriptor:
+        with opened(self.path) as descriptor:
             for at in range(0, self.nbytes, PIECE_NBYTES):
                 piece = memoryview(buffer)[: self.nbytes - at]
-                _read(descriptor, self.offset + at, piece)
+                read_at(descriptor, self.offset + at, piece)
                 found = checksum(piece, found)
         return found
 
@@ -77,7 +80,7 @@ class StoredValues:
         """
         if not into.numel():
             return
-        with _opened(self.path) as descriptor:
+        with opened(self.path) as descriptor:
             reader = _Reader(descriptor, self.dtype, buffer)
             if self.shape:
                 reader.fill(into, self.offset, self.shape, start)
@@ -88,7 +91,7 @@ class StoredValues:
 def find_values(path: Path, *, offset: int, nbytes: int, shape: Extent, dtype: torch.dtype) -> StoredValues | None:
     """Return where the values are in an archive of `torch.save`; None: it has others, or compressed ones.
 
-    Only a checksum tells whether they are in the order of their indices.
+    Only a checksum, or `describe`, tells whether they are in the order of their indices.
 
     Args:
         path: of the file.
@@ -101,16 +104,56 @@ def find_values(path: Path, *, offset: int, nbytes: int, shape: Extent, dtype: t
         OSError, EOFError: the file cannot be read.
         Exception: anything, where it is damaged.
     """
-    with _opened(path) as descriptor:
-        with zipfile.ZipFile(_Part(descriptor, offset, nbytes)) as archive:
+    with opened(path) as descriptor:
+        with open_archive(_Part(descriptor, offset, nbytes)) as archive:
             members = [member for member in archive.infolist() if member.filename.endswith(_MEMBER)]
         if len(members) != 1 or members[0].compress_type != zipfile.ZIP_STORED:
             return None
         header = bytearray(_LENGTHS.size)
-        _read(descriptor, offset + members[0].header_offset, memoryview(header))
+        read_at(descriptor, offset + members[0].header_offset, memoryview(header))
     begin = members[0].header_offset + _LENGTHS.size + sum(_LENGTHS.unpack(header))
-    found = StoredValues(path, offset + begin, shape, dtype)
+    found = StoredValues(path, offset + begin, shape, dtype, getattr(members[0], "CRC", None))
     return found if found.nbytes == members[0].file_size and begin + found.nbytes <= nbytes else None
+
+
+@dataclass(frozen=True)
+class Description:
+    """What an archive of `torch.save` says of its tensor."""
+
+    shape: Extent
+    dtype: torch.dtype
+    is_in_order: bool
+    """Its values are in the order of their indices, without gaps, and of this machine's byte order."""
+
+
+def describe(path: Path, *, offset: int, nbytes: int) -> Description:
+    """Return what an archive says of its tensor, whose values are not read.
+
+    Raises:
+        OSError: the file cannot be read.
+        Exception: anything, where it is damaged.
+    """
+    with opened(path) as descriptor, open_archive(_Part(descriptor, offset, nbytes)) as archive:
+        records = {Path(name).name: name for name in archive.namelist()}
+        is_native = "byteorder" not in records or archive.read(records["byteorder"]).decode() == sys.byteorder
+        tensor = _described(archive.read(records["data.pkl"]))
+    is_in_order = is_native and not tensor.storage_offset() and tensor.is_contiguous()
+    return Description(tuple(tensor.shape), tensor.dtype, is_in_order)
+
+
+def _described(pickled: bytes) -> torch.Tensor:
+    """Return the tensor that `torch.save` has pickled, without its values."""
+
+    def storage(saved: Any) -> Any:
+        _, kind, _, _, numel = saved
+        nbytes = numel * kind.dtype.itemsize
+        memory = torch.UntypedStorage(nbytes, device="meta")
+        return torch.storage.TypedStorage(wrap_storage=memory, dtype=kind.dtype, _internal=True)
+
+    unpickler: Any = _weights_only_unpickler.Unpickler(io.BytesIO(pickled), encoding="utf-8")
+    unpickler.persistent_load = storage
+    found: torch.Tensor = unpickler.load()
+    return found
 
 
 class _Reader:
@@ -126,7 +169,7 @@ class _Reader:
         row_nbytes = self._dtype.itemsize * torch.Size(shape[1:]).numel()
         offset += start[0] * row_nbytes
         if tuple(into.shape[1:]) == tuple(shape[1:]) and self._is_as_stored(into):
-            _read(self._descriptor, offset, _memory_of(into))
+            read_at(self._descriptor, offset, _memory_of(into))
             if not into.is_inference():
                 torch.autograd.graph.increment_version(into)
         elif row_nbytes > len(self._buffer):
@@ -138,7 +181,7 @@ class _Reader:
             for at in range(0, len(into), num_rows):
                 target = into[at : at + num_rows]
                 piece = self._buffer[: len(target) * row_nbytes]
-                _read(self._descriptor, offset + at * row_nbytes, piece)
+                read_at(self._descriptor, offset + at * row_nbytes, piece)
                 rows = torch.frombuffer(piece, dtype=torch.uint8).view(self._dtype).view(len(target), *shape[1:])
                 target.copy_(rows[wanted])
 
@@ -176,25 +219,6 @@ class _Part(io.RawIOBase):
         count = os.preadv(self._descriptor, [piece], self._offset + self._at) if len(piece) else 0
         self._at += count
         return count
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _read(descriptor: int, offset: int, into: memoryview) -> None:
-    """Fill `into`; the system may give less than it was asked for."""
-    done = 0
-    while done < len(into):
-        count = os.preadv(descriptor, [into[done:]], offset + done)
-        if not count:
-            raise EOFError(f"the file has {os.fstat(descriptor).st_size} bytes, and values end at {offset + len(into)}")
-        done += count
 
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:

@@ -20,6 +20,8 @@ safetensors as from_pretrained() loads them, and one file of torch.save(). A ten
   chunkmem convert ckpt/step-100 all.pt
   chunkmem convert model.safetensors ckpt/start --to dcp
 
+What is read is not run: tensors and plain containers need no trust, and a class that does is named.
+
 Safetensors have weights alone: those under "model", if there is such a key. Weights alone come under "model"."""
 
 _FORMATS = ("dcp", "safetensors", "torch")
@@ -31,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("source", metavar="SOURCE", type=Path, help="a checkpoint directory, *.safetensors, or a file of torch.save()")
     add("target", metavar="TARGET", type=Path, help="a directory, or a file such as all.pt")
     add("--to", choices=_FORMATS, help="format of TARGET; default: torch if it ends in .pt, .pth or .bin")
+    add("--trust", action="store_true", help="read what may run anything while it is read: pickles of any class")
     add("--max-shard-size", default="5GiB", metavar="SIZE", help="of a safetensors file (default: 5GiB)")
 
 
@@ -48,7 +51,7 @@ def run(options: argparse.Namespace) -> CommandResult:
         raise ConfigError(f"{options.target}: say in which format, --to dcp or --to safetensors")
     nbytes = parse_size("--max-shard-size", options.max_shard_size)
     source = format_of(options.source)
-    done = convert(options.source, options.target, Format(to), max_shard_nbytes=nbytes)
+    done = convert(options.source, options.target, Format(to), max_shard_nbytes=nbytes, trust=options.trust)
     left = f"; left out: {', '.join(done.left_out)}" if done.left_out else ""
     text = (
         f"{options.source} ({source.value}) -> {options.target} ({to}): {done.num_tensors} tensors, "

@@ -72,7 +72,7 @@ OPTIONS = {
     "plan": "TRACE --d2h --device --disk --disk-read --disk-write --h2d --host --keep-ties --machine "
     "--margin-use-ratio --out --stages",
     "report": "RUN --against --out --perfetto",
-    "convert": "SOURCE TARGET --max-shard-size --to",
+    "convert": "SOURCE TARGET --max-shard-size --to --trust",
     "chunk-size": "MODEL --device",
     "config": "FILE --disk-capacity --from --markdown --out --schema",
     "info": "--disk",

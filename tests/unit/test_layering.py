@@ -59,6 +59,7 @@ HOMES = {
         "checkpoints.asynchronous",
         "checkpoints.checksums",
         "checkpoints.files",
+        "checkpoints.metadata",
         "checkpoints.reading",
         "checkpoints.saving",
         "pipeline.schedules",
