@@ -73,13 +73,15 @@ def _built(name: str, build: Callable[[], Path]) -> dict[str, Any]:
 
 
 def _kernels() -> Path:
-    from chunkmem.runtime.build import cpu_recipe, default_cache_dir, ensure_library
+    from chunkmem.runtime.build import cpu_recipe, ensure_library
+    from chunkmem.runtime.own_folder import default_cache_dir
 
     return ensure_library(cpu_recipe(), default_cache_dir())
 
 
 def _cuda_kernels() -> Path:
-    from chunkmem.runtime.build import cuda_recipe_in, default_cache_dir, ensure_library
+    from chunkmem.runtime.build import cuda_recipe_in, ensure_library
+    from chunkmem.runtime.own_folder import default_cache_dir
 
     folder = default_cache_dir()
     return ensure_library(cuda_recipe_in(folder), folder)

@@ -18,7 +18,8 @@ import torch
 from chunkmem.optim import reference
 from chunkmem.optim.codes import SIGNED, UNSIGNED
 from chunkmem.optim.segments import LOWP, HyperParameters, Outputs, Pass, Segments
-from chunkmem.runtime.build import BuildError, cpu_recipe, cuda_recipe_in, default_cache_dir, load_library
+from chunkmem.runtime.build import BuildError, cpu_recipe, cuda_recipe_in, load_library
+from chunkmem.runtime.own_folder import default_cache_dir
 
 _PROBE_NUMEL = 4096
 _PROBE_WIDTHS = (0, 4, 8, 16)
@@ -163,7 +164,7 @@ def load_kernels(
 
     Args:
         with_cuda: those for CUDA too; needs nvcc and a CUDA build of torch.
-        cache_dir: default: `chunkmem` in the user's cache folder.
+        cache_dir: default: `chunkmem/native` in the user's cache folder.
         compiler, nvcc: commands; default: the one in `CXX`, or c++; nvcc.
         try_cuda: the trial, which returns what differs; default: `differing_calls` on the current CUDA device.
     """

@@ -2,7 +2,8 @@
 
 A library is a file whose name holds what it was made from (sources, flags, torch, architecture, compiler) and whose
 last bytes are its own checksum: one rename puts it in place whole, and what is truncated or altered is made again. The
-loader ignores bytes behind the end of a library.
+loader ignores bytes behind the end of a library. A checksum does not tell who wrote it: a folder or a library that is
+somebody else's, or that others may write to, is refused.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 from chunkmem.errors import ConfigError
 from chunkmem.runtime.device import cuda_capability
 from chunkmem.runtime.native import source_dir
+from chunkmem.runtime.own_folder import make_own, own_folder, require_own
 from chunkmem.runtime.quiet import silenced
 
 TORCH_TARGET_VERSION = "0x020b000000000000"
@@ -121,20 +123,22 @@ def cuda_recipe(nvcc: str | None = None, *, capability: tuple[int, int] | None =
     return Recipe("kernels-cuda", (found,) if found else (), units, link_flags)
 
 
-def default_cache_dir() -> Path:
-    """Return the user's cache folder for libraries."""
-    from torch._appdirs import user_cache_dir
-
-    return Path(user_cache_dir("chunkmem"))
-
-
 def ensure_library(recipe: Recipe, cache_dir: Path, *, rebuild: bool = False) -> Path:
     """Return the whole library of `recipe` in `cache_dir`, building it first if there is none; seconds, once.
 
     Raises:
-        BuildError: there is no compiler, it fails, or the folder cannot be written.
+        BuildError: there is no compiler, it fails, or the folder cannot be written, or is not the user's alone.
     """
-    path = recipe.path(cache_dir)
+    try:
+        cache_dir = own_folder(cache_dir)
+        path = recipe.path(cache_dir)
+        if path.exists():
+            require_own(path)
+    except OSError as error:
+        raise BuildError(
+            f"{recipe.name} cannot be kept in {cache_dir}: {error}; make that folder writable for this user, and for "
+            "nobody else (chmod 700), or name another in the variable XDG_CACHE_HOME, and run `chunkmem build`"
+        ) from error
     if not rebuild and _is_whole(path):
         return path
     if not recipe.compiler:
@@ -145,11 +149,11 @@ def ensure_library(recipe: Recipe, cache_dir: Path, *, rebuild: bool = False) ->
     LOG.info("compiling %s with %s; later runs load what is kept in %s", recipe.name, recipe.compiler[0], cache_dir)
     began_s = time.perf_counter()
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir, prefix="building-") as folder:
             built = _compile(recipe, Path(folder))
             library = built.read_bytes()
             built.write_bytes(library + MARK + hashlib.sha256(library).digest())
+            make_own(built)
             os.replace(built, path)
     except OSError as error:
         raise BuildError(

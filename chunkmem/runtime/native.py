@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from chunkmem.runtime.own_folder import default_cache_dir, make_own, own_folder, require_own
 from chunkmem.runtime.quiet import silenced
 
 LOG = logging.getLogger("chunkmem.build")
@@ -26,7 +27,8 @@ def source_dir() -> Path:
 def load_library() -> ctypes.CDLL | None:
     """Return the library, building it first if this torch has none yet (seconds, once); None without a compiler.
 
-    torch's own extension builder keeps it under a name that holds the torch version, whose headers it was built for.
+    torch's own extension builder keeps it in a folder whose name holds the torch version, whose headers it was built
+    for. It loads what is there, and runs what its build files say: so that folder is the user's alone.
     """
     with silenced("torch.utils.cpp_extension"):  # a torch for CUDA says that it has found no driver
         from torch.utils import cpp_extension
@@ -34,9 +36,18 @@ def load_library() -> ctypes.CDLL | None:
     name = "chunkmem_storage_" + "".join(c if c.isalnum() else "_" for c in torch.__version__)
     began_s, timer_s = time.time(), time.perf_counter()
     try:
+        folder = own_folder(own_folder(default_cache_dir()) / name)
+        if (library := folder / f"{name}.so").exists():
+            require_own(library)
         path = cpp_extension.load(
-            name, [str(source_dir() / "storage.cpp")], extra_cflags=["-O2"], is_python_module=False, with_cuda=False
+            name,
+            [str(source_dir() / "storage.cpp")],
+            extra_cflags=["-O2"],
+            build_directory=str(folder),
+            is_python_module=False,
+            with_cuda=False,
         )
+        make_own(Path(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         warnings.warn(
             f"chunkmem's native library could not be built ({str(error).splitlines()[0]}); eviction will be slower. "

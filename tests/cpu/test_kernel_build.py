@@ -176,6 +176,56 @@ def test_without_a_compiler_a_library_that_is_there_is_used(tmp_path: Path, comp
         ensure_library(cpu_recipe("no-such-compiler"), tmp_path)
 
 
+# Whose it is.
+
+
+def as_others(path: Path, how: str) -> None:
+    """Make a file or folder somebody else's, or one that others may write to."""
+    if how == "another user's":
+        if os.geteuid():
+            pytest.skip("needs root, who may give files away")
+        os.chown(path, 12345, -1)
+    else:
+        path.chmod(path.stat().st_mode | {"group": 0o020, "all": 0o002}[how])
+
+
+@pytest.mark.parametrize("how", ["another user's", "group", "all"])
+@pytest.mark.parametrize("what", ["folder", "library"])
+def test_what_others_may_write_to_is_not_loaded(
+    what: str, how: str, tmp_path: Path, compiler: Callable[..., str], calls: Callable[[], int]
+) -> None:
+    recipe, cache = cpu_recipe(compiler(WORKS)), tmp_path / "cache"
+    path = ensure_library(recipe, cache)
+    num_calls = calls()
+    as_others(cache if what == "folder" else path, how)
+    loaded: list[str] = []
+    with pytest.raises(BuildError, match=r"belongs to user 12345|others may write to it \(mode [67]") as caught:
+        load_library(recipe, cache, load=loaded.append)
+    assert "XDG_CACHE_HOME" in str(caught.value)
+    assert (loaded, calls()) == ([], num_calls)
+
+
+def test_what_is_built_is_the_users_alone_under_any_umask(tmp_path: Path, compiler: Callable[..., str]) -> None:
+    before = os.umask(0)
+    try:
+        recipe = cpu_recipe(compiler(WORKS))
+        path = ensure_library(recipe, tmp_path / "cache")
+        assert ensure_library(recipe, tmp_path / "cache") == path
+    finally:
+        os.umask(before)
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o022 == 0
+
+
+def test_a_link_to_the_folder_of_somebody_else(tmp_path: Path, compiler: Callable[..., str]) -> None:
+    (tmp_path / "theirs").mkdir()
+    as_others(tmp_path / "theirs", "all")
+    (tmp_path / "cache").symlink_to("theirs")
+    with pytest.raises(BuildError, match=r"theirs"):
+        ensure_library(cpu_recipe(compiler(WORKS)), tmp_path / "cache")
+    assert not list((tmp_path / "theirs").iterdir())
+
+
 def test_a_failure_leaves_nothing_behind(tmp_path: Path, compiler: Callable[..., str]) -> None:
     cache = tmp_path / "cache"
     with pytest.raises(

@@ -54,6 +54,16 @@ def backend(request: pytest.FixtureRequest) -> StorageBackend:
     return NativeBackend(library)
 
 
+def test_the_native_back_end_is_not_loaded_from_a_folder_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "default_cache_dir", lambda: tmp_path / "native")
+    (tmp_path / "native").mkdir()
+    (tmp_path / "native").chmod(0o777)
+    with pytest.warns(UserWarning, match=r"could not be built .*others may write to it \(mode 777\)"):
+        assert native.load_library() is None
+
+
 def full(nbytes: int, fill: int = 1) -> torch.UntypedStorage:
     return torch.full((nbytes,), fill, dtype=torch.uint8, device=compute_device()).untyped_storage()
 
