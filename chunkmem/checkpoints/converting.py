@@ -90,7 +90,7 @@ def convert(source: Path, target: Path, to: Format, *, max_shard_nbytes: int, tr
         ranks = Ranks(timeout_s=1)
         with replacing(target, ranks) as replacement:
             write(state, replacement, ranks)
-    tensors = dict(_tensors("", state))
+    tensors = dict(tensors_in("", state))
     return Converted(len(tensors), sum(value.nbytes for value in tensors.values()), ())
 
 
@@ -103,13 +103,18 @@ def _open(path: Path, *, trust: bool, with_objects: bool) -> dict[str, Any]:
         return {key: files.nested(key, with_objects=with_objects) for key in files.keys}
     if kind is Format.SAFETENSORS:
         return {"model": open_safetensors(path)}
-    state = _load_torch(path, trust=trust)
+    state = load_torch(path, trust=trust)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} has a {type(state).__name__}, not a dict")
     return dict(state) if any(isinstance(each, Mapping) for each in state.values()) else {"model": dict(state)}
 
 
-def _load_torch(path: Path, *, trust: bool) -> Any:
+def load_torch(path: Path, *, trust: bool) -> Any:
+    """Return what a file of `torch.save` has; its tensors are read when they are used.
+
+    Raises:
+        CheckpointError: it is none, is damaged, or needs trust.
+    """
     is_archive = zipfile.is_zipfile(path)
     if not is_archive and not trust:
         raise CheckpointError(
@@ -139,7 +144,8 @@ def _require_names(prefix: str, value: Any) -> None:
             _require_names(prefix, each)
 
 
-def _tensors(prefix: str, value: Any) -> list[tuple[str, torch.Tensor]]:
+def tensors_in(prefix: str, value: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors in nested containers, with their names below `prefix`."""
     if isinstance(value, torch.Tensor):
         return [(prefix, value)]
     if isinstance(value, Mapping):
@@ -148,12 +154,12 @@ def _tensors(prefix: str, value: Any) -> list[tuple[str, torch.Tensor]]:
         pairs = [(str(key), each) for key, each in enumerate(value)]
     else:
         return []
-    return [found for key, each in pairs for found in _tensors(f"{prefix}.{key}" if prefix else key, each)]
+    return [found for key, each in pairs for found in tensors_in(f"{prefix}.{key}" if prefix else key, each)]
 
 
 def _write_safetensors(state: Mapping[str, Any], target: Path, *, max_shard_nbytes: int) -> Converted:
     weights = state.get("model", state)
-    kept = dict(_tensors("", weights))
+    kept = dict(tensors_in("", weights))
     unique = {id(value): name for name, value in reversed(kept.items())}
     kept = {name: value for name, value in kept.items() if unique[id(value)] == name}
     forms = {name: Form(value.dtype, tuple(value.shape)) for name, value in kept.items()}

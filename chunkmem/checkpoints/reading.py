@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -71,9 +72,32 @@ class CheckpointFiles:
         return bytearray(PIECE_NBYTES)
 
     @property
+    def has_checksums(self) -> bool:
+        """Whether chunkmem has written it."""
+        return bool(self._checksums)
+
+    @property
+    def objects(self) -> tuple[str, ...]:
+        """Names of what is no tensor."""
+        forms = self.metadata.state_dict_metadata.items()
+        return tuple(name for name, form in forms if not isinstance(form, TensorStorageMetadata))
+
+    def key_of(self, name: str) -> str:
+        """Return the key on the outside that something is saved under."""
+        return str(self._keys(name)[0])
+
+    def nbytes_of(self, index: MetadataIndex) -> int:
+        """Return what a part of a tensor takes in its file."""
+        return int(self._storage(index).length)
+
+    def object_nbytes(self, name: str) -> int:
+        """Return what an object takes in its file."""
+        return self.nbytes_of(MetadataIndex(name))
+
+    @property
     def keys(self) -> tuple[str, ...]:
         """What the checkpoint has, on the outside."""
-        return tuple(dict.fromkeys(str(self._keys(name)[0]) for name in self.metadata.state_dict_metadata))
+        return tuple(dict.fromkeys(map(self.key_of, self.metadata.state_dict_metadata)))
 
     def nested(self, prefix: str, *, with_objects: bool = True) -> Any:
         """Return what was saved under a key, as it was nested, with lazy tensors; None if there is nothing.
@@ -111,14 +135,36 @@ class CheckpointFiles:
         Raises:
             CheckpointError: one cannot be read, or has changed since it was written.
         """
+        with contextlib.closing(self.verified(indices)) as parts:
+            for _, error in parts:
+                if error is not None:
+                    raise error
+
+    def verified(self, indices: Sequence[MetadataIndex]) -> Generator[tuple[MetadataIndex, CheckpointError | None]]:
+        """Read parts of tensors, and yield each when it was compared with its checksum, with what is wrong."""
         threads = ThreadPoolExecutor(min(torch.get_num_threads(), _MAX_THREADS))
         try:
-            for index, found in zip(indices, threads.map(self._find, indices), strict=True):
-                self._found[index] = found
-                if found is None:
-                    self._verify_by_torch(index)
+            for index, found in zip(indices, threads.map(self._try_to_find, indices), strict=True):
+                error = found if isinstance(found, CheckpointError) else None
+                if not isinstance(found, CheckpointError):
+                    self._found[index] = found
+                    error = None if found is not None else self._problem_by_torch(index)
+                yield index, error
         finally:
             threads.shutdown(cancel_futures=True)
+
+    def _try_to_find(self, index: MetadataIndex) -> StoredValues | CheckpointError | None:
+        try:
+            return self._find(index)
+        except CheckpointError as error:
+            return error
+
+    def _problem_by_torch(self, index: MetadataIndex) -> CheckpointError | None:
+        try:
+            self._verify_by_torch(index)
+        except CheckpointError as error:
+            return error
+        return None
 
     def _verify_by_torch(self, index: MetadataIndex) -> None:
         part = self._part(index)

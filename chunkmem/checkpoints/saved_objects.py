@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -15,6 +15,19 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from chunkmem.checkpoints.metadata import TRUST
 from chunkmem.checkpoints.odd_files import said
 from chunkmem.errors import CheckpointError
+
+
+class UntrustedError(CheckpointError):
+    """An object names what only `trust` reads.
+
+    Attributes:
+        names: of functions and classes.
+    """
+
+    def __init__(self, message: str, names: Sequence[str]) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+
 
 _MAX_NAMES = 3
 """That an error tells."""
@@ -30,16 +43,18 @@ def load_saved(file: io.BytesIO | Path, named: str, *, trust: bool, **how: Any) 
         how: other arguments of `torch.load`.
 
     Raises:
-        CheckpointError: it is damaged, or needs trust.
+        UntrustedError: it needs trust.
+        CheckpointError: it is damaged.
     """
     try:
         return torch.load(file, weights_only=not trust, **how)
     except Exception as error:  # a damaged file raises anything
         if not trust and (names := unsafe_names(file)):
             more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-            raise CheckpointError(
+            raise UntrustedError(
                 f"{named} needs {', '.join(names[:_MAX_NAMES])}{more}, which is neither a tensor nor a plain "
-                f"container: to read it could run anything; {TRUST}"
+                f"container: to read it could run anything; {TRUST}",
+                names,
             ) from None
         raise CheckpointError(f"{named} cannot be read: {said(error)}") from None
 

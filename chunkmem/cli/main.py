@@ -9,19 +9,20 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from chunkmem.cli import build, check, chunk_size, config, convert, estimate, info, plan, report
+from chunkmem.cli import build, check, chunk_size, config, convert, estimate, info, plan, report, verify
 from chunkmem.cli.answer import CommandResult
 from chunkmem.errors import ChunkmemError
 
 BAD_INPUT = 2
 DOES_NOT_FIT = 1
 
-_COMMANDS = (estimate, check, plan, report, convert, chunk_size, config, info, build)
+_COMMANDS = (estimate, check, plan, report, convert, verify, chunk_size, config, info, build)
 _DESCRIPTION = """\
 Train models larger than the accelerator's memory. These commands answer questions before and after training; training
 itself is a Python program: see docs/getting-started.md."""
 _EPILOG = """\
-exit status: 0 answered, 1 it does not fit or bits differ, 2 bad input (one line on stderr says what is wrong)"""
+exit status: 0 answered, 1 it does not fit, bits differ or a checkpoint is damaged, 2 bad input (one line on stderr
+says what is wrong)"""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -73,6 +73,7 @@ OPTIONS = {
     "--margin-use-ratio --out --stages",
     "report": "RUN --against --out --perfetto",
     "convert": "SOURCE TARGET --max-shard-size --to --trust",
+    "verify": "CHECKPOINT",
     "chunk-size": "MODEL --device",
     "config": "FILE --disk-capacity --from --markdown --out --schema",
     "info": "--disk",
