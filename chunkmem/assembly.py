@@ -128,6 +128,7 @@ class Runtime:
         self.tiers.device_pool.wait = lanes.compute_waits
         places = StatePlaces(self.memory.store, self.tiers.caps, margin_use_ratio=margin_use_ratio(config))
         self.gradients = GradientBook(self.memory.pager, settles=places.updates_on_host, is_shared=self.ranks.size > 1)
+        self.gradients.is_of_stage = self.ranks.stages is not None
         exchanges = _agreed_exchanges(self.ranks, compute, saving=opts.with_mem_saving_comm, own=exchange)
         self.sharding = make_sharding(self.memory, self.ranks, exchanges, self.gradients)
         # Asked by optimizers for every parameter: without a call in between.

@@ -45,6 +45,9 @@ class GradientOwner(Protocol):
     shows_means: bool
     """`.grad` stands for the mean over ranks, as it does below `DistributedDataParallel`."""
 
+    is_of_stage: bool
+    """Other ranks have the gradients of other pipeline stages."""
+
     def norm_over_ranks(self, source: GradientSource, order: float) -> float:
         """Return the norm of the mean over ranks; all of them ask for it."""
         ...

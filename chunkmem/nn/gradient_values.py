@@ -26,6 +26,8 @@ class GradientValues(GradientSlots):
         """Over ranks: norms and scalings that users ask for."""
         self.shows_means = False
         """`.grad` stands for the mean over ranks, as it does below `DistributedDataParallel`."""
+        self.is_of_stage = False
+        """Other ranks have the gradients of other pipeline stages."""
         self.before_change: Callable[[], None] = lambda: None
         """Called before gradients are changed by a user: updates that have read them are wrong."""
         self._sources: dict[ManagedParameter, GradientSource] = {}

@@ -48,6 +48,7 @@ _SCALINGS = frozenset(
 )
 """By 1 they change nothing, as when a norm is below what it is clipped to."""
 _NORMS = frozenset((_aten._foreach_norm.Scalar, _aten.linalg_vector_norm.default))
+_ALL_NORMS = _NORMS | {_aten.norm.Scalar, _aten.norm.ScalarOpt_dim}
 _OVERWRITING = frozenset((_aten.copy_.default, _aten._foreach_copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor))
 """They do not read what they write to."""
 
@@ -93,6 +94,8 @@ class _Call:
     def read(self) -> Any:
         """Run it; nothing is written to."""
         device = self.lazies[0].device
+        if self.func in _ALL_NORMS:
+            self._require_all_stages()
         if self.func in _NORMS and len(self.args) + len(self.kwargs) <= 2 and self._is_over_ranks():
             return self._norm_over_ranks()
         slots = {id(lazy): lazy.slots(writing=False)[0] for lazy in self.lazies}
@@ -134,6 +137,22 @@ class _Call:
                 for other in others:
                     other.copy_(first)
         return self._result()
+
+    def _require_all_stages(self) -> None:
+        """Raise a `StateError` for a norm of whole gradients, which is to be part of a total, on a pipeline stage.
+
+        The total would lack the other stages, whose parameters have no `.grad` here, and each stage have its own.
+        """
+        source = self.lazies[0].source
+        is_by_dim = any(
+            value for argument, value in _named(self.func, self.args, self.kwargs) if argument.name == "dim"
+        )
+        if source.owner.is_of_stage and not is_by_dim:
+            raise StateError(
+                f"a norm of the gradient of {source.name}: this rank has those of its pipeline stage alone, which "
+                "torch.nn.utils.clip_grad_norm_ would clip by their own norm; call optimizer.clip_grad_norm_(max_norm) "
+                "on all ranks, or set gradient_clipping. The norm of one gradient is p.grad.clone().norm()"
+            )
 
     def _is_over_ranks(self) -> bool:
         """Tell whether all lazy gradients of the call are whole, and stand for means over ranks."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -261,6 +263,55 @@ def refuse(rank: int) -> None:
 
 def test_what_pipelines_refuse(pair: Team) -> None:
     pair.run(refuse)
+
+
+NORMS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "clip": lambda params: nn.utils.clip_grad_norm_(params, 0.1),
+    "clip by foreach": lambda params: nn.utils.clip_grad_norm_(params, 0.1, foreach=True),
+    "clip by the largest": lambda params: nn.utils.clip_grad_norm_(params, 0.1, norm_type=float("inf")),
+    "total": lambda params: nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]),
+    "by hand": lambda params: [p.grad.data.norm(2) for p in params if p.grad is not None],
+    "stacked": lambda params: torch.stack([torch.linalg.norm(p.grad) for p in params if p.grad is not None]).norm(),
+}
+
+
+def ask_for_norms(rank: int, excludes: bool) -> tuple[list[float], list[float]]:
+    """Return the norm of all gradients, and the norms of this stage's: what torch's functions took for all."""
+    task = StagedTask()
+    mesh = init_device_mesh("cpu", task.sizes, mesh_dim_names=("stage",))
+    with chunkmem.ChunkManager(task.make_config(), mesh=mesh) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Net()
+            if excludes:
+                with manager.exclude():
+                    model.blocks[3] = copy.deepcopy(model.blocks[3])
+        pipe = manager.pipeline(
+            model.blocks, first=model.words, last=model.head, loss_fn=loss_of, micro_batches=2, schedule="1f1b"
+        )
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager)
+        pipe.step(*next(task.batches()))
+        params = list(model.parameters())
+        for norm in NORMS.values():
+            with pytest.raises(
+                chunkmem.StateError, match=r"of its pipeline stage alone.*call optimizer\.clip_grad_norm_"
+            ):
+                norm(params)
+        own = [p.grad for p in params if p.grad is not None]
+        assert all(len(grad.norm(dim=0)) for grad in own if grad.dim() == 2)
+        norms = [float(grad.clone().norm()) for grad in own]
+        return [float(optimizer.clip_grad_norm_(1e9))], norms
+
+
+@pytest.mark.parametrize("excludes", [False, True], ids=["all in chunks", "some excluded"])
+def test_norms_are_of_all_stages_or_refused(pair: Team, excludes: bool) -> None:
+    """Torch's functions clipped each stage by its own norm, without a word."""
+    plain = serial(StagedTask(micro_batches=2, steps=1, clip=1e9)).norms
+    found = pair.run(ask_for_norms, excludes)
+    total = math.hypot(*(norm for _, norms in found for norm in norms))
+    for (norm,), _ in found:
+        assert norm == pytest.approx(total)
+        assert norm == pytest.approx(plain[0], rel=1e-5)
 
 
 def load(rank: int) -> None:
