@@ -10,7 +10,9 @@ whose memory goes and comes back with the chunk, and hand all others to the user
             F.linear(x, weight)  ours: x to the user's, weight stays where it is
         y.exp()                  ours: y to the user's
 
-Those of torch's checkpoint are left alone: they keep nothing, and count what is saved.
+Those of torch's checkpoint keep nothing, and count what is saved, so they get all of it. What they give back is looked
+at: a term of the loss that no module returns (`losses.append(self.layer.weight.square().sum())`) has nobody announce
+its backward, and would use the memory of a weight that nobody keeps there.
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.types import Tier
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -67,6 +68,22 @@ class HooksOfUser(OwnHooks):
         return self.chunks.read(packed) if isinstance(packed, SavedReference) else self._unpack(packed)
 
 
+class HooksOfCheckpoint(OwnHooks):
+    """Ours, in place of those of a checkpoint."""
+
+    hides = True
+
+    def __init__(self, chunks: ChunkHooks, pack: Pack, unpack: Unpack) -> None:
+        """Stand for `pack` and `unpack`."""
+        self.pack = pack
+        self._chunks = chunks
+        self._unpack = unpack
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return the tensor."""
+        return self._chunks.usable(self._unpack(packed))
+
+
 class ChunkHooks:
     """Puts such hooks in place of a user's, and keeps chunk memory for them."""
 
@@ -78,11 +95,14 @@ class ChunkHooks:
     def replace(self) -> None:
         """Put ours in place of a user's, if those are on top of the stack."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if top is None or not self._are_foreign(top[0]):
+        if top is None:
+            return
+        of_checkpoint = _are_of_checkpoint(top[0])
+        if not of_checkpoint and not self._are_foreign(top[0]):
             return
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return  # as in transforms of torch.func
-        hooks = HooksOfUser(self, *top)
+        hooks = HooksOfCheckpoint(self, *top) if of_checkpoint else HooksOfUser(self, *top)
         torch._C._autograd._pop_saved_tensors_default_hooks()
         torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
 
@@ -120,19 +140,30 @@ class ChunkHooks:
                 f"in place since, as by optimizer.step() (version {tensor._version}, saved at {version}); run backward "
                 "before it"
             )
+        return self.usable(tensor)
+
+    def usable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that autograd has saved, or a copy of it if nobody keeps its chunk on DEVICE."""
         memory = storage_id(tensor)
-        if memory is None or self._declared.undeclared(memory) is None:
+        chunk = None if memory is None else self._declared.chunk_in(memory)
+        if memory is None or chunk is None or self._declared.undeclared(memory) is None:
             return tensor
         took_turn = self._turn.take_in_hook()
         try:
-            self._pager.pin(chunk, Tier.DEVICE, reader=_READER)
+            self._pager.pin(chunk, chunk.compute_tier, reader=_READER)
             try:
                 return tensor.clone()
             finally:
-                self._pager.unpin(chunk, Tier.DEVICE)
+                self._pager.unpin(chunk, chunk.compute_tier)
         finally:
             if took_turn:
                 self._turn.give_back()
+
+
+def _are_of_checkpoint(pack: Any) -> bool:
+    """Tell whether hooks are those of torch's checkpoint, around a forward: around its recomputation are others."""
+    is_torchs = getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+    return is_torchs and pack.__qualname__.startswith("_checkpoint_hook.")
 
 
 def hides_saved_tensors() -> bool:

@@ -535,6 +535,54 @@ def test_checkpoints_around_blocks(reentrant: bool) -> None:
     same(lambda: Model(num_blocks=4), lambda twin: train(twin, lambda seed: twin.loss(features(seed))))
 
 
+TERMS: list[Tensor] = []
+"""Of a loss; no module leads to it."""
+
+
+class Penalised(nn.Module):
+    """Gives the loss terms that no module returns: of what it computes, and of its own and its children's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.lin = Mlp(), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(self.lin(x)) * self.scale
+        weights = self.lin.weight, self.inner.up.weight, self.scale
+        TERMS.extend([y.square().mean(), *(weight.square().sum() * 1e-3 for weight in weights)])
+        return y
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("policy", ["recompute", "keep", "auto", "offload"])
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_terms_of_the_loss_that_no_module_returns(policy: str, checkpoints: bool) -> None:
+    """Nobody announced their backward, which used weights that a recomputation had let go of."""
+
+    class Model(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inner(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if checkpoints else block(x)
+            return self.head(x)
+
+    def scenario(twin: Twin) -> list[float]:
+        seen = []
+        for seed in STEPS:
+            TERMS.clear()
+            loss = twin.loss(features(seed))
+            loss = loss + sum(TERMS)
+            twin.backward(loss)
+            TERMS.clear()
+            twin.update()
+            seen.append(loss.item())
+        return seen
+
+    build = lambda: Model(Penalised(), Penalised(), num_blocks=1)  # noqa: E731
+    same(build, scenario, activations={"policy": policy})
+
+
 HOOKS: dict[str, Callable[[], Any]] = {
     "save_on_cpu": torch.autograd.graph.save_on_cpu,
     "clones": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
