@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 import zlib
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import get_device_states
 
-from chunkmem.errors import ConfigError, StateError
+from chunkmem.errors import ConfigError, StateError, TierIOError
 from chunkmem.freezing.follows import HasRuntime
 from chunkmem.freezing.joining import Wanted, open_values
 from chunkmem.freezing.kept import Asked, Found
+from chunkmem.freezing.levels import said_of_disk
 from chunkmem.freezing.tags import ModuleTags
 from chunkmem.layout.spec import ALIGN_NBYTES
+from chunkmem.runtime.disk_file import folder_at, is_full
 from chunkmem.sizes import parse_nbytes
 
 _DROPOUT: Any = nn.modules.dropout._DropoutNd
@@ -95,7 +97,7 @@ class FrozenCache:
         self._manager = manager
         runtime = manager.runtime
         runtime.require_open()
-        folder = None if disk is None else Path(disk)
+        folder = None if disk is None else folder_at(disk)
         host_nbytes = parse_nbytes(host)
         if host_nbytes < ALIGN_NBYTES:
             raise ConfigError(
@@ -109,6 +111,8 @@ class FrozenCache:
         """Of the modules of the last call."""
         self.report = CacheReport(num_ranks=self._values.num_ranks)
         self._is_closed = False
+        self._was_full = False
+        """The disk was once, and that was said."""
 
     def __repr__(self) -> str:
         return f"FrozenCache({'closed' if self._is_closed else self.report})"
@@ -127,7 +131,7 @@ class FrozenCache:
             StateError: a module is trained, draws random numbers or collects statistics; or a sample is not what it was
                 the last time, as after augmentation: what is kept would be of another one.
             ConfigError: `ids` are not one a sample.
-            TierIOError: DISK failed.
+            TierIOError: DISK failed. That it is full is a warning, once.
         """
         is_one = isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList)
         chain: tuple[nn.Module, ...] = (modules,) if is_one else tuple(modules)  # type: ignore[arg-type, assignment]
@@ -241,11 +245,11 @@ class FrozenCache:
         return _without_random_numbers(x)
 
     def keep(self, samples: CachedSamples, value: Any) -> None:
-        """Keep what all of the modules have made of samples.
+        """Keep what all of the modules have made of samples; what a full disk has no room for is not kept.
 
         Raises:
             ConfigError: it is not one tensor with a row for each.
-            TierIOError: DISK failed.
+            TierIOError: DISK failed, and is not full.
         """
         if not samples.asked.keys:  # then there is nothing to keep
             return
@@ -255,7 +259,15 @@ class FrozenCache:
             raise ConfigError(
                 f"FrozenCache: the modules returned {what} for {num} samples; one tensor, samples first, can be kept"
             )
-        self._values.keep(samples.asked, value.detach().to("cpu").contiguous())
+        try:
+            self._values.keep(samples.asked, value.detach().to("cpu").contiguous())
+        except TierIOError as error:
+            if not is_full(error):
+                raise
+            if not self._was_full:
+                self._was_full = True
+                what = "the disk is full; what it has no room for is computed each time"
+                warnings.warn(f"FrozenCache: {what} ({said_of_disk(error)})", stacklevel=2)
 
     def __len__(self) -> int:
         """Samples that are kept."""

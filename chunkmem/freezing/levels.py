@@ -183,5 +183,9 @@ def disk_errors() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        said = str(error).replace("memory.disk.capacity", "disk_capacity").replace("memory.disk.path", "disk")
-        raise ConfigError(f"chunkmem.FrozenCache: {said}") from None
+        raise ConfigError(f"chunkmem.FrozenCache: {said_of_disk(error)}") from None
+
+
+def said_of_disk(error: Exception) -> str:
+    """Return what an error of DISK says, by the names that a cache has for its options."""
+    return str(error).replace("memory.disk.capacity", "disk_capacity").replace("memory.disk.path", "disk")

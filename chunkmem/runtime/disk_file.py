@@ -66,12 +66,14 @@ class DiskFile:
             ConfigError: `directory` is none, cannot be made or written to, or its file system has less room.
             TierIOError: the first bytes could not be written or read.
         """
-        self.directory = directory.absolute()
+        self.directory = folder_at(directory)
         self._calls = calls
         self._reserves = True
         """The file system can; until it has said no."""
         self._pid = os.getpid()
         self._opened = opened
+        self._has_others = opened is not None
+        """Other processes may have it open, too, and use it."""
         if opened is None:
             self._make_directory()
             self._require_room(nbytes)
@@ -88,6 +90,7 @@ class DiskFile:
     @property
     def path(self) -> str:
         """Where other processes of this machine open it, as long as this one has it."""
+        self._has_others = True
         return f"/proc/{os.getpid()}/fd/{self._require_open()}"
 
     @property
@@ -154,6 +157,9 @@ class DiskFile:
         """
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
+            if os.getpid() == self._pid and not self._has_others:
+                with contextlib.suppress(OSError):  # a forked child has it open, too, and would keep the room
+                    os.ftruncate(descriptor, 0)
             try:
                 self._calls.close(descriptor)
             except OSError as error:
@@ -284,6 +290,11 @@ class DiskFile:
 
     def _what(self, doing: str, nbytes: int, offset: int) -> str:
         return f"{doing} {format_nbytes(nbytes)} at offset {offset} of {self.name}"
+
+
+def folder_at(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a folder that a user names, who may write `~` for the home folder."""
+    return Path(os.path.expanduser(path)).absolute()
 
 
 def round_up(nbytes: int, alignment: int) -> int:

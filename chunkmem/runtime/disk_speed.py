@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
+from chunkmem.errors import ConfigError
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.disk_calls import SYSTEM_CALLS, DiskCalls
-from chunkmem.runtime.disk_file import AlignedBuffer, DiskFile
+from chunkmem.runtime.disk_file import AlignedBuffer, DiskFile, folder_at
 from chunkmem.runtime.disk_room import Extent
 from chunkmem.runtime.disk_transfer import DiskTransfers
 from chunkmem.runtime.populate import num_cores
 from chunkmem.runtime.speed_file import processor, read_speeds, speed_file, write_speeds
+from chunkmem.sizes import format_nbytes
 
 _CANDIDATES = ((16 << 20, 4), (8 << 20, 8), (32 << 20, 2), (4 << 20, 8), (16 << 20, 8))
 """Bytes of a block, and how many are moved at once. The likeliest first: on a slow disk, the others are left out.
@@ -52,25 +54,34 @@ class DiskSpeed:
     """How many blocks are moved at once."""
 
 
-def measure_disk(directory: str | Path, *, budget_s: float = 3.0, calls: DiskCalls = SYSTEM_CALLS) -> DiskSpeed:
+def measure_disk(
+    directory: str | Path, *, capacity_nbytes: int = 0, budget_s: float = 3.0, calls: DiskCalls = SYSTEM_CALLS
+) -> DiskSpeed:
     """Measure the speeds of the disk under `directory`, by a file without a name of at most 128 MiB.
 
     A few sizes of blocks are tried, each with several blocks at once, and a pair is kept that writes and reads the
     same bytes in the least time, or about that. `budget_s` bounds that: what it has no time for is not tried.
 
+    Args:
+        directory: on the disk.
+        capacity_nbytes: what will be asked of it then, for which there has to be room.
+        budget_s: see above.
+        calls: the system calls.
+
     Raises:
-        ConfigError: `directory` cannot be used.
+        ConfigError: `directory` cannot be used, or its file system has less room.
         TierIOError: the disk failed, or is full.
     """
-    file = DiskFile(Path(directory), nbytes=_MIN_NBYTES, calls=calls)
+    file = DiskFile(folder_at(directory), nbytes=capacity_nbytes, calls=calls)
     try:
+        _require_room(file)
         return _measure(file, time.perf_counter() + budget_s, budget_s / (len(_CANDIDATES) + 1))
     finally:
         file.close()
 
 
-def cached_disk_speed(directory: str | Path, *, path: Path | None = None) -> DiskSpeed:
-    """Return the speeds kept at `path`, or measure them and keep them there.
+def cached_disk_speed(directory: str | Path, *, capacity_nbytes: int = 0, path: Path | None = None) -> DiskSpeed:
+    """Return the speeds kept at `path`, or measure them, see `measure_disk`, and keep them there.
 
     The default is a file of the user's cache folder, another one for each file system (its device and type), processor
     and number of cores. A file that cannot be used is replaced; where none can be written, nothing is kept.
@@ -79,12 +90,12 @@ def cached_disk_speed(directory: str | Path, *, path: Path | None = None) -> Dis
         ConfigError: `directory` cannot be used.
         TierIOError: the disk failed, or is full.
     """
-    made_of = _identity(Path(directory))
+    made_of = _identity(folder_at(directory))
     path = path or speed_file("disk", made_of)
     known = None if path is None else _sound(read_speeds(path, made_of))
     if known is not None:
         return known
-    measured = measure_disk(directory)
+    measured = measure_disk(directory, capacity_nbytes=capacity_nbytes)
     if path is not None:
         with contextlib.suppress(OSError):
             write_speeds(path, made_of, asdict(measured))
@@ -110,6 +121,15 @@ def _measure(file: DiskFile, end_s: float, slice_s: float) -> DiskSpeed:
                 best = found
     assert best is not None
     return best
+
+
+def _require_room(file: DiskFile) -> None:
+    free_nbytes = file.free_nbytes()
+    if free_nbytes is not None and free_nbytes < _MIN_NBYTES:
+        raise ConfigError(
+            f"memory.disk.path: {file.directory} cannot be used: its disk is measured with {format_nbytes(_MIN_NBYTES)}"
+            f", and its file system has {format_nbytes(free_nbytes)} left; make room there, or name another directory"
+        )
 
 
 def _reserve(file: DiskFile) -> int:

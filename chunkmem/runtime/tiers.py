@@ -106,7 +106,9 @@ def warn_of_shares(compute: ComputeDevice, tracer: MemTracerConfig) -> None:
 
 def _open_disk(disk: DiskConfig, caps: TierCaps, calls: DiskCalls | None) -> tuple[DiskPool, Mapping[Link, LinkSpeed]]:
     """Return DISK, and how fast it is: measured once, but where the calls are not the system's."""
-    speed = cached_disk_speed(disk.path) if calls is None else _UNKNOWN_SPEED
+    speed = _UNKNOWN_SPEED
+    if calls is None:
+        speed = cached_disk_speed(disk.path, capacity_nbytes=caps.disk_nbytes)
     pool = DiskPool(
         Ledger(Tier.DISK, caps.disk_nbytes, caps.disk_nbytes),
         disk.path,

@@ -153,6 +153,27 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "disk").iterdir()) == []
 
 
+def test_a_forked_child_keeps_no_room_of_a_file_that_is_given_back(pool: DiskPool) -> None:
+    slab = pool.alloc(ROLE, BLOCK)
+    slab.write(numbers(BLOCK))
+    before, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        os.read(before, 1)
+        os._exit(0)
+    try:
+        files = [os.stat(each) for each in Path(f"/proc/{child}/fd").iterdir() if "(deleted)" in os.readlink(each)]
+        assert sum(file.st_size for file in files) >= BLOCK
+        pool.close()
+        files = [os.stat(each) for each in Path(f"/proc/{child}/fd").iterdir() if "(deleted)" in os.readlink(each)]
+        assert [(file.st_size, file.st_blocks) for file in files] == [(0, 0)] * len(files)
+    finally:
+        os.close(end)
+        os.close(before)
+        os.waitpid(child, 0)
+
+
 def test_a_forked_child_is_refused_and_leaves_its_parents_file_alone(pool: DiskPool, tmp_path: Path) -> None:
     slab, idle = pool.alloc(ROLE, BLOCK), pool.alloc(ROLE, PAGE)
     pool.free(ROLE, idle)

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+import chunkmem
 from chunkmem.errors import ConfigError, TierIOError
 from chunkmem.runtime import disk_speed
+from chunkmem.runtime.disk_file import DiskFile
 from chunkmem.runtime.disk_speed import DiskSpeed, cached_disk_speed, measure_disk
 from chunkmem.testing.disk import Fault, FaultKind, FaultyDisk, ThrottledDisk
 from tests.helpers.disk import disk_threads, open_files
@@ -27,7 +29,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Measuring finds `SPEED`; the list says where it was done."""
     calls: list[Path] = []
 
-    def find(directory: Path) -> DiskSpeed:
+    def find(directory: Path, *, capacity_nbytes: int) -> DiskSpeed:
         calls.append(directory)
         return SPEED
 
@@ -171,3 +173,24 @@ def test_where_nothing_can_be_written_nothing_is_kept(measured: list[Path], tmp_
     (tmp_path / "file").write_text("")
     assert cached_disk_speed(tmp_path, path=tmp_path / "file" / "disk.json") == SPEED
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_disk_without_room_is_told_by_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by what measuring it takes, which the first use of a disk does."""
+    monkeypatch.setattr(DiskFile, "free_nbytes", lambda self: 5 << 20)
+    path = tmp_path / "disk.json"
+    with pytest.raises(ConfigError, match=r"memory.disk.capacity: 1.00 GiB are asked for, .* has 5.00 MiB left"):
+        cached_disk_speed(tmp_path, capacity_nbytes=1 << 30, path=path)
+    with pytest.raises(ConfigError, match=r"its disk is measured with 16.0+ MiB, .* has 5.00 MiB left"):
+        cached_disk_speed(tmp_path, capacity_nbytes=1 << 20, path=path)
+
+
+def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    memory = {"device": "1MiB", "host": "16MiB", "disk": {"path": "~/tier", "capacity": "1MiB"}}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict({"memory": memory})) as manager:
+        assert (tmp_path / "home" / "tier").is_dir()
+        chunkmem.FrozenCache(manager, host="4KiB", disk="~/cache", disk_capacity="64KiB").close()
+    assert {each.name for each in (tmp_path / "home").iterdir()} >= {"tier", "cache"}
+    assert not (tmp_path / "~").exists()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
+from chunkmem.runtime.disk_calls import SystemCalls
 from tests.helpers.audit import audit
 from tests.helpers.twins import AMPLE_NBYTES, SEED, WIDTH, Blocks, assert_equal, config, copied
 
@@ -265,3 +269,36 @@ def test_host_has_to_have_room(tmp_path: Path) -> None:
         audit(manager)
         chunkmem.FrozenCache(manager, host=1024).close()
         audit(manager)
+
+
+@pytest.mark.parametrize("num_written", [0, 3])
+def test_a_full_disk_is_said_once_and_the_rest_is_computed(
+    num_written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = run(tmp_path, AMPLE_NBYTES, {})
+    real, count = SystemCalls.fallocate, itertools.count()
+
+    def fallocate(self: SystemCalls, descriptor: int, offset: int, nbytes: int) -> None:
+        if next(count) >= num_written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(self, descriptor, offset, nbytes)
+
+    monkeypatch.setattr(SystemCalls, "fallocate", fallocate)
+    with pytest.warns(UserWarning, match=r"FrozenCache: the disk is full; .*lower disk_capacity") as caught:
+        found, (report, num_kept) = run(tmp_path, AMPLE_NBYTES, SIZES["HOST and DISK"])
+    assert_equal(found, expected)
+    assert len([each for each in caught if "FrozenCache" in str(each.message)]) == 1
+    assert report.num_computed > NUM_SAMPLES
+    assert 10 <= num_kept <= 10 + num_written
+
+
+def test_a_disk_that_fails_is_no_full_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwritev(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        training = Run(manager, host=10 * VALUE_NBYTES, disk=tmp_path, disk_capacity="1MiB")
+        training.freeze(2)
+        monkeypatch.setattr(SystemCalls, "pwritev", pwritev)
+        with pytest.raises(chunkmem.TierIOError, match="EIO"):
+            training.epoch(0)
