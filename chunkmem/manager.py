@@ -231,7 +231,8 @@ class ChunkManager(ModelBuilding, Reporting):
     ) -> StatefulOptimizer:
         """Return an optimizer over chunks with the parameter groups, options and states of another one.
 
-        For scripts whose model makes its optimizer: `manager.optimizer(model.configure_optimizers(...))`.
+        For scripts whose model makes its optimizer: `manager.optimizer(model.configure_optimizers(...))`. Both have the
+        same groups and hooks, so learning rate schedules of the one drive the other.
 
         Args:
             optimizer: of torch.optim, or of any class that `chunkmem.Optimizer` takes; it is not stepped any more.
@@ -240,7 +241,7 @@ class ChunkManager(ModelBuilding, Reporting):
 
         Raises:
             ConfigError: its class needs all parameters at once, as LBFGS does.
-            StateError: a parameter is in no model of the manager.
+            StateError: a parameter is in no model of the manager, or the optimizer's `step` was replaced.
             CapacityError: weights, gradients and states do not fit DEVICE and HOST together.
         """
         return converted(optimizer, manager=self, max_grad_norm=max_grad_norm, in_backward=in_backward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +20,10 @@ _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options of how torch computes."""
 _ONLY_BY_CLASS = ("amsgrad", "maximize")
 """Options that the counterparts lack, and `chunkmem.Optimizer` has."""
+_HOOKS = tuple(
+    f"_optimizer_{what}_{when}_hooks" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+)
+"""Where torch keeps the hooks of an optimizer."""
 
 
 def converted(
@@ -31,6 +36,7 @@ def converted(
     """Return the counterpart of an optimizer; see `ChunkManager.optimizer`, which says what is raised, too."""
     if isinstance(optimizer, StatefulOptimizer):
         raise StateError(f"manager.optimizer() was given a chunkmem.{type(optimizer).__name__}: use it as it is")
+    _check_step(optimizer)
     kind: Any = _COUNTERPARTS.get(type(optimizer))
     options: dict[str, Any] = {"manager": manager, "max_grad_norm": max_grad_norm, "in_backward": in_backward}
     made: StatefulOptimizer
@@ -41,4 +47,40 @@ def converted(
         made = kind(groups, **options)
     if optimizer.state:
         made.load_state_dict(optimizer.state_dict())
+    _share(optimizer, made)
     return made
+
+
+def _check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if somebody has put something in the place of an optimizer's `step`, which would not be called any more.
+
+    Raises:
+        StateError: see above.
+    """
+    step: Any = vars(optimizer).get("step")
+    # A learning rate schedule notes in the step of the class that it was called.
+    if step is not None and not (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step):
+        name = getattr(step, "__qualname__", type(step).__name__)
+        raise StateError(
+            f"manager.optimizer(): the step of this {type(optimizer).__name__} was replaced by {name}, which would not "
+            "be called any more; pass the optimizer as it was made, and replace the step of what is returned"
+        )
+
+
+def _share(before: torch.optim.Optimizer, made: StatefulOptimizer) -> None:
+    """Have both optimizers be of the same groups and hooks: learning rate schedules know the one that was there."""
+    for group, own in zip(before.param_groups, made.param_groups, strict=True):
+        group.clear()
+        group.update(own)
+    made.param_groups = before.param_groups
+    for name in _HOOKS:
+        hooks = getattr(before, name)
+        hooks.update(getattr(made, name))
+        setattr(made, name, hooks)
+    if "step" in vars(before):
+        made.register_step_post_hook(partial(_note_called, before))
+
+
+def _note_called(before: torch.optim.Optimizer, *_: object) -> None:
+    """Note what a schedule asks for, to warn of schedules that step before their optimizer."""
+    before._opt_called = True  # type: ignore[attr-defined]

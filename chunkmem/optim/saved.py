@@ -163,11 +163,16 @@ class StatefulOptimizer(ChunkedOptimizer):
             self.register_load_state_dict_pre_hook(lambda _, state: self._take_managed(state, taken)),
             self.register_load_state_dict_post_hook(lambda _: self._adopt(taken), prepend=True),
         )
+        groups = self.param_groups
         try:
             super().load_state_dict(state_dict)
         finally:
             for hook in hooks:
                 hook.remove()
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups = groups  # those that `ChunkManager.optimizer` has shared
         for managed, value in masters.items():
             self._updater.write_weight(managed, value)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 import chunkmem
+from tests.helpers.spread import spread
 from tests.helpers.training import compute_device
 from tests.helpers.twins import Blocks, assert_equal, config, copied, features
 
@@ -61,6 +64,71 @@ def test_it_has_the_groups_options_and_states(kind: str, is_before: bool) -> Non
 
     with chunkmem.ChunkManager(config(CAP_NBYTES)) as manager:
         assert_equal(scenario(manager), scenario(None))
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
+    "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.5)],
+        [2],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("error:.*lr_scheduler")
+@spread(schedule=SCHEDULES, kind=["AdamW", "RMSprop", "SGD"], in_backward=[False, True])
+def test_schedules_and_hooks_from_before_are_those_of_what_is_returned(
+    schedule: str, kind: str, in_backward: bool
+) -> None:
+    """The schedule changed the learning rate of an optimizer that is not stepped any more; hooks were not called."""
+
+    def scenario(manager: chunkmem.ChunkManager | None) -> Any:
+        torch.manual_seed(3)
+        model, called = Blocks().to(compute_device()), []
+        model = model if manager is None else manager.wrap(model)
+        optimizer: Any = MADE[kind](groups_of(model))
+        scheduler = SCHEDULES[schedule](optimizer)
+        first = optimizer.param_groups[0]
+        removed = optimizer.register_step_pre_hook(lambda *_: called.append("removed"))
+        optimizer.register_step_pre_hook(lambda own, args, kwargs: called.append(own.param_groups[0]["lr"]))
+        optimizer.register_state_dict_post_hook(lambda own, state: called.append(sorted(state)))
+        before = optimizer
+        if manager is not None:
+            optimizer = manager.optimizer(optimizer, in_backward=in_backward)
+        removed.remove()
+        rates = []
+        for seed in range(5):
+            train(model, optimizer, seed)
+            scheduler.step()
+            rates.append(first["lr"])
+        saved = copied([optimizer.state_dict(), scheduler.state_dict()])
+        train(model, optimizer, 5)
+        scheduler.step()
+        optimizer.load_state_dict(saved[0])
+        scheduler.load_state_dict(saved[1])
+        train(model, optimizer, 6)
+        scheduler.step()
+        assert before.param_groups == optimizer.param_groups
+        rates += [group["lr"] for group in optimizer.param_groups]
+        return copied([dict(model.state_dict()), rates, called])
+
+    with chunkmem.ChunkManager(config(CAP_NBYTES)) as manager:
+        assert_equal(scenario(manager), scenario(None))
+
+
+def test_an_optimizer_whose_step_was_replaced_is_refused() -> None:
+    with chunkmem.ChunkManager(config(CAP_NBYTES)) as manager:
+        optimizer = torch.optim.AdamW(manager.wrap(Blocks()).parameters())
+        step = optimizer.step
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            return step(*args, **kwargs)
+
+        optimizer.step = counted  # type: ignore[method-assign]
+        with pytest.raises(chunkmem.StateError, match=r"step of this AdamW was replaced by .*counted"):
+            manager.optimizer(optimizer)
 
 
 def test_a_class_that_needs_all_parameters_at_once_is_refused() -> None:
