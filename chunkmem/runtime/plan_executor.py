@@ -12,7 +12,8 @@ order, and without their events. What makes that sound:
 1. No action takes for granted that the events before it came. Each looks at what it is about to do, as
    [Note: Two ways to order copies] in `runtime.copy_order` says: at pins, versions and caps. What would free a chunk
    that is held, or lose what was written last, is a plan miss.
-2. No copy relies on the plan's waits once something is not as the plan has it.
+2. No copy relies on the plan's waits once something is not as the plan has it. An update on HOST that is left out is
+   such: it was to come after some copies, and others after it.
 3. What was left out has not happened: no event is made up. If it comes after all, it begins a later moment, or is a
    plan miss. Nothing is taken to have the content that it would have made: a chunk that nobody has written to has no
    version, and its slab is never copied.
@@ -295,13 +296,20 @@ class PlanExecutor(PlanActions):
                     self._store.consume(chunk)  # frees what the plan has given it on HOST
                 else:
                     self._order.is_exact = False  # the gradient stays
-            elif cue.kind is Kind.UPDATE and chunk.can_be_rounded and chunk.newest_tier() is None:
-                tier = self.plan.update_tiers[chunk.id.group]
-                if tier in chunk.replicas:
-                    self.drain()
-                    self._store.round(chunk, tier)
-                else:
-                    self.depart()
+            elif cue.kind is Kind.UPDATE:
+                self._order.is_exact = False  # what was to come after it comes after nothing
+                self._round_again(chunk)
+
+    def _round_again(self, chunk: Chunk) -> None:
+        """Make weights, which the plan has dropped everywhere for an update that is left out, again."""
+        if not chunk.can_be_rounded or chunk.newest_tier() is not None:
+            return
+        tier = self.plan.update_tiers[chunk.id.group]
+        if tier in chunk.replicas:
+            self.drain()
+            self._store.round(chunk, tier)
+        else:
+            self.depart()
 
     # Plan misses and the way back.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,6 +238,26 @@ def test_no_race_where_slabs_order_what_is_left_out(name: str, monkeypatch: pyte
         LEAVING_OUT[name](checker)
     checker.assert_ordered()
     assert found, "every step had all of its plan"
+
+
+def in_an_ordinary_run(*names: str) -> list[Any]:
+    """Return all loops: of these an ordinary run has no others."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.full) for name in LOOPS]
+
+
+@pytest.mark.parametrize("name", in_an_ordinary_run("one in three is given up"))
+def test_no_race_where_host_is_too_small(name: str, tmp_path: Path) -> None:
+    """An update that did not come was to come between a read of DISK and a write: these ran side by side.
+
+    DISK_READ    ─ states of group 1 ──┐
+    HOST_UPDATE                        └ (update of group 1) ──┐
+    DISK_WRITE                                                 └ states of group 1 ─
+    """
+    with HappensBefore() as checker:
+        run_loop(checker, LOOPS[name], disk=tmp_path, **ON_HOST)
+    checker.assert_ordered()
+    assert checker.was_active(Actor.DISK_READ)
+    assert checker.was_active(Actor.DISK_WRITE)
 
 
 @pytest.mark.full

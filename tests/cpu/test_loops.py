@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from chunkmem.trace.model import Mode
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.lanes import adversarial
 from tests.helpers.loops import LOOPS, WIDTH, Dropped, Loop, Side, frozen_at_times, mlp, trained
+from tests.helpers.spread import spread
 
 SETTLED = 12
 """Steps after which every one follows its plan."""
@@ -48,16 +50,17 @@ def test_every_loop_settles_on_plans(name: str) -> None:
     assert settled.count(0) + settled.count(None) == len(settled), plan_misses
 
 
-@pytest.mark.few(8)
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", ["GAN", "second optimizer 1:2", "LayerDrop, shared chunks", "experts", "max_norm"])
-def test_settled_loops_wait_for_all_they_have_to(name: str, overlap: bool) -> None:
+LATE = ("GAN", "second optimizer 1:2", "LayerDrop, shared chunks", "experts", "max_norm", "one in three is given up")
+
+
+@spread(name=LATE, overlap=(False, True), has_disk=(False, True))
+def test_settled_loops_wait_for_all_they_have_to(name: str, overlap: bool, has_disk: bool, tmp_path: Path) -> None:
     """Copies and updates overlapped with backward are as late as the waits allow."""
     options = {
         "optimizer": {"params": {"use_hybrid_adam": False}},
         "client": {"opts": {"overlap_optimizer": overlap, "undo_log_ratio": 0.5}},
     }
-    plain, chunked = Side(None), Side(5.5, lanes=adversarial(5), **options)
+    plain, chunked = Side(None), Side(5.5, lanes=adversarial(6), disk=tmp_path if has_disk else None, **options)
     run(LOOPS[name], plain, 18)
     run(LOOPS[name], chunked, 18)
     assert chunked.losses == plain.losses

@@ -4,18 +4,19 @@
 does not look at results. It follows who has to be done before whom, and reports two accesses to the same memory that
 nothing orders, whatever happened to come first.
 
-The model. Six actors work, each in its own order: HOST, the thread that runs the training loop, autograd and every
-decision; COMPUTE, an accelerator's stream; the lanes H2D and D2H; HOST_UPDATE; and COLLECTIVE, the stream of a library
-that exchanges chunks between ranks, of which each has a checker of its own. Everything is really done at once
+The model. Eight actors work, each in its own order: HOST, the thread that runs the training loop, autograd and every
+decision; COMPUTE, an accelerator's stream; the lanes H2D and D2H; HOST_UPDATE, DISK_READ and DISK_WRITE, which are
+threads; and COLLECTIVE, the stream of a library that exchanges chunks between ranks, of which each has a checker of its
+own. Everything is really done at once
 and in RAM, in the order in which it is issued, which is one of the orders that a sound program allows; only the clocks
 are late. An actor has a vector clock: for every actor, how many of its operations are over for certain. The edges,
 which join clocks, are
 
-    launch    HOST to COMPUTE, H2D, D2H, HOST_UPDATE, COLLECTIVE: what is issued comes after all HOST knew then
+    launch    HOST to all others: what is issued comes after all HOST knew then
     exchange  COMPUTE to COLLECTIVE where one is issued, COLLECTIVE to COMPUTE where it is waited for, as in NCCL
     after     event to lane: a copy or an update comes after the events it is given
     stream    event to COMPUTE: `compute_waits`
-    wait      event to HOST (to HOST_UPDATE inside of its work): `Event.wait`, and `drain` for all but COMPUTE
+    wait      event to HOST (to a thread inside of its work): `Event.wait`, and `drain` for all but COMPUTE
     blocking  COMPUTE to HOST: an operator that copies between the tiers, or returns a number rather than a tensor
 
 `done()` is true only of what HOST has waited for: nothing is ordered by luck.
@@ -29,6 +30,8 @@ A dispatch mode sees every operator, those of the runtime included, with what it
 operator that touches memory of DEVICE is COMPUTE's; one that touches HOST alone is of the actor that calls it. Slabs
 are in cells of 64 bytes, so parameters of one chunk do not conflict. Memory of DEVICE counts as written by COMPUTE
 when it is allocated and when it is given up: torch's allocator orders its reuse on the stream that computes alone.
+
+DISK is a file that is really read and written. Its bytes are cells as those of memory are, by their place in the file.
 
 What it cannot see: memory other than slabs (activations, tensors of users); operators inside of tensor subclasses that
 take themselves apart, unless the runtime runs them; several computing streams or threads of autograd; what other ranks
@@ -44,6 +47,7 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Self
 
 import pytest
@@ -56,8 +60,8 @@ from chunkmem.plan.machine import Machine, host_links
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from tests.helpers.access_order import AccessOrder
 from tests.helpers.ordered_exchange import ordered
-from tests.helpers.simulated import ClockedLanes, DeviceSlabs, HostSlabs, SimulatedAccelerator
-from tests.helpers.vector_clocks import Race
+from tests.helpers.simulated import ClockedLanes, DeviceSlabs, FollowedTransfers, HostSlabs, SimulatedAccelerator
+from tests.helpers.vector_clocks import Actor, Race
 
 _WITHOUT_MEMORY = frozenset(
     f"aten::{name}"
@@ -87,6 +91,8 @@ class HappensBefore(AccessOrder):
         patch.setattr("chunkmem.speeds.cached_machine", lambda compute, caps: SLOW)
         patch.setattr("chunkmem.runtime.tiers.DevicePool", lambda *args, **keys: DeviceSlabs(self, *args, **keys))
         patch.setattr("chunkmem.runtime.tiers.HostArena", lambda *args, **keys: HostSlabs(self, *args, **keys))
+        follow = partial(FollowedTransfers, self)
+        patch.setattr("chunkmem.runtime.disk_pool.DiskTransfers", follow)
         _observe_runtime(self, self._observer, patch)
         self._entered.enter_context(self._observer)
         return self
@@ -105,6 +111,10 @@ class HappensBefore(AccessOrder):
     @property
     def races(self) -> list[Race]:
         return self.memory.races
+
+    def was_active(self, actor: Actor) -> bool:
+        """Tell whether an actor has done anything."""
+        return bool(self.clocks.of(actor)[actor])
 
     def kinds(self) -> Counter[tuple[str, str, str]]:
         """Return how many races there are of each kind."""

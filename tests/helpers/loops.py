@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,18 +21,26 @@ FAST = Machine(device_nbytes=0, host_nbytes=0, links=host_links(h2d_Bps=1e10, d2
 
 
 class Side:
-    """What a loop trains with: plain PyTorch, or a manager with room for so many chunks of 4224 bytes on DEVICE."""
+    """What a loop trains with: plain PyTorch, or a manager with room for so many chunks of 4224 bytes on DEVICE.
+
+    With `disk`, a folder, there is as little room on HOST.
+    """
 
     def __init__(
-        self, num_chunks: float | None, *, lanes: Callable[[Any], Lanes] | None = None, **options: Any
+        self,
+        num_chunks: float | None,
+        *,
+        lanes: Callable[[Any], Lanes] | None = None,
+        disk: Path | None = None,
+        **options: Any,
     ) -> None:
         self.manager: chunkmem.ChunkManager | None = None
         if num_chunks is not None:
-            values = {
-                "memory": {"device": int(num_chunks * 4 * SLAB_NUMEL), "host": 16 << 20},
-                "default_chunk_size": SLAB_NUMEL,
-                **options,
-            }
+            device_nbytes = int(num_chunks * 4 * SLAB_NUMEL)
+            memory: dict[str, Any] = {"device": device_nbytes, "host": 16 << 20}
+            if disk is not None:
+                memory |= {"host": device_nbytes, "disk": {"path": str(disk), "capacity": 16 << 20}}
+            values = {"memory": memory, "default_chunk_size": SLAB_NUMEL, **options}
             config = chunkmem.Config.from_dict(values)
             self.manager = chunkmem.ChunkManager(config, machine=FAST, make_lanes=lanes)
         self.losses: list[float] = []
@@ -270,6 +279,18 @@ def larger_now_and_then(side: Side) -> Iterator[None]:
             yield
 
 
+def given_up_now_and_then(side: Side) -> Iterator[None]:
+    """In each third step the gradients are discarded instead, as where a loss was not finite."""
+    with side.building():
+        model = mlp(6)
+    optimizer = side.optimizer(model)
+    while True:
+        for number in range(3):
+            side.step(model(side.batch()).square().mean(), *[optimizer] * (number < 2))
+            optimizer.zero_grad()
+            yield
+
+
 LOOPS: dict[str, Loop] = {
     "steady": trained(lambda _: mlp(6)),
     "GAN": discriminator_and_generator,
@@ -287,4 +308,5 @@ LOOPS: dict[str, Loop] = {
     "evaluations": evaluations_of_both,
     "micro-batches": accumulated,
     "one in four is larger": larger_now_and_then,
+    "one in three is given up": given_up_now_and_then,
 }

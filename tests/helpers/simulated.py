@@ -13,16 +13,19 @@ import torch
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
+from chunkmem.runtime.disk_room import Extent
+from chunkmem.runtime.disk_transfer import DiskTransfers, StoredBytes
 from chunkmem.runtime.events import COPY_LANES, Event
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.pool import DevicePool, Slab
 from chunkmem.runtime.timestamps import HostClock, Interval
 from chunkmem.types import Tier
 from tests.helpers.access_order import AccessOrder
-from tests.helpers.vector_clocks import Actor, Clock
+from tests.helpers.vector_clocks import THREADS, Actor, Clock
 
-_ACTORS = {lane: Actor[lane.name] for lane in (*COPY_LANES, Lane.HOST_UPDATE) if lane.name in Actor.__members__}
-"""There is no DISK."""
+_ACTORS = {lane: Actor[lane.name] for lane in (*COPY_LANES, Lane.HOST_UPDATE)}
+_FILE = 1 << 60
+"""Where the bytes of DISK are taken to be, past all memory."""
 
 
 class SimulatedAccelerator(ComputeDevice):
@@ -102,12 +105,12 @@ class ClockedLanes(BlockingLanes):
         lane: Lane = Lane.HOST_UPDATE,
         target: torch.Tensor | None = None,
     ) -> Event:
-        assert lane is Lane.HOST_UPDATE, "there is no DISK"
-        self._order.launch(Actor.HOST_UPDATE, label)
-        self._hold_back(Actor.HOST_UPDATE, after)
-        with self._order.calling(Actor.HOST_UPDATE):
+        actor = _ACTORS[lane]
+        self._order.launch(actor, label)
+        self._hold_back(actor, after)
+        with self._order.calling(actor):
             done = super().work(work, after=(), label=label)
-        return self._issued(Lane.HOST_UPDATE, label, done)
+        return self._issued(lane, label, done)
 
     def _issued(self, lane: Lane, label: str, done: Event) -> Event:
         event = self._last[lane] = self._event(_ACTORS[lane], label)
@@ -120,10 +123,10 @@ class ClockedLanes(BlockingLanes):
         return ClockedEvent(self._order, actor, self._order.clocks.now(actor))
 
     def _hold_back(self, actor: Actor, after: Sequence[Event]) -> None:
-        """Have what an actor does next come after events; an update is waited for by the thread that issues."""
+        """Have what an actor does next come after events."""
         for event in after:
             if isinstance(event, ClockedEvent):
-                if event.actor is Actor.HOST_UPDATE:
+                if event.actor in THREADS and actor not in THREADS:
                     event.wait()
                 self._order.clocks.wait(actor, event.clock)
 
@@ -190,3 +193,28 @@ class HostSlabs(HostArena):
     def _reserve(self, nbytes: int, *, slab_nbytes: int) -> None:
         super()._reserve(nbytes, slab_nbytes=slab_nbytes)
         self._order.took(Tier.HOST, self._segments[-1].bytes)
+
+
+class FollowedTransfers(DiskTransfers):
+    """What reads and writes slabs of DISK, whose places in the file stand for addresses: of one pool at a time."""
+
+    def __init__(self, order: AccessOrder, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._order = order
+
+    def stored(self, nbytes: int, extents: Sequence[Extent]) -> StoredBytes:
+        for extent in extents:
+            self._order.memory.add(_FILE + extent.start, extent.nbytes, Tier.DISK.name)
+        return super().stored(nbytes, extents)
+
+    def read(self, stored: StoredBytes, target: torch.Tensor, *, start: int = 0) -> None:
+        super().read(stored, target, start=start)
+        self._order.transferred("a read of DISK", _spans(stored), target, fills=True)
+
+    def write(self, stored: StoredBytes, source: torch.Tensor, *, start: int = 0) -> None:
+        super().write(stored, source, start=start)
+        self._order.transferred("a write to DISK", _spans(stored), source, fills=False)
+
+
+def _spans(stored: StoredBytes) -> list[tuple[int, int]]:
+    return [(_FILE + extent.start, extent.nbytes) for extent in stored.extents]

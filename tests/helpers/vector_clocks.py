@@ -28,6 +28,12 @@ class Actor(IntEnum):
     HOST_UPDATE = 4
     COLLECTIVE = 5
     """What a library does between ranks, on a stream of its own."""
+    DISK_READ = 6
+    DISK_WRITE = 7
+
+
+THREADS = (Actor.HOST_UPDATE, Actor.DISK_READ, Actor.DISK_WRITE)
+"""They wait for events themselves. For one of theirs the queues of an accelerator cannot: who issues waits."""
 
 
 @dataclass(frozen=True)
