@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -17,6 +16,7 @@ from chunkmem.assembly import Runtime
 from chunkmem.building import ModelBuilding
 from chunkmem.checkpoints.asynchronous import Saving
 from chunkmem.checkpoints.loading import load_checkpoint
+from chunkmem.checkpoints.odd_files import checkpoint_path
 from chunkmem.checkpoints.pretrained import save_pretrained
 from chunkmem.checkpoints.saver import CheckpointSaver
 from chunkmem.comm.methods import ExchangeMethod
@@ -402,7 +402,8 @@ class ChunkManager(ModelBuilding, Reporting):
         self.runtime.require_open()
         self.runtime.registry.check()
         self.runtime.modules.surface.awaited.require()
-        where = Path(path).resolve()
+        with self.runtime.ranks.telling():
+            where = checkpoint_path(path)
         return self._saver.save(
             self.runtime, where, optimizer, ema=ema, model=model, extra=extra, asynchronous=asynchronous
         )
@@ -468,7 +469,9 @@ class ChunkManager(ModelBuilding, Reporting):
         self.runtime.require_open()
         self.runtime.registry.check()
         self.runtime.modules.surface.awaited.require()
-        save_pretrained(self.runtime, Path(path), model, max_shard_nbytes=parse_nbytes(max_shard_size))
+        with self.runtime.ranks.telling():
+            where = checkpoint_path(path)
+        save_pretrained(self.runtime, where, model, max_shard_nbytes=parse_nbytes(max_shard_size))
 
     def close(self) -> None:
         """Free every slab. The models cannot be used afterwards: take `state_dict()` before. Idempotent.

@@ -8,6 +8,8 @@ import os
 import pickle
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -320,7 +322,37 @@ def test_odd_paths(tmp_path: Path, manager: chunkmem.ChunkManager) -> None:
     ]
     for path in odd:
         refused(lambda path=path: manager.load(path), "nothing was loaded")  # type: ignore[misc]
+        if path not in ("", "/"):  # where this program runs, and the root: weights may be written to both
+            for save in (manager.save, manager.save_pretrained):
+                refused(lambda save=save, path=path: save(path))  # type: ignore[misc]
+    for save in (manager.save, manager.save_pretrained):
+        save(os.fsencode(tmp_path / "saved"))  # type: ignore[arg-type]
     manager.load(os.fsencode(tmp_path / "saved"))  # type: ignore[arg-type]
+    refused(lambda: manager.save("/"), "/ is there, and is no checkpoint")
+
+
+IN_A_MOUNT = """
+import chunkmem, os, sys
+from torch import nn
+manager = chunkmem.ChunkManager()
+manager.wrap(nn.Linear(4, 4))
+for step in range(3):
+    manager.save(sys.argv[1], extra={"step": step})
+assert os.path.ismount(sys.argv[1]) and manager.load(sys.argv[1]) == {"step": 2}
+print("saved")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs mounts of its own")
+def test_the_root_of_a_mount_is_a_directory_like_others(tmp_path: Path) -> None:
+    mounts = f"mount -t tmpfs none {tmp_path}"
+    alone = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    if subprocess.run([*alone, mounts], capture_output=True).returncode:
+        pytest.skip("may mount nothing")
+    command = f'{mounts} && exec {sys.executable} -W ignore -c "$0" {tmp_path}'
+    done = subprocess.run([*alone, command, IN_A_MOUNT], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("saved\n", 0), done.stderr
 
 
 # Changes that no checksum of chunkmem's tells.
