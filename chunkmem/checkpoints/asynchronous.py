@@ -19,14 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from chunkmem.assembly import Runtime
 from chunkmem.checkpoints.files import ItemFiles
 from chunkmem.checkpoints.replacing import begin_replacing, not_written
-from chunkmem.checkpoints.saving import PlannedSave, plan_save, reason
+from chunkmem.checkpoints.saving import PlannedSave, plan_save
 from chunkmem.checkpoints.unfinished import in_one_line, naming, sync
 from chunkmem.comm.notes import Notes
 from chunkmem.errors import CheckpointError, RankError
@@ -153,23 +152,24 @@ def begin_saving(state: dict[str, Any], path: Path, runtime: Runtime) -> Saving:
     Raises:
         CheckpointError: that is known not to be possible; on every rank.
     """
-    ranks, store = runtime.ranks, runtime.memory.store
+    ranks, store = runtime.ranks.everyone(), runtime.memory.store
     replacement = begin_replacing(path, ranks)
-    part, snapshot, planned, problem = _Part(), None, None, ""
+    part, snapshot, problem = _Part(), None, ""
     try:
-        planned = plan_save(state, replacement, ranks)
-        order = {group: at for at, group in enumerate(runtime.memory.pager.last_updates)}
-        part = _Part.of(planned, order)
-        snapshot = store.snapshot = _take_snapshot(part, runtime)
-    except CheckpointException as error:
-        problem = reason(error)
-    except Exception as error:  # what cannot be pickled raises anything; the other ranks would wait
-        problem = f"rank {ranks.rank}: {in_one_line(error)}"
-    problem = ranks.any_text(problem, label=_LABEL)
-    if problem or planned is None or snapshot is None:
+        planned = plan_save(state, replacement, runtime.ranks)
+        try:
+            order = {group: at for at, group in enumerate(runtime.memory.pager.last_updates)}
+            part = _Part.of(planned, order)
+            snapshot = store.snapshot = _take_snapshot(part, runtime)
+        except Exception as error:  # what cannot be pickled raises anything; the other ranks would wait
+            problem = f"rank {ranks.name(ranks.rank)}: {in_one_line(error)}"
+        problem = ranks.any_text(problem, label=_LABEL)
+        if problem or snapshot is None:
+            raise not_written(path, problem)
+    except BaseException:
         store.snapshot = None
         replacement.discard()
-        raise not_written(path, problem)
+        raise
     outcome, name = _Outcome(path), ranks.from_first(uuid.uuid4().hex, label=_LABEL)
     writing = _Writing(planned, part, snapshot, ranks.notes(f"chunkmem saves {name}"), outcome)
     # Not a daemon: Python waits for it before it ends.
@@ -212,7 +212,7 @@ class _Writing:
             self._snapshot.give_up(error)
             problem = f"rank {self._notes.rank}: {in_one_line(error)}"
         try:
-            if self._planned.group.is_coordinator:
+            if self._notes.rank == 0:
                 problem = self._complete(problem, results)
             else:
                 problem = self._report(problem, results)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from chunkmem.checkpoints.checksums import checksum, entry_name, write_checksums
 from chunkmem.checkpoints.directory import MANIFEST
@@ -153,7 +152,7 @@ class ItemFiles:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._open[-1].fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if len(self._open) == _MAX_OPEN:
-            self._sync_first()
+            self.sync_first()
         self._open.append((Path(self._writer.path) / f"{self._prefix}{self._count}.distcp").open("wb"))
         self._count += 1
 
@@ -163,14 +162,18 @@ class ItemFiles:
         Raises:
             OSError: they are not.
         """
-        while self._open:
-            self._sync_first()
+        while self.sync_first():
+            pass
 
-    def _sync_first(self) -> None:
+    def sync_first(self) -> bool:
+        """Have the one on the disk that was begun first; return whether there was one. Raises what `sync` does."""
+        if not self._open:
+            return False
         file = self._open.pop(0)
         with naming(Path(file.name)), file:
             file.flush()
             os.fsync(file.fileno())
+        return True
 
     def close(self) -> None:
         """Close what is open yet, as after an error."""
@@ -187,9 +190,12 @@ class ChunkWriter(FileSystemWriter):
         super().__init__(folder, single_file_per_rank=True, overwrite=True)
         self.generation = generation
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the items of a plan."""
-        assert isinstance(planner, ChunkPlanner)
+    def write_in_steps(self, plan: SavePlan, planner: ChunkPlanner) -> Generator[None, None, list[WriteResult]]:
+        """Write the items of a plan, one a step; return what was written.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         files = ItemFiles(self, plan.storage_data.prefix)
 
         def place(item: WriteItem) -> str:
@@ -199,12 +205,12 @@ class ChunkWriter(FileSystemWriter):
         try:
             for item in sorted(plan.items, key=place):
                 files.write(item, planner.resolve_data(item))
-            files.sync()
+                yield
+            while files.sync_first():
+                yield
         finally:
             files.close()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(files.results)
-        return done
+        return files.results
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> list[str]:  # type: ignore[override]
         """Write what makes the checkpoint complete; return the names of the files with values.

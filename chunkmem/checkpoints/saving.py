@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import time
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from chunkmem.assembly import Runtime
 from chunkmem.checkpoints.files import EXTRA, ChunkPlanner, ChunkWriter
@@ -20,9 +20,14 @@ from chunkmem.checkpoints.names import named_state
 from chunkmem.checkpoints.replacing import Replacement, not_written, replacing
 from chunkmem.checkpoints.unfinished import in_one_line
 from chunkmem.comm.ranks import Ranks
-from chunkmem.errors import CheckpointError
+from chunkmem.errors import CheckpointError, RankError
 from chunkmem.optim.ema import EMA
 from chunkmem.optim.saved import StatefulOptimizer
+
+_LABEL = "manager.save()"
+_WORD_S = 10.0
+_WORD_SHARE = 0.25
+"""Of the time after which a rank is lost: how often it says that it is still writing; at least every `_WORD_S`."""
 
 
 def state_to_save(
@@ -78,7 +83,7 @@ def save_now(state: dict[str, Any], path: Path, ranks: Ranks) -> None:
     Raises:
         CheckpointError: it cannot be written; on every rank.
     """
-    with replacing(path, ranks) as replacement:
+    with replacing(path, ranks.everyone()) as replacement:
         write(state, replacement, ranks)
 
 
@@ -93,12 +98,6 @@ class PlannedSave:
     """Of this rank."""
     metadata: Metadata | None
     """On the rank that completes the checkpoint."""
-    group: _DistWrapper
-    """All ranks."""
-
-    def write(self) -> list[WriteResult]:
-        """Write this rank's part."""
-        return self.writer.write_data(self.plan, self.planner).wait()
 
     def finish(self, results: list[list[WriteResult]]) -> None:
         """Write what makes the checkpoint complete, and put it in its place, once all ranks have written their parts.
@@ -120,25 +119,24 @@ def plan_save(state: dict[str, Any], replacement: Replacement, ranks: Ranks) -> 
         ranks: that write.
 
     Raises:
-        CheckpointException: a rank cannot; on every rank.
+        CheckpointError: a rank cannot; on every rank.
+        RankError: a rank did not come.
     """
-    group = _DistWrapper(ranks.all_ranks_group(), not ranks.are_one, 0)
-    planner = ChunkPlanner(writes_tensors=ranks.rank == 0, writes_objects=ranks.is_first)
+    everyone = ranks.everyone()
+    planner = ChunkPlanner(writes_tensors=ranks.rank == 0, writes_objects=everyone.is_first)
     writer = ChunkWriter(replacement.folder, generation=replacement.generation)
-    metadata: Metadata | None = None
-
-    def local_step() -> SavePlan:
-        planner.set_up_planner(state, writer.storage_meta(), group.is_coordinator)
-        writer.set_up_storage_writer(group.is_coordinator, rank=group.rank, use_collectives=True)
-        return writer.prepare_local_plan(planner.create_local_plan())
-
-    def global_step(plans: list[SavePlan]) -> list[SavePlan]:
-        nonlocal metadata
-        plans, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(plans)
-
-    plan = planner.finish_plan(group.reduce_scatter("plan", local_step, global_step))
-    return PlannedSave(planner, writer, replacement, plan, metadata, group)
+    plan, plans, metadata = SavePlan([]), list[SavePlan](), None
+    with _told_to_all(replacement.path, everyone):
+        planner.set_up_planner(state, writer.storage_meta(), everyone.is_first)
+        writer.set_up_storage_writer(everyone.is_first, rank=everyone.rank, use_collectives=True)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+    gathered = everyone.gather_to_first(plan, label=_LABEL)
+    with _told_to_all(replacement.path, everyone):
+        if gathered is not None:
+            plans, metadata = planner.create_global_plan(gathered)
+            plans = writer.prepare_global_plan(plans)
+    plan = planner.finish_plan(everyone.scatter_from_first(None if gathered is None else plans, label=_LABEL))
+    return PlannedSave(planner, writer, replacement, plan, metadata)
 
 
 def write(state: dict[str, Any], replacement: Replacement, ranks: Ranks) -> None:
@@ -146,22 +144,55 @@ def write(state: dict[str, Any], replacement: Replacement, ranks: Ranks) -> None
 
     Raises:
         CheckpointError: it is not written; on every rank.
+        RankError: a rank did not come.
     """
+    planned, everyone = plan_save(state, replacement, ranks), ranks.everyone()
+    results: list[WriteResult] = []
+    with _told_to_all(replacement.path, everyone):
+        results = _write_together(planned.writer.write_in_steps(planned.plan, planned.planner), everyone)
+    rows = everyone.gather_to_first(results, label=_LABEL)
+    with _told_to_all(replacement.path, everyone):
+        if rows is not None:
+            planned.finish(rows)
+
+
+def _write_together(steps: Generator[None, None, list[WriteResult]], ranks: Ranks) -> list[WriteResult]:
+    """Write until all ranks have, and return what this one has written.
+
+    Meanwhile they tell each other, now and then, that they are still writing: who does is not lost, however long it
+    takes. What goes wrong is raised when the others have ended, too.
+    """
+    results: list[WriteResult] = []
+    problem: BaseException | None = None
+    is_writing = True
+    while ranks.any_text("writes" if is_writing else "", label=_LABEL):
+        until_s = time.monotonic() + min(_WORD_S, _WORD_SHARE * ranks.timeout_s)
+        while is_writing and time.monotonic() < until_s:
+            try:
+                next(steps)
+            except StopIteration as end:
+                results, is_writing = end.value, False
+            except BaseException as error:  # what cannot be pickled raises anything
+                problem, is_writing = error, False
+    if problem is not None:
+        raise problem
+    return results
+
+
+@contextlib.contextmanager
+def _told_to_all(path: Path, ranks: Ranks) -> Iterator[None]:
+    """Raise on all ranks what goes wrong inside on one of them, as a checkpoint that could not be written."""
     problem = ""
+    interrupt: BaseException | None = None
     try:
-        planned = plan_save(state, replacement, ranks)
-        planned.group.all_reduce("write", planned.write, planned.finish)
-    except CheckpointException as error:
-        problem = reason(error)
-    except OSError as error:
-        problem = in_one_line(error)
-    problem = ranks.any_text(problem, label="manager.save()")
+        yield
+    except RankError:
+        raise
+    except BaseException as error:  # the others would wait for this rank
+        problem = f"rank {ranks.name(ranks.rank)}: {in_one_line(error)}"
+        interrupt = None if isinstance(error, Exception) else error
+    problem = ranks.any_text(problem, label=_LABEL)
+    if interrupt is not None:
+        raise interrupt
     if problem:
-        raise not_written(replacement.path, problem)
-
-
-def reason(error: CheckpointException) -> str:
-    """Return what went wrong first, in one line."""
-    for rank, (raised, _) in error.failures.items():
-        return f"rank {rank}: {in_one_line(raised)}"
-    return "nobody says why"
+        raise not_written(path, problem)

@@ -324,6 +324,24 @@ class Connection:
         rows = zip(self._exchanged(padded, label), lengths, strict=True)
         return [bytes(row[:length].tolist()) for row, length in rows]
 
+    def _gathered(self, data: bytes, label: str) -> list[bytes]:
+        """Return what all ranks pass, on rank 0; elsewhere nothing."""
+        lengths = [int(row) for row in self._exchanged(torch.tensor([len(data)], device="cpu"), label)]
+        mine = _padded(data, max(lengths))
+        rows = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else []
+        with self.waiting(label):
+            self._open_numbers(label).gather([rows] if rows else [], [mine], dist.GatherOptions()).wait()
+        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=False)]
+
+    def _scattered(self, parts: Sequence[bytes], label: str) -> bytes:
+        """Return this rank's part of what rank 0 passes."""
+        lengths = self._broadcast(torch.tensor([*map(len, parts)] or [0] * self.size, device="cpu"), 0, label).tolist()
+        mine = torch.empty(max(1, *lengths), dtype=torch.uint8, device="cpu")
+        rows = [_padded(part, len(mine)) for part in parts]
+        with self.waiting(label):
+            self._open_numbers(label).scatter([mine], [rows] if rows else [], dist.ScatterOptions()).wait()
+        return mine[: lengths[self.rank]].numpy().tobytes()
+
     def _exchanged(self, mine: torch.Tensor, label: str) -> list[torch.Tensor]:
         if self.size == 1:
             return [mine]
@@ -336,6 +354,10 @@ class Connection:
         if self._numbers is None:
             raise StateError(f"{label}: the ranks were closed")
         return self._numbers
+
+
+def _padded(data: bytes, length: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data.ljust(max(1, length), b"\0")), dtype=torch.uint8)
 
 
 def _first_line(error: BaseException) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import pickle
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.connection import Connection, group_of, within
@@ -31,10 +31,19 @@ class Ranks(Connection):
     stages: Ranks | None = None
     """One of each pipeline stage, with which this one exchanges activations; None without stages."""
 
-    def __init__(self, process_group: Any = None, *, mesh: Mesh | None = None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        process_group: Any = None,
+        *,
+        mesh: Mesh | None = None,
+        members: tuple[int, ...] | None = None,
+        timeout_s: float,
+    ) -> None:
         """Find the others: those of `mesh`, or all of `process_group`. For arguments and errors see `Connection`."""
         rows = () if mesh is None else mesh.rows
-        super().__init__(process_group, members=tuple(rank for row in rows for rank in row), timeout_s=timeout_s)
+        found = members or tuple(rank for row in rows for rank in row)
+        super().__init__(process_group, members=found, timeout_s=timeout_s)
+        self._everyone: Ranks | None = None
         self.shard: Members = self
         """Those that chunks are sharded over, this rank's replica; counted within it."""
         self.replicate: Members | None = None
@@ -68,32 +77,32 @@ class Ranks(Connection):
                 "manager.save(), where every rank writes what it owns"
             )
 
-    def all_ranks_group(self) -> Any:
-        """Return torch's process group of all ranks, those of other pipeline stages included; None: the default one.
+    def everyone(self) -> Ranks:
+        """Return all ranks that train the model, as ranks of one kind: those of the first pipeline stage come first.
+
+        With stages, their groups are opened by the first call, which all ranks make.
 
         Raises:
-            ConfigError: with pipeline stages, the default group has other ranks, too.
+            RankError: a rank did not come.
         """
         if self.stages is None:
-            return self._given
-        if dist.get_world_size() != self.size * self.stages.size:
-            raise ConfigError(
-                f"the mesh has {self.size * self.stages.size} of {dist.get_world_size()} ranks; with pipeline stages, "
-                "checkpoints are written by all ranks of the job"
-            )
-        return None
+            return self
+        if self._everyone is None:
+            found, _ = self.texts_of_all(str(self.name(self.rank)), label="looking for the ranks of all stages")
+            self._everyone = Ranks(members=tuple(map(int, found)), timeout_s=self.timeout_s)
+        return self._everyone
 
     def notes(self, name: str) -> Notes:
-        """Return notes that all ranks leave for each other, those of other pipeline stages included, in any thread.
+        """Return notes that these ranks leave for each other, in any thread.
 
         Args:
             name: the same on all ranks, and new.
         """
-        group = None if self.are_one else group_of(self.all_ranks_group())
+        group = None if self.are_one else group_of(self._given)
         if group is None:
             return Notes(None, 0, 1, timeout_s=self.timeout_s, is_lost=lambda: False)
-        store, size = within(group.get_group_store(), name), dist.get_world_size(group)
-        return Notes(store, dist.get_rank(group), size, timeout_s=self.timeout_s, is_lost=lambda: self.is_lost)
+        store = within(group.get_group_store(), name)
+        return Notes(store, self.rank, self.size, timeout_s=self.timeout_s, is_lost=lambda: self.is_lost)
 
     @property
     def is_lost(self) -> bool:
@@ -117,15 +126,16 @@ class Ranks(Connection):
     def close(self) -> None:
         """Give the groups back. The second time, do nothing."""
         super().close()
-        for part in (self.shard, self.replicate, self.stages):
+        for part in (self.shard, self.replicate, self.stages, self._everyone):
             if isinstance(part, RankGroup | Ranks) and part is not self:
                 part.close()
 
     def note_error(self, error: BaseException) -> None:
         """Have the others say what this rank raises, those of other stages included."""
         super().note_error(error)
-        if self.stages is not None:
-            self.stages.note_error(error)
+        for others in (self.stages, self._everyone):
+            if others is not None:
+                others.note_error(error)
 
     def agree(self, name: str, digest: str) -> None:
         """Check that all ranks have the same of something.
@@ -221,6 +231,31 @@ class Ranks(Connection):
             stage = self.stages.rank
             rows = [json.loads(each) for each in self.stages._all_bytes(json.dumps(rows[0]).encode(), label)]
         return [each for row in rows for each in row], sum(map(len, rows[:stage])) + self.rank
+
+    def gather_to_first(self, value: _T, *, label: str) -> list[_T] | None:
+        """Return, on rank 0, what each rank passes, as `pickle` copies it.
+
+        Raises:
+            RankError: a rank did not come.
+        """
+        if self.size == 1:
+            return [value]
+        self.begin(Operation(label))
+        rows = self._gathered(pickle.dumps(value), label)
+        return [pickle.loads(row) for row in rows] if self.rank == 0 else None
+
+    def scatter_from_first(self, values: Sequence[_T] | None, *, label: str) -> _T:
+        """Return what rank 0 passes for this one, as `pickle` copies it; others pass None.
+
+        Raises:
+            RankError: a rank did not come.
+        """
+        if self.size == 1:
+            assert values is not None
+            return values[0]
+        self.begin(Operation(label))
+        value: _T = pickle.loads(self._scattered([pickle.dumps(each) for each in values or ()], label))
+        return value
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor], *, label: str) -> None:
         """Overwrite tensors with what rank 0 has in them.
