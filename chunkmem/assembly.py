@@ -347,14 +347,14 @@ class Runtime:
         """Surround a call that all ranks make; see `EntryPoints.together`.
 
         Raises:
-            StateError: in addition, if weights were updated inside a backward that no step has followed.
+            StateError: in addition, if a step has begun and is not over.
         """
-        self.updater.in_backward.require_stepped(call)
+        self.updater.ledger.require_over(call)
         return self.entry_points.together(call)
 
-    def step(self, options: str, *, updates: bool) -> contextlib.AbstractContextManager[None]:
+    def step(self, options: str, *, updates: bool, goes_on: bool = False) -> contextlib.AbstractContextManager[None]:
         """Surround `step()` and clipping; see `EntryPoints.step`."""
-        return self.entry_points.step(options, updates=updates)
+        return self.entry_points.step(options, updates=updates, goes_on=goes_on)
 
     def skip_step(self) -> None:
         """The optimizer's step changes nothing: neither record it nor learn from it."""

@@ -94,6 +94,7 @@ class EntryPoints:
         require_open(self._memory.pager)
         self._compiles.begin()
         modules, units = self._modules, self._sharding.units
+        modules.access.require_whole_steps(f"a call of {type(root).__name__}")
         self._autocast.switch_off()
         modules.access.reset(step=False)
         modules.backward.reset(step=False)
@@ -166,10 +167,11 @@ class EntryPoints:
             yield
 
     @contextlib.contextmanager
-    def step(self, options: str, *, updates: bool) -> Iterator[None]:
+    def step(self, options: str, *, updates: bool, goes_on: bool = False) -> Iterator[None]:
         """Surround `step()` and clipping: backward is over, and what users wrote counts.
 
         All ranks come here with the same `options`, such as learning rates: each of them updates its own chunks.
+        A step that `goes_on` after an error has its gradients, and other ranks do not wait for it any more.
         """
         require_open(self._memory.pager)
         label = f"{'optimizer.step()' if updates else 'clipping of gradients'} with {options}"
@@ -180,12 +182,16 @@ class EntryPoints:
             self._look_over()
             self._stepping = True
             try:
-                self._settle_gradients(label, is_step=updates)
+                if not goes_on:
+                    self._settle_gradients(label, is_step=updates)
                 yield
                 self._modules.access.refresh_held()
                 if updates:
                     self._end_step()
                     self.updates.append(Interval(began, self._memory.store.clock.timestamp()))
+            except BaseException:
+                self._controller.access_failed()  # no other step has these events
+                raise
             finally:
                 self._stepping = False
             if updates and self._after_first_step is not None:

@@ -260,7 +260,8 @@ def make_modules(
     """Return what models are packed and served by; `is_rehearsal` is as for `BackwardTracker`."""
     pager, size = memory.pager, config.default_chunk_size
     access = AccessTracker(pager)
-    access.updated, access.refuse_updated = updater.in_backward.updated, updater.in_backward.require_stepped
+    access.updated, access.refuse_updated = updater.ledger.begun, updater.ledger.require_over
+    access.require_whole_steps = updater.ledger.require_none_failed
     updater.in_backward.is_awaited = lambda group: access.awaited.get(group, 0) > 0
     host = HostModules(
         access,

@@ -38,9 +38,12 @@ def load_checkpoint(
     root, ranks = runtime.root(model), runtime.ranks
     require_own(optimizer, "manager.load()")
     require_averages(ema, "manager.load()")
+    ledger, owner = runtime.updater.ledger, runtime.updater.claims.owner
     problem = written = ""
     cause: Exception | None = None
     try:
+        others = [managed for managed in ledger.begun if owner(managed) is not optimizer]
+        ledger.require_over("manager.load() without its optimizer", others)
         path = checkpoint_path(named)
         before_reading(path)
         files = CheckpointFiles(path, trust=trust)
@@ -66,9 +69,11 @@ def load_checkpoint(
         raise CheckpointError(
             problem if "nothing was" in problem.lower() else f"{problem}; nothing was loaded"
         ) from cause
-    runtime.load_state_dict(weights, root, strict=strict)
-    if optimizer is not None and states is not None:
-        optimizer.load_state_dict(states)
+    with ledger.replacing():
+        runtime.load_state_dict(weights, root, strict=strict)
+        if optimizer is not None and states is not None:
+            optimizer.load_state_dict(states)
+            optimizer.give_up_step()
     if ema is not None:
         ema.load_state_dict(averages)
     return dict(extra)

@@ -18,6 +18,7 @@ from chunkmem.layout.spec import Layout, Slot
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.optim.adam_rule import AdamRule
+from chunkmem.optim.begun import StepLedger
 from chunkmem.optim.in_backward import BackwardUpdates
 from chunkmem.optim.rule import StateSpec
 from chunkmem.runtime.chunk import Chunk, Replica
@@ -193,7 +194,7 @@ class LoggedUpdates(BackwardUpdates):
     """Logs where groups may be updated inside backward. Nothing is updated."""
 
     def __init__(self, pager: Pager, gradients: LoggedGradients, log: CallLog) -> None:
-        super().__init__(pager, gradients, owner_of=lambda managed: None)
+        super().__init__(pager, gradients, StepLedger(), owner_of=lambda managed: None)
         self._parameters = gradients.parameters
         self._log = log
 

@@ -56,9 +56,11 @@ class AccessTracker:
         self.before_lookup: Callable[[], None] = lambda: None
         """Called before each one inside of modules."""
         self.updated: Collection[ManagedParameter] = ()
-        """Updated inside backward since the last step; who reads one is refused."""
+        """Of a step that has begun and is not over; who reads one is refused."""
         self.refuse_updated: Callable[[str, Collection[ManagedParameter]], None] = lambda reader, params: None
         """Raises the error for a reader of some of them."""
+        self.require_whole_steps: Callable[[str], None] = lambda call: None
+        """Raises an error if a step has failed and goes on: the call begins what comes after it."""
         self._held: dict[int, None] = {}
         """Groups that are pinned for somebody who keeps references; see [Note: References]."""
         pager.holder = self

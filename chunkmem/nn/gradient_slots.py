@@ -240,6 +240,10 @@ class GradientSlots:
         self._carried.pop(group, None)
         self._pager.consume(self.chunks[group])
 
+    def has_values(self, managed: ManagedParameter) -> bool:
+        """Tell whether a parameter has a gradient that has not been lost."""
+        return self.any_landed((managed,)) and self.chunks[managed.group].newest_tier() is not None
+
     def any_landed(self, params: Iterable[ManagedParameter]) -> bool:
         """Tell whether one of `params` has a gradient."""
         return any(managed in self._landed.get(managed.group, ()) for managed in params)

@@ -48,9 +48,9 @@ class GradientValues(GradientSlots):
             self.shared.changed()
 
     def forget(self, params: Collection[ManagedParameter], *, of_all_ranks: bool = True) -> None:
-        super().forget(params, of_all_ranks=of_all_ranks)
         if self.shared is not None:
             self.shared.changed()
+        super().forget(params, of_all_ranks=of_all_ranks)
 
     def norm_over_ranks(self, source: GradientSource, order: float) -> float:
         """Return the norm of the mean over ranks of a gradient that `.grad` shows; all ranks ask for it.

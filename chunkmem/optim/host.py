@@ -101,8 +101,8 @@ class OptimizerHost(Protocol):
         """Say that there are other chunks than in the steps that were recorded."""
         ...
 
-    def step(self, options: str, *, updates: bool) -> AbstractContextManager[None]:
-        """Surround `step()` and clipping; all ranks come with the same `options`."""
+    def step(self, options: str, *, updates: bool, goes_on: bool = False) -> AbstractContextManager[None]:
+        """Surround `step()` and clipping; all ranks come with the same `options`, but one that `goes_on`."""
         ...
 
     def skip_step(self) -> None:

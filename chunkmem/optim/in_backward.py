@@ -12,19 +12,20 @@ more. What is left then, because a parameter took no part in the loss, or somebo
 `step()`, which ends the step as always. So there is one backward for each step, and nothing can come between them that
 looks at all gradients: clipping by their norm, skipping a step in fp16, accumulating.
 
-From its update to `step()`, a weight is newer than in plain PyTorch. Nobody may read it there: see `require_stepped`.
+From its update to `step()`, a weight is newer than in plain PyTorch. Nobody may read it there: see
+[Note: Begun steps] in `chunkmem.optim.begun`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Protocol
 from weakref import WeakSet
 
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
+from chunkmem.optim.begun import StepLedger
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
 from chunkmem.types import ChunkId, Role
@@ -70,16 +71,20 @@ class BackwardUpdates:
     """Has groups updated inside backward as soon as that may be."""
 
     def __init__(
-        self, pager: Pager, gradients: GradientBook, *, owner_of: Callable[[ManagedParameter], BackwardUpdater | None]
+        self,
+        pager: Pager,
+        gradients: GradientBook,
+        ledger: StepLedger,
+        *,
+        owner_of: Callable[[ManagedParameter], BackwardUpdater | None],
     ) -> None:
         """Begin with no optimizer that does so; `owner_of` returns the one of a parameter, None if it has none."""
         self._pager = pager
+        self._ledger = ledger
         self._gradients = gradients
         self._owner_of = owner_of
         self.optimizers = WeakSet[BackwardUpdater]()
         """Those that update inside backward."""
-        self.updated: dict[ManagedParameter, None] = {}
-        """Since the last step of their optimizer."""
         self.is_awaited: Callable[[int], bool] = lambda group: False
         """Tells whether graphs whose backward is to come have saved memory of a group's weights."""
         self._complete: dict[int, None] = {}
@@ -90,7 +95,11 @@ class BackwardUpdates:
     def before_landing(self, managed: ManagedParameter) -> None:
         """A gradient is about to land. Raises a `StateError` if its parameter was updated since the last step."""
         self.begin_again(managed.group)
-        if managed in self.updated:
+        self._ledger.require_unscaled(managed)
+        begun = self._ledger.begun.get(managed)
+        if begun is not None and begun.is_stepping:
+            self._ledger.require_over(f"a backward with a gradient of parameter {managed.name}", (managed,))
+        if begun is not None:
             raise StateError(
                 f"parameter {managed.name} got a second gradient, and the first one was used by its update inside "
                 "backward already: call optimizer.step() after each backward, or make the optimizer without "
@@ -158,67 +167,11 @@ class BackwardUpdates:
         """
         taken = {managed: self._owner_of(managed) for managed in params}
         taken = {managed: former for managed, former in taken.items() if former is not owner}
-        self.require_stepped("another optimizer for the same parameters", taken)
+        self._ledger.require_over("another optimizer for the same parameters", taken)
         for former in taken.values():
             if former is not None:
                 self.optimizers.discard(former)
 
-    def end_step(self, params: Iterable[ManagedParameter]) -> None:
-        """The optimizer of `params` has stepped."""
-        for managed in params:
-            self.updated.pop(managed, None)
+    def end_step(self) -> None:
+        """An optimizer has stepped."""
         self._complete.clear()
-
-    def require_stepped(self, call: str, params: Collection[ManagedParameter] | None = None) -> None:
-        """Raise if some of `params`, by default of all, have been updated inside a backward that no step has followed.
-
-        Raises:
-            StateError: plain PyTorch would have the values of before the update.
-        """
-        found = self.updated if params is None else [managed for managed in params if managed in self.updated]
-        for managed in found:
-            raise StateError(
-                f"{call} between backward and optimizer.step(): {len(found)} parameters, among them {managed.name}, "
-                "were updated inside backward, and have other values here than in plain PyTorch; call "
-                "optimizer.step() first, or make the optimizer without in_backward"
-            )
-
-
-@dataclass
-class BegunStep:
-    """What an optimizer has updated inside backward since its last step, and by which options."""
-
-    options: str
-    """In words."""
-    hypers: list[Hashable]
-    """By parameter group, as its rule has read them."""
-    stateless: Collection[ManagedParameter]
-    """Parameters that need no state with these."""
-    updated: dict[ManagedParameter, None] = field(default_factory=dict)
-
-    def require_options(self, options: str) -> None:
-        """Raise if `step()` would have updated otherwise.
-
-        Raises:
-            StateError: options were changed after backward.
-        """
-        if options != self.options:
-            raise StateError(
-                f"the optimizer's options were changed between backward and step(), from {self.options} to {options}; "
-                f"{len(self.updated)} parameters have been updated with the former inside backward. Change them after "
-                "step(), or make the optimizer without in_backward"
-            )
-
-    def require_consumed(self, gradients: GradientBook) -> None:
-        """Raise if `step()` would have seen other gradients.
-
-        Raises:
-            StateError: some were discarded or replaced after backward.
-        """
-        changed = [managed for managed in self.updated if not gradients.is_consumed(managed)]
-        if changed:
-            raise StateError(
-                f"the gradients of {len(changed)} parameters, among them {changed[0].name}, were discarded or replaced "
-                "between backward and step(), and had been used by updates inside backward already: call zero_grad() "
-                "after step(), or make the optimizer without in_backward"
-            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +16,18 @@ from chunkmem.optim.ops import global_norm
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.optim.update import GroupUpdater
 from chunkmem.runtime.device import runtime_mode
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """Gradients that are scaled to a norm, one after the other."""
+
+    max_norm: float
+    norm: torch.Tensor  # 0D
+    """Before that, as it is without a loss scale."""
+    coefficient: torch.Tensor  # 0D
+    left: list[torch.Tensor]
+    """Parameters whose gradients are to be scaled yet, the next one last."""
 
 
 class PendingGradients:
@@ -61,20 +74,25 @@ class PendingGradients:
         if not self._params and ranks.are_one:
             raise StateError("no gradient to clip: call manager.backward(loss) or loss.backward() before it")
 
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients where they are; return their norm before that, as it is without a loss scale."""
+    def clipping(self, max_norm: float) -> Clipping:
+        """Return how the gradients are scaled where they are, given their norm."""
         with runtime_mode():
             norm = self._norm()
             coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-            if float(coefficient) == 1.0:  # torch multiplies by it, which changes nothing
-                return norm
+            changes_nothing = float(coefficient) == 1.0  # torch multiplies by it all the same
+        return Clipping(float(max_norm), norm, coefficient, [] if changes_nothing else self._params[::-1])
+
+    def clip(self, clipping: Clipping) -> None:
+        """Scale the gradients that are left to scale."""
+        if clipping.left:
             self._updater.ahead.roll_back()
-            for param in self._params:
-                managed = self._managed.get(param)
+        with runtime_mode():
+            while clipping.left:
+                managed = self._managed.get(param := clipping.left[-1])
                 replicas = [self._gradient(param)] if managed is None else self._updater.gradient_replicas(managed)
                 for replica in replicas:
-                    replica.mul_(coefficient.to(replica.device))
-        return norm
+                    replica.mul_(clipping.coefficient.to(replica.device))
+                clipping.left.pop()
 
     def _gradient(self, param: torch.Tensor) -> torch.Tensor:
         """Return a gradient, to be read: there may be no memory for all at a time."""

@@ -192,6 +192,9 @@ class StatefulOptimizer(ChunkedOptimizer):
     def update_in_backward(self, group: int) -> None:
         """See `chunkmem.optim.in_backward.BackwardUpdater`."""
 
+    def give_up_step(self) -> None:
+        """Weights and states were replaced: a step that was to go on does not."""
+
     def intent(self, group: int) -> Intent | None:
         """See `chunkmem.optim.claims.Owner`."""
         return None
@@ -244,6 +247,10 @@ class StatefulOptimizer(ChunkedOptimizer):
         lookup = self._host.registry.lookup
         return [lookup(param) for group in self.param_groups for param in group["params"]]
 
+    def _known(self) -> list[ManagedParameter]:
+        """Return the managed parameters, on whichever rank."""
+        return [managed for managed in self._looked_up() if managed is not None]
+
     def _excluded(self) -> list[torch.Tensor]:
         return [param for param in self._params() if self._host.registry.lookup(param) is None]
 
@@ -269,7 +276,7 @@ class StatefulOptimizer(ChunkedOptimizer):
         """
         if self.state or any(not _is_zero(group.get("lr")) for group in self.param_groups):
             return False
-        if self._updater.gradients.any_given(m for m in self._looked_up() if m is not None):
+        if self._updater.gradients.any_given(self._known()):
             return False
         trainable = [param for param in self._params() if param.requires_grad]
         grads = [param.grad for param in trainable if param.grad is not None]

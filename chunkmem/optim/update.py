@@ -14,6 +14,7 @@ from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.lazy_tensor import copy_values
 from chunkmem.optim.averages import AverageChunks, averages_number
+from chunkmem.optim.begun import StepLedger
 from chunkmem.optim.claims import Claims, Owner, Wanted
 from chunkmem.optim.in_backward import BackwardUpdates
 from chunkmem.optim.native import NativeUpdate
@@ -48,7 +49,8 @@ class GroupUpdater:
         self.native = native
         self.claims = Claims(self._store)
         self.ahead = make_ahead(self._intent_of, self.claims.chunks)
-        self.in_backward = BackwardUpdates(pager, gradients, owner_of=self.claims.owner)
+        self.ledger = StepLedger()
+        self.in_backward = BackwardUpdates(pager, gradients, self.ledger, owner_of=self.claims.owner)
         self._blank: set[ManagedParameter] = set()
         """Not updated yet, with states of zero all the same."""
         self.kept: set[ManagedParameter] = set()
@@ -132,7 +134,7 @@ class GroupUpdater:
                 if chunk.id.role in roles and chunk.version == NO_CONTENT:
                     self._begin_state(chunk)
                 elif chunk.id.role in roles and not is_blank:
-                    self.write(chunk, managed, torch.zeros((), dtype=chunk.dtype, device="cpu"))
+                    self._set(chunk, managed, torch.zeros((), dtype=chunk.dtype, device="cpu"))
 
     def complete_states(self, params: Iterable[ManagedParameter]) -> None:
         """Begin the states that another optimizer will need in the groups of `params`: an update touches all there are.
@@ -235,7 +237,8 @@ class GroupUpdater:
                 work, policy = self._work(chunks, tier, items, rule, multiplier), self._pager.policy
                 if tier is not Tier.HOST or not policy.defer(work, chunks):
                     policy.await_update()
-                    work()
+                    with self.ledger.updating(chunks[0].label):
+                        work()
         for chunk in chunks:
             if chunk.id.role is not Role.GRAD:
                 self._store.mark_written(chunk, tier)
@@ -290,7 +293,7 @@ class GroupUpdater:
 
     def read(self, chunk: Chunk, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's slot in `chunk`, in the parameter's shape."""
-        self.in_backward.require_stepped(f"reading {chunk.label}", (managed,))
+        self.ledger.require_over(f"reading {chunk.label}", (managed,))
         self._pager.policy.drain()
         self._pager.notice_writes(chunk)
         if chunk.newest_tier() is None:
@@ -299,7 +302,10 @@ class GroupUpdater:
 
     def write(self, chunk: Chunk, managed: ManagedParameter, value: torch.Tensor) -> None:
         """Set a parameter's slot in `chunk`, where the newest version is."""
-        self.in_backward.require_stepped(f"writing {chunk.label}", (managed,))
+        self.ledger.require_over(f"writing {chunk.label}", (managed,))
+        self._set(chunk, managed, value)
+
+    def _set(self, chunk: Chunk, managed: ManagedParameter, value: torch.Tensor) -> None:
         self._blank.discard(managed)
         self._pager.policy.before_demand()
         self._pager.notice_writes(chunk)
@@ -315,7 +321,7 @@ class GroupUpdater:
 
     def weight(self, managed: ManagedParameter) -> torch.Tensor:
         """Return what `read_weight` does, where it is, to be read only; of DISK a copy."""
-        self.in_backward.require_stepped(f"reading parameter {managed.name}", (managed,))
+        self.ledger.require_over(f"reading parameter {managed.name}", (managed,))
         self._pager.policy.drain()
         self._pager.notice_writes(self._chunk(Role.PARAM, managed.group))
         chunk = self.weight_chunk(managed)

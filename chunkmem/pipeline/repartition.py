@@ -106,6 +106,7 @@ def _refuse(runtime: Runtime, options: PipelineOptions, num_stages: int, *, is_s
             ranks.agree("the number of stages that a pipeline is divided into", repr(num_stages))
             ranks.agree("the blocks of the stages that a pipeline is divided into", repr(options.cut))
     try:
+        runtime.updater.ledger.require_over("pipe.repartition()")
         _require_stages(runtime, options, num_stages, is_same=is_same)
         require_let_go(runtime, call=_CALL, why="goes to other ranks")
     except ChunkmemError as error:

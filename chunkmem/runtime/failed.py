@@ -19,7 +19,10 @@ def lost_error(reader: object, chunk: Chunk) -> TierIOError:
     """Return the error for `reader`, which needs a chunk that has no content any more."""
     cause, advice = "copy or update", "load what was saved last into a new manager"
     if chunk.id.role in (Role.GRAD, Role.ACTIVATION):
-        cause, advice = "copy", "call optimizer.zero_grad(), and repeat the step"
+        cause, advice = (
+            "copy",
+            "call optimizer.zero_grad(), and repeat the step; where that is refused, load what was saved last",
+        )
     return TierIOError(f"{reader}: {chunk.label} is lost, as the {cause} that was to save it has failed; {advice}")
 
 

@@ -249,10 +249,12 @@ class Pager:
             raise
 
     def consume(self, chunk: Chunk) -> None:
-        """The content is used up; see `ChunkStore.consume`."""
-        if chunk.compute_tier is Tier.DEVICE:
-            self.policy.event(Kind.CONSUME, chunk, None)
-        self.store.consume(chunk)
+        """The content is used up, also if this raises what moving other chunks has; see `ChunkStore.consume`."""
+        try:
+            if chunk.compute_tier is Tier.DEVICE:
+                self.policy.event(Kind.CONSUME, chunk, None)
+        finally:
+            self.store.consume(chunk)
 
     def use(self, chunk: Chunk, tier: Tier, *, reader: object) -> Replica:
         """Bring `chunk` to `tier` for a write that is over before the next access: like `pin` and `unpin`."""

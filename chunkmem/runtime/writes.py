@@ -27,10 +27,11 @@ def notice_writes(
         return
     is_open = is_held or chunk.is_written_past
     with nullcontext() if store.snapshot is None else store.snapshot.noticing():
-        if not (chunk.home.take_written() or (is_open and store.may_differ(chunk, tier))):
+        if not (chunk.home.was_written() or (is_open and store.may_differ(chunk, tier))):
             return
+        policy.drain()  # may raise an error: the next look finds the write again
+        chunk.home.take_written()
         chunk.is_written_inside = chunk.is_written_inside or not (is_held or is_outside)
-        policy.drain()
         with _residency_kept(chunk, store) if policy.is_planned else nullcontext():
             store.mark_written(chunk, tier)
             store.follow(chunk, tier)

@@ -170,18 +170,23 @@ def attempt(training: Training, step: int, plain: list[list[torch.Tensor]]) -> s
         training.optimizer.step()
     except TierIOError as error:
         require_named(error)
-        before, after = plain[step : step + 2]
-        now = training.state()
-        updated = [torch.equal(value, new) for value, new in zip(now, after, strict=True)]
-        kept = [torch.equal(value, old) for value, old in zip(now, before, strict=True)]
-        assert all(one != other for one, other in zip(updated, kept, strict=True)), "each is updated, or is not"
-        if any(updated):
-            with pytest.raises(StateError, match="was consumed by step"):
-                training.optimizer.step()
-            return "in step(), after updates"
+        is_half = refuses_all(training)
         training.optimizer.step()
-        return "in step()"
+        return "in step(), after updates" if is_half else "in step()"
     return ""
+
+
+def refuses_all(training: Training) -> bool:
+    """Tell whether some groups have been updated: then weights are of before the step and of after it, and not read."""
+    try:
+        training.state()
+    except StateError:
+        with pytest.raises(StateError, match=r"call optimizer\.step\(\) again, which goes on with the others"):
+            training.state()
+        with pytest.raises(StateError, match=r"zero_grad\(\) after an error in optimizer\.step\(\)"):
+            training.optimizer.zero_grad()
+        return True
+    return False
 
 
 @pytest.mark.few(2)
@@ -198,8 +203,7 @@ def test_each_copy_of_a_step(name: str, disk: Disk, plain: list[list[torch.Tenso
             training = opened(manager)
             where.append(play(training, way, disk, fails_at, plain))
             assert disk.failed == [fails_at]
-            if where[-1] != "in step(), after updates":
-                assert same(training.state(), plain[NUM_STEPS]), fails_at
+            assert same(training.state(), plain[NUM_STEPS]), fails_at
     assert "before step()" in where
     # Which groups a plan has updated before step() waits for a copy depends on the times that were measured.
     assert way.by_lanes or "in step(), after updates" in where
@@ -226,12 +230,18 @@ def test_a_link_that_stays_down_for_a_while(name: str, disk: Disk, plain: list[l
                     training.optimizer.step()
             require_named(raised.value)
             disk.arm(None)
+            if refuses_all(training):
+                with contextlib.suppress(StateError):  # a gradient is lost
+                    training.optimizer.step()
+                    assert same(training.state(), plain[step + 1])
+                continue
             for index, value in enumerate(training.state()):
                 assert any(torch.equal(value, at[index]) for at in plain[step : step + 2])
             with contextlib.suppress(StateError):
                 told.add(message_of(training.optimizer.step))
-            training.forward_backward(step)
-            training.optimizer.step()
+            if not refuses_all(training):  # of what a backward that failed has left, some may be updated now
+                training.forward_backward(step)
+                training.optimizer.step()
     if way.by_lanes:
         assert any(LOST.fullmatch(text) for text in told), told
 
