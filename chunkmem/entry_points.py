@@ -143,12 +143,18 @@ class EntryPoints:
         self._modules.gradients.discard_unset()
 
     def make_guard(self) -> AccessGuard | None:
-        """Steps that are recorded run under a check; it would cost too much in every one."""
-        if not self._controller.is_recording:
+        """Steps that are recorded run under a check, as does the first; it would cost too much in every one."""
+        inputs = self._modules.regions.inputs
+        if not self._controller.is_recording and not inputs.in_first_step:
             return None
         watch, declared = self._controller.watch, self._modules.declared
         run = None if watch is None else watch.run_operator
-        return AccessGuard(declared.undeclared, lambda: self.phase, note_write=declared.note_write, run=run)
+
+        def note_write(memory: int) -> None:
+            declared.note_write(memory)
+            inputs.note_write(memory)
+
+        return AccessGuard(declared.undeclared, lambda: self.phase, note_write=note_write, run=run)
 
     def note_error(self, error: BaseException) -> None:
         """A model has raised something: the other ranks are told."""

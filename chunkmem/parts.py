@@ -200,6 +200,7 @@ class Modules:
         """Have modules be units and regions, and compute on HOST, when they are packed, as users have asked there."""
         self.units.mark_as(other.units)
         self.regions.policies.mark_as(other.regions.policies)
+        self.regions.inputs.know_as(other.regions.inputs)
         self.host.mark_as(other.host)
         self.compiled.mark_as(other.compiled)
 

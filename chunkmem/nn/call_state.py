@@ -84,14 +84,19 @@ class CallState:
         self._visit(function, "", depth=_OBJECT_DEPTH)
         self._copies = copies_of({key: known.tensor for key, known in self._buffers.items()})
 
-    def settle(self, name: str) -> None:
+    def settle(self, name: str, *, has_copy: Callable[[torch.Tensor], bool]) -> None:
         """The call called `name` is over: forget copies of what it has not written to.
+
+        Args:
+            name: of the call.
+            has_copy: tells whether whoever recomputes has a copy of an input, as that was.
 
         Raises:
             StateError: it wrote to a tensor that cannot be brought back.
         """
         inputs, self._inputs = self._inputs, {}
-        for known in (*inputs.values(), *self._tensors.values()):
+        own = (known for known in inputs.values() if not has_copy(known.tensor))
+        for known in (*own, *self._tensors.values()):
             if _version(known.tensor) != known.version:
                 raise StateError(
                     f"{name} is to be recomputed in backward, but wrote to {known.name} in place "

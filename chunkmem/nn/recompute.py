@@ -76,6 +76,7 @@ class Recomputation:
         early_stop: stop a recomputation as soon as everything that was saved is there again.
         on_copies: called, before a call runs again, with the arguments that are copied for it: small tensors without
             gradient.
+        has_copy: tells, after a call, whether it may have written to an argument: running again, it is given a copy.
     """
 
     rng: tuple[RandomSource, ...] = ()
@@ -84,6 +85,7 @@ class Recomputation:
     determinism_check: str = "default"
     early_stop: bool = True
     on_copies: Callable[[Iterable[torch.Tensor]], None] = lambda copies: None
+    has_copy: Callable[[torch.Tensor], bool] = lambda tensor: False
 
     def run(
         self,
@@ -161,14 +163,19 @@ class Recomputation:
         states = RandomStates((*self.rng, *state.generators.values()))
         named.clear()  # the arguments are kept by torch alone
         first, again = self.context_fn() if self.context_fn is not None else (None, None)
-        return _first_run(state, first, label), _LaterRun(state, states, again, label)
+        return _first_run(state, first, label, self.has_copy), _LaterRun(state, states, again, label)
 
 
 @contextlib.contextmanager
-def _first_run(state: CallState, inner: AbstractContextManager[Any] | None, label: str) -> Iterator[None]:
+def _first_run(
+    state: CallState,
+    inner: AbstractContextManager[Any] | None,
+    label: str,
+    has_copy: Callable[[torch.Tensor], bool],
+) -> Iterator[None]:
     with inner or contextlib.nullcontext():
         yield
-    state.settle(label)
+    state.settle(label, has_copy=has_copy)
 
 
 class _LaterRun(AbstractContextManager[None]):

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 
 from chunkmem.nn.saved_storages import SavedStorage, aligned
@@ -58,10 +59,11 @@ class CallRecord:
 class RegionCall:
     """One call of a region. Lives as long as autograd keeps something that it saved in it."""
 
-    __slots__ = ("__weakref__", "around", "chunk", "given", "handled", "name", "record", "storages")
+    __slots__ = ("__weakref__", "around", "chunk", "given", "handled", "module", "name", "record", "storages")
 
-    def __init__(self, name: str, record: CallRecord) -> None:
+    def __init__(self, name: str, record: CallRecord, module: nn.Module) -> None:
         self.name = name
+        self.module = weakref.ref(module)
         self.record = record
         self.storages: dict[int, SavedStorage] = {}
         """What was saved in it, by identity, until it is looked over."""

@@ -34,6 +34,7 @@ class RegionPolicies:
         found, self._marked = dict(self._marked), []
         if self.default is not None:
             found = dict.fromkeys(_regions_in(root, found) or root.children(), self.default) | found
+        found |= dict.fromkeys(filter(_writes_to_input, found), "keep")
         for name, module in root.named_modules():
             if module in found:
                 self.by_name.setdefault(name or type(module).__name__, set()).add(found[module])
@@ -47,3 +48,13 @@ def _regions_in(module: nn.Module, marked: Collection[nn.Module]) -> list[nn.Mod
     for child in module.children():
         found += [child] if is_list or child in marked else _regions_in(child, marked)
     return found
+
+
+def _writes_to_input(module: nn.Module) -> bool:
+    """Tell whether a module is an activation in place, or begins with one: what it saves is its output, which is kept.
+
+    To recompute it, its input would have to be copied.
+    """
+    if isinstance(module, nn.Sequential):
+        return len(module) > 0 and _writes_to_input(module[0])
+    return getattr(module, "inplace", False) is True and next(module.children(), None) is None

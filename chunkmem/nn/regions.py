@@ -32,6 +32,7 @@ from chunkmem.nn.live_chunks import LiveChunks
 from chunkmem.nn.recompute import Recomputation
 from chunkmem.nn.region_calls import CallRecord, Recomputing, RegionCall
 from chunkmem.nn.region_chunks import RegionChunks
+from chunkmem.nn.region_inputs import RecomputedInputs
 from chunkmem.nn.region_policies import RegionPolicies
 from chunkmem.nn.saved_storages import LeftStorages, SavedStorage, SavedStorages, SavedTensor
 from chunkmem.nn.saved_tensors import ChunkHooks, OwnHooks, SavedReference
@@ -93,6 +94,8 @@ class RegionActivations(OwnHooks):
         self.on_left: Callable[[torch.UntypedStorage], None] = lambda storage: None
         """Called with each that was part of one, and is others' now."""
         self.left = LeftStorages()
+        self.inputs = RecomputedInputs()
+        """Of calls that are recomputed."""
 
     @property
     def is_auto(self) -> bool:
@@ -103,6 +106,7 @@ class RegionActivations(OwnHooks):
         """A training step begins; see `chunkmem.steps.controller.Regions`."""
         self._live.now = now
         self.records = []
+        self.inputs.begin_iteration()
         self._kept = () if kept is None else kept
 
     def now(self) -> int:
@@ -154,13 +158,18 @@ class RegionActivations(OwnHooks):
         if record.is_auto:
             record.is_recomputed = number not in self._kept
         self.records.append(record)
-        self._open = RegionCall(name, record)
+        self._open = RegionCall(name, record, module)
         self._open.handled = sys.exception()
         torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
         if record.is_recomputed:
             again = Recomputing(self, self._open)
             contexts = contextlib.nullcontext(), again
-            recomputation = Recomputation(rng=("python", "numpy"), context_fn=lambda: contexts, on_copies=again.give)
+            recomputation = Recomputation(
+                rng=("python", "numpy"),
+                context_fn=lambda: contexts,
+                on_copies=again.give,
+                has_copy=self.inputs.has_copy,
+            )
             around = recomputation.around(module, args, kwargs, name=name)
             next(around)
             self._open.around = around
@@ -244,12 +253,18 @@ class RegionActivations(OwnHooks):
             if entry is None:
                 entry = call.storages[key] = SavedStorage(tensor.untyped_storage())
             entry.saved.append(weakref.ref(kept))
+        module = call.module()
+        if call.record.is_recomputed and module is not None:
+            self.inputs.add(kept, module)
         return kept
 
     def _unpack(self, kept: object) -> torch.Tensor:
         if isinstance(kept, SavedReference):
             return self._saved.read(kept)
         assert isinstance(kept, SavedTensor)
+        if kept.copy is not None:
+            with runtime_mode():
+                return kept.copy.clone()  # the call may be repeated again
         if kept.is_moved:
             took_turn = self._turn.take_in_hook()
             try:

@@ -33,7 +33,7 @@ class Saver(Protocol):
 class SavedTensor:
     """What autograd has in place of a tensor that it saved in a region."""
 
-    __slots__ = ("__weakref__", "call", "is_moved", "tensor", "version")
+    __slots__ = ("__weakref__", "call", "copy", "is_moved", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, call: Saver) -> None:
         self.tensor = tensor
@@ -41,6 +41,8 @@ class SavedTensor:
         self.call = call
         self.is_moved = False
         """Its storage is part of the call's chunk."""
+        self.copy: torch.Tensor | None = None
+        """Of what it was, if somebody writes to it that may."""
 
     def move(self, storage: torch.UntypedStorage) -> None:
         """Be another tensor over the same storage, which nobody but autograd knows."""

@@ -16,6 +16,7 @@ import chunkmem
 from chunkmem.runtime.chunk import NO_CONTENT
 from chunkmem.types import Role
 from tests.helpers.lanes import adversarial
+from tests.helpers.spread import spread
 from tests.helpers.twins import (
     AMPLE_NBYTES,
     WIDTH,
@@ -717,3 +718,70 @@ def test_writes_that_plain_pytorch_allows() -> None:
             return self.head(x)
 
     same(lambda: Model(InPlace(), InPlace(), num_blocks=1), lambda t: train(t, lambda seed: t.loss(features(seed))))
+
+
+class Scaled(nn.Module):
+    """Saves nothing of its input, which others may then write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x * 0.5).tanh()
+
+
+class WritesFirst(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x.mul_(1.5)) * 0.5
+
+
+class Residual(Blocks):
+    """Writes to what it gives blocks: `x += block(x)`, and later still."""
+
+    def __init__(self, *, is_late: bool) -> None:
+        super().__init__(*(Scaled() for _ in range(4)), num_blocks=0)
+        self.is_late = is_late
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if self.is_late:
+            y = self.blocks[0](x)
+            z = self.blocks[2](self.blocks[1](y * 1))
+            x[:, ::2] += y[:, ::2]
+            x = x + y * z
+        for block in self.blocks[-2:]:
+            x += block(x)
+        return self.head(x)
+
+
+def convolutions() -> nn.Module:
+    """As of VGG and AlexNet: each child is a block, and activations write to what they are given."""
+    layers = [nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+    layers += [nn.Flatten(), nn.Dropout(0.2, inplace=True), nn.Linear(32, WIDTH), nn.Sequential(nn.SiLU(inplace=True))]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 4))
+
+
+WRITING: dict[str, Callable[[], nn.Module]] = {
+    "convolutions": convolutions,
+    "a block first": lambda: Blocks(WritesFirst(), WritesFirst(), num_blocks=1),
+    "x += block(x)": lambda: Residual(is_late=False),
+    "later": lambda: Residual(is_late=True),
+}
+
+
+@spread(model=WRITING, policy=["recompute", "auto", "offload", "keep"])
+def test_writes_to_inputs_of_blocks(model: str, policy: str) -> None:
+    """Those that are recomputed begin with a copy. Steps are planned all the same."""
+    same(WRITING[model], lambda t: train(t, lambda seed: t.loss(features(seed))), activations={"policy": policy})
+
+
+def test_a_step_that_follows_a_plan_from_before_freezing_copies_too() -> None:
+    with managed(lambda: Residual(is_late=False), AMPLE_NBYTES, activations={"policy": "recompute"}) as twin:
+        plain = Twin(None, lambda: Residual(is_late=False))
+        for each in (plain, twin):
+            each.steps(*STEPS)
+        assert twin.manager is not None
+        twin.manager.freeze(twin.model.inner)
+        plain.model.inner.requires_grad_(False)
+        assert twin.steps(7, 8) == plain.steps(7, 8)
