@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from chunkmem.checkpoints.odd_files import path_in, said
 from chunkmem.errors import CheckpointError
 
-TRUST = "if you trust whoever wrote it, pass trust=True, or --trust on the command line"
+TRUST = "if you trust whoever wrote it, pass trust=True (chunkmem convert: --trust)"
 _MAX_DEPTH = 64
 """Of what a checkpoint nests."""
 _MAX_NUMBER = (1 << 63) - 1
@@ -125,7 +126,8 @@ _NAMES: Mapping[str, Any] = MappingProxyType({
 class _Unpickler(pickle._Unpickler):
     """Knows the names of torch's metadata, and with `trust` all others.
 
-    It is the one in Python, three times as slow: that in C takes any amount of memory that a few bytes ask for.
+    It is the one in Python, a tenth of a second for a thousand tensors: that in C, ten times as fast, takes any amount
+    of memory that a few bytes ask for.
     """
 
     def __init__(self, stream: io.BytesIO, *, trust: bool) -> None:
@@ -192,7 +194,7 @@ def _places(data: Mapping[Any, Any], folder: Path) -> Iterator[tuple[MetadataInd
         if not isinstance(transforms, tuple | list | None) or not all(
             isinstance(each, str) for each in transforms or ()
         ):
-            raise _OddMetadataError(f"{name} is transformed by {transforms!r}")
+            raise _OddMetadataError(f"{name} is transformed by {reprlib.repr(transforms)}")
         file = _of(row, "relative_path")
         path_in(folder, file)
         index = MetadataIndex(name, None if offset is None else _extent(name, offset))
@@ -252,26 +254,28 @@ def _require_tree(paths: Iterable[tuple[str | int, ...]]) -> None:
 
 def _name(value: Any) -> str:
     if not isinstance(value, str):
-        raise _OddMetadataError(f"it has {value!r:.40} in the place of a name")
+        raise _OddMetadataError(f"it has {reprlib.repr(value)} in the place of a name")
     return value
 
 
 def _path(name: str, value: Any, num_names: int) -> tuple[str | int, ...]:
     if not isinstance(value, tuple | list) or not 0 < len(value) <= _MAX_DEPTH:
-        raise _OddMetadataError(f"{name} is nested under {value!r:.40}")
+        raise _OddMetadataError(f"{name} is nested under {reprlib.repr(value)}")
     for key in value:
         if not isinstance(key, str) and not (type(key) is int and 0 <= key < num_names):
-            raise _OddMetadataError(f"{name} is nested under {key!r:.40}, which is neither a name nor a position")
+            raise _OddMetadataError(
+                f"{name} is nested under {reprlib.repr(key)}, which is neither a name nor a position"
+            )
     return tuple(value)
 
 
 def _extent(name: str, value: Any) -> torch.Size:
     if not isinstance(value, tuple | list):
-        raise _OddMetadataError(f"{name} has {value!r:.40} in the place of a shape")
+        raise _OddMetadataError(f"{name} has {reprlib.repr(value)} in the place of a shape")
     return torch.Size([_number(name, each) for each in value])
 
 
 def _number(name: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
-        raise _OddMetadataError(f"{name} has {value!r:.40} in the place of a size or an offset")
+        raise _OddMetadataError(f"{name} has {reprlib.repr(value)} in the place of a size or an offset")
     return value

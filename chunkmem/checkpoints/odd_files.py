@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import reprlib
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,10 +38,12 @@ def path_in(folder: Path, name: object) -> Path:
         CheckpointError: it leads out of the folder, or is no name.
     """
     if not isinstance(name, str) or name in ("", ".") or "\0" in name:
-        raise CheckpointError(f"{folder} lists the file {name!r}, which is no name; it is damaged, or was made to harm")
+        raise CheckpointError(
+            f"{folder} lists the file {reprlib.repr(name)}, which is no name; it is damaged, or was made to harm"
+        )
     if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
         raise CheckpointError(
-            f"{folder} lists the file {name!r}, which is outside of it; it is damaged, or was made to harm"
+            f"{folder} lists the file {reprlib.repr(name)}, which is outside of it; it is damaged, or was made to harm"
         )
     return folder / name
 

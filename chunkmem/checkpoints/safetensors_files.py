@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import reprlib
 from pathlib import Path
 from types import MappingProxyType
 
@@ -122,7 +123,9 @@ def _row(path: Path, name: str, about: object) -> tuple[Extent, torch.dtype, int
     dtype = DTYPES.get(row["dtype"]) if isinstance(row.get("dtype"), str) else None
     if dtype is None:
         known = ", ".join(DTYPES)
-        raise CheckpointError(f"{path}: {name} has the dtype {row.get('dtype')!r:.40}; what can be read is {known}")
+        raise CheckpointError(
+            f"{path}: {name} has the dtype {reprlib.repr(row.get('dtype'))}; what can be read is {known}"
+        )
     shape, offsets = _numbers(row.get("shape")), _numbers(row.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
         raise CheckpointError(f"{path} is no safetensors file: {name} has no shape, or no offsets; copy it again")

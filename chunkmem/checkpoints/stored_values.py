@@ -31,6 +31,8 @@ from chunkmem.nn.lazy_tensor import Extent
 PIECE_NBYTES = 1 << 20
 """What goes through a buffer at a time: it stays in a cache of the processor."""
 _MEMBER = "/data/0"
+_MAX_DESCRIPTION_NBYTES = 1 << 20
+"""Of what an archive says of a tensor, which is some hundred bytes; that of a member that is compressed may be any."""
 _LENGTHS = struct.Struct("<26xHH")
 """Of what precedes the values of a member: a header, a name and padding, the lengths of which the header has."""
 
@@ -136,7 +138,10 @@ def describe(path: Path, *, offset: int, nbytes: int) -> Description:
     with opened(path) as descriptor, open_archive(_Part(descriptor, offset, nbytes)) as archive:
         records = {Path(name).name: name for name in archive.namelist()}
         is_native = "byteorder" not in records or archive.read(records["byteorder"]).decode() == sys.byteorder
-        tensor = _described(archive.read(records["data.pkl"]))
+        described = archive.getinfo(records["data.pkl"])
+        if described.file_size > _MAX_DESCRIPTION_NBYTES:
+            raise zipfile.BadZipFile(f"{described.filename} would have {described.file_size} bytes")
+        tensor = _described(archive.read(described))
     is_in_order = is_native and not tensor.storage_offset() and tensor.is_contiguous()
     return Description(tuple(tensor.shape), tensor.dtype, is_in_order)
 

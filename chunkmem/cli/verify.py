@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chunkmem.cli.answer import CommandResult, table
+from chunkmem.cli.answer import CommandResult, printable, table
 from chunkmem.sizes import format_nbytes
 
 if TYPE_CHECKING:
@@ -63,16 +63,22 @@ def run(options: argparse.Namespace) -> CommandResult:
 
 def _text(path: Path, found: Verified) -> str:
     rows = [
-        (key, str(part.num_tensors), str(part.num_objects), format_nbytes(part.nbytes), str(part.num_damaged or ""))
+        (
+            " ".join(key.split()),
+            str(part.num_tensors),
+            str(part.num_objects),
+            format_nbytes(part.nbytes),
+            str(part.num_damaged or ""),
+        )
         for key, part in found.parts.items()
     ]
     lines = [f"{path} ({found.format.value}), compared with {found.compared_with}", ""]
     if rows:
         lines += [table(("", "tensors", "objects", "bytes", "damaged"), rows), ""]
-    lines += found.problems[:_MAX_SHOWN]
+    lines += [" ".join(problem.split()) for problem in found.problems[:_MAX_SHOWN]]
     if len(found.problems) > _MAX_SHOWN:
         lines.append(f"... and {len(found.problems) - _MAX_SHOWN} more (--json has all)")
     if found.needs_trust:
         lines.append(f"to be loaded with trust=True alone: what needs {', '.join(found.needs_trust)}")
     lines.append("whole" if found.is_whole else "damaged")
-    return "\n".join(lines)
+    return printable("\n".join(lines))

@@ -169,6 +169,14 @@ def nested(found: Metadata, *keys: Any) -> None:
     found.planner_data[WEIGHT] = keys
 
 
+def shared(depth: int) -> Any:
+    """A tuple of few bytes that is written out for ever."""
+    value: Any = ("ha",)
+    for _ in range(depth):
+        value = (value, value)
+    return value
+
+
 ODD_METADATA: dict[str, tuple[str, Callable[[Metadata], object]]] = {
     "half of it": ("cover 12 of the 24 elements", lambda found: parts(found, ((0, 0), (3, 4)))),
     "no part": ("cover 0 of the 24 elements", lambda found: parts(found)),
@@ -203,6 +211,7 @@ ODD_METADATA: dict[str, tuple[str, Callable[[Metadata], object]]] = {
     "no keys": ("is not what torch.distributed.checkpoint writes", lambda found: setattr(found, "planner_data", 5)),
     "no rows": ("is not what torch.distributed.checkpoint", lambda found: setattr(found, "state_dict_metadata", [])),
     "an odd name": ("in the place of a name", lambda found: found.state_dict_metadata.update({7: None})),  # type: ignore[dict-item]
+    "laughs": ("in the place of a size or an offset", lambda found: place(found, offset=shared(60))),
     "neither": ("neither a tensor nor an object", lambda found: found.state_dict_metadata.update({"model.x": 7})),  # type: ignore[dict-item]
 }
 

@@ -107,6 +107,17 @@ def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_names_that_cannot_be_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dcp.save({"a\nb \x1b[31m \ud800": {"c\nd": torch.ones(2)}}, checkpoint_id=tmp_path / "odd", no_dist=True)
+    assert asked(tmp_path / "odd", capsys, 0)["parts"]
+    (path,) = (tmp_path / "odd").glob("*.distcp")
+    os.truncate(path, 10)
+    assert main(["verify", str(tmp_path / "odd")]) == 1
+    text = capsys.readouterr().out
+    assert text.isascii()
+    assert len(text.splitlines()) == 7
+
+
 def test_progress_is_of_bytes(saved: Path) -> None:
     seen, totals = 0, set()
 

@@ -69,9 +69,7 @@ class AccessOrder:
         if of_compute and self._lane is None and (blocks or Tier.HOST.name in tiers):
             self.clocks.wait(self.caller, self.clocks.of(Actor.COMPUTE))
 
-    def transferred(
-        self, label: str, stored: Sequence[tuple[int, int]], memory: torch.Tensor, *, fills: bool
-    ) -> None:
+    def transferred(self, label: str, stored: Sequence[tuple[int, int]], memory: torch.Tensor, *, fills: bool) -> None:
         """A thread has read what is stored on DISK, which `fills` memory of HOST, or written it."""
         span = _span(memory)
         operation = self.launch(self.caller, label)
