@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import chunkmem
-from chunkmem.checkpoints import directory
+from chunkmem.checkpoints import replacing
 from tests.helpers.ranks import Team
 from tests.helpers.saved_training import Saved, assert_same
 
@@ -21,7 +21,7 @@ def save_apart(rank: int, folder: Path, asynchronous: bool) -> str:
     training = HOW.open()
     training.run(1)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(chunkmem.CheckpointError) as raised:
-        patch.setattr(directory, "_LATE_S", 0.2)
+        patch.setattr(replacing, "_LATE_S", 0.2)
         training.manager.save(folder / str(rank) / "ckpt", training.optimizer, asynchronous=asynchronous).wait()
     training.run(1)
     training.manager.save(folder / "shared", training.optimizer)
