@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import threading
 import uuid
 import warnings
@@ -23,7 +22,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from chunkmem.assembly import Runtime
-from chunkmem.checkpoints.files import ItemFiles
+from chunkmem.checkpoints.files import ItemFiles, results_as_json, results_of_json
+from chunkmem.checkpoints.odd_files import read_all
 from chunkmem.checkpoints.replacing import begin_replacing, not_written
 from chunkmem.checkpoints.saving import PlannedSave, plan_save
 from chunkmem.checkpoints.unfinished import in_one_line, naming, sync
@@ -265,7 +265,7 @@ class _Writing:
             if not problem:
                 rows = [results, *(_taken(self._file_of(rank)) for rank in others)]
                 self._planned.finish(rows)
-        except (OSError, CheckpointError, RankError, pickle.UnpicklingError) as error:
+        except (OSError, CheckpointError, RankError) as error:
             problem = problem or in_one_line(error)
         if problem:
             self._planned.replacement.discard()
@@ -283,13 +283,13 @@ class _Writing:
 
 def _leave(file: Path, results: list[WriteResult]) -> None:
     with naming(file), file.open("wb") as stream:
-        pickle.dump(results, stream)
+        stream.write(results_as_json(results))
         stream.flush()
         os.fsync(stream.fileno())
     sync(file.parent)
 
 
 def _taken(file: Path) -> list[WriteResult]:
-    results: list[WriteResult] = pickle.loads(file.read_bytes())
+    results = results_of_json(read_all(file), file)
     file.unlink()
     return results

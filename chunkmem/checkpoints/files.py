@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _write_item
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo, _write_item
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,7 +25,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from chunkmem.checkpoints.checksums import checksum, entry_name, write_checksums
 from chunkmem.checkpoints.directory import MANIFEST
+from chunkmem.checkpoints.odd_files import parse_json, said
 from chunkmem.checkpoints.unfinished import naming
+from chunkmem.errors import CheckpointError
 from chunkmem.nn.lazy_tensor import LazyTensor, Piece
 
 EXTRA = "extra"
@@ -110,6 +113,42 @@ class _Checked(WriteResult):
 
     crc: int | None = None
 
+    @classmethod
+    def of(cls, index: MetadataIndex, nbytes: int, place: _StorageInfo, crc: int | None) -> _Checked:
+        result = cls(index, nbytes, place)
+        object.__setattr__(result, "crc", crc)
+        return result
+
+
+def results_as_json(results: Sequence[WriteResult]) -> bytes:
+    """Return what a rank has written, for the rank that collects it: not as a pickle, as it goes through a file."""
+    rows = [
+        [result.index.fqn, result.index.offset, result.size_in_bytes, vars(result.storage_data), _crc_of(result)]
+        for result in results
+    ]
+    return json.dumps({"results": rows}).encode()
+
+
+def results_of_json(content: bytes, path: Path) -> list[WriteResult]:
+    """Return what `results_as_json` was given; `path` is that of the file.
+
+    Raises:
+        CheckpointError: it is not that.
+    """
+    what = "list of what a rank has written"
+    try:
+        rows = parse_json(content, path, what)["results"]
+        return [
+            _Checked.of(MetadataIndex(name, offset), nbytes, _StorageInfo(**place), crc)
+            for name, offset, nbytes, place, crc in rows
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is no {what}: {said(error)}") from None
+
+
+def _crc_of(result: WriteResult) -> int | None:
+    return result.crc if isinstance(result, _Checked) else None
+
 
 class ItemFiles:
     """The files of one rank, written item by item: each has 32 MiB at most, or one larger tensor."""
@@ -140,9 +179,8 @@ class ItemFiles:
             )
         except Exception as error:
             raise _first_cause(error, Path(file.name)) from error
-        result = _Checked(written.index, written.size_in_bytes, written.storage_data)
-        object.__setattr__(result, "crc", checksum(data))
-        self.results.append(result)
+        crc = checksum(data)
+        self.results.append(_Checked.of(written.index, written.size_in_bytes, written.storage_data, crc))
 
     def _begin(self) -> None:
         if self._open:
@@ -221,7 +259,7 @@ class ChunkWriter(FileSystemWriter):
         with naming(Path(self.path) / MANIFEST):
             super().finish(metadata, [list(rows) for rows in results])
         every = [result for rows in results for result in rows]
-        checked = (result for result in every if isinstance(result, _Checked))
-        found = {entry_name(result.index): result.crc for result in checked if result.crc is not None}
+        checksums = ((result.index, _crc_of(result)) for result in every)
+        found = {entry_name(index): crc for index, crc in checksums if crc is not None}
         write_checksums(Path(self.path), found)
         return sorted({result.storage_data.relative_path for result in every})

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import chunkmem
 from chunkmem.checkpoints.converting import Format, convert
+from chunkmem.checkpoints.files import results_of_json
 from chunkmem.checkpoints.safetensors_files import open_safetensors
 from chunkmem.cli.main import main
 from tests.helpers.ranks import Team
@@ -113,6 +114,16 @@ def test_a_file_of_torch_save_is_not_run_unless_it_is_trusted(
         assert not mark.exists()
         assert main([*words, "--trust"]) == 0
         mark.rmdir()
+
+
+@pytest.mark.parametrize(
+    "rows", [5, [5], [[1, 2, 3, 4, 5]], [["a", "b", 3, {}, None]], [["a", None, 3, {"odd": 1}, None]]]
+)
+def test_what_ranks_leave_for_each_other_is_not_run(rows: Any, tmp_path: Path) -> None:
+    path = tmp_path / ".part-1"
+    refused(lambda: results_of_json(json.dumps({"results": rows}).encode(), path), "is no list of what a rank has")
+    refused(lambda: results_of_json(pickle.dumps(Runs(tmp_path / "mark")), path), "is no list of what a rank has")
+    assert not (tmp_path / "mark").exists()
 
 
 def global_of(name: str) -> bytes:
