@@ -28,6 +28,7 @@ from chunkmem.comm.agreement import (
 )
 from chunkmem.comm.failure_detector import RankStatus, collect_statuses, said
 from chunkmem.comm.groups import GlooGroups, RankGroup
+from chunkmem.comm.same_code import require_same_code
 from chunkmem.errors import ChunkmemError, ConfigError, RankError, StateError
 
 if TYPE_CHECKING:
@@ -102,7 +103,10 @@ class Connection:
         # gives a name again when its group was closed. gloo then waits for the addresses that it finds under it.
         count = met_in.add(f"chunkmem opened by rank {self.rank}", 1)
         self._store = within(met_in, f"chunkmem {count}")
-        self._groups = GlooGroups(self._store, self.rank, timeout_s=self.timeout_s - self._detection_s)
+        timeout_s = self.timeout_s - self._detection_s
+        with self.waiting("comparing versions of chunkmem (an older one does not answer)"):
+            require_same_code(self._store, self.rank, self._names, timeout_s=timeout_s)
+        self._groups = GlooGroups(self._store, self.rank, timeout_s=timeout_s)
         self._chunks, self._numbers = (self._gloo(name, range(self.size)) for name in ("chunks", "numbers"))
 
     def _gloo(self, name: str, members: Sequence[int]) -> dist.ProcessGroup:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from chunkmem.comm import connection
+from chunkmem.comm import connection, same_code
 from chunkmem.comm.exchange import Shard, mean_in_order
 from chunkmem.comm.methods import Chunkwise, Grouped, PointToPoint, possible_exchanges
 from chunkmem.comm.ranks import Ranks
@@ -324,9 +324,27 @@ def come_not(rank: int) -> tuple[str, tuple[int, ...]]:
 @pytest.mark.full
 def test_a_rank_that_does_not_open_is_named(team: Team) -> None:
     for answer in [a for a in team.run(come_not, lost=[2]) if a is not None]:
-        assert "opening the process groups: after" in answer[0]
+        assert "comparing versions of chunkmem (an older one does not answer): after" in answer[0]
         assert "rank 2 does not answer, ranks 0, 1 and 3 do" in answer[0]
         assert answer[1] == (2,)
+
+
+def be_another_version(rank: int) -> tuple[str, tuple[int, ...]]:
+    digest = "another one" if rank == 2 else "one"
+    with patch.object(same_code, "code_digest", lambda: digest), pytest.raises(RankError) as caught:
+        Ranks(timeout_s=TIMEOUT_S)
+    Ranks(timeout_s=TIMEOUT_S).close()
+    return str(caught.value), caught.value.ranks
+
+
+def test_a_rank_of_another_version_is_named(team: Team) -> None:
+    """Messages had other sizes, and gloo aborted the process."""
+    for said, ranks in team.run(be_another_version):
+        assert (
+            "run different versions of chunkmem (digests of its source files: one on ranks 0, 1, 3; another one" in said
+        )
+        assert "another one on rank 2; this rank has" in said
+        assert ranks == (2,)
 
 
 # Numbers.
