@@ -201,8 +201,8 @@ class ByLayerPipeline(OfWidth):
 
     def _forward(self, batch: _Batch) -> torch.Tensor:
         self._read_cached(batch)
-        form = self._form(batch.parts[0])
-        streams = self._random.begin(form, len(batch.parts))
+        forms = self._forms(batch)
+        streams = self._random.begin(forms)
         is_known = self._agree("random numbers are known", holds=streams is not None)
         if streams is None or not is_known:
             self._forward_in_turn(batch)
@@ -210,7 +210,7 @@ class ByLayerPipeline(OfWidth):
             self._forward_by_layer(batch, streams)
             wrong = streams.end()
             if wrong is not None:
-                self._random.forget(form)
+                self._random.forget(forms)
                 raise StateError(
                     f"micro-batch {wrong} has drawn another amount of random numbers than those before it, so the next "
                     "ones have drawn other numbers than in a plain loop; no gradient was computed. Call pipe.step() "
@@ -246,27 +246,26 @@ class ByLayerPipeline(OfWidth):
 
     def _forward_in_turn(self, batch: _Batch) -> None:
         """Run one micro-batch after the other. All ranks bring together what they run, also if one has fewer."""
-        form, states, number, num = self._form(batch.parts[0]), [], 0, len(batch.parts)
-        foreign = foreign_states()
+        forms, number, num = self._forms(batch), 0, len(batch.parts)
+        states, foreign = [states_of(self._random.generators)], foreign_states()
         while not self._agree(f"micro-batch {number} is not there", holds=number >= num):
-            states += [states_of(self._random.generators)] if number < num else []
             for at, item in enumerate(self._items[batch.frozen.start :], start=batch.frozen.start):
                 with self._runtime.sharding.units.held(item.unit):
                     if number < num and at >= batch.frozen.depth(number):
                         self._call(batch, at, number)
+            states += [states_of(self._random.generators)] if number < num else []
             number += 1
-        if batch.parts[-1].form == batch.parts[0].form:
-            states.append(states_of(self._random.generators))
-        self._random.learn(form, states)
+        self._random.learn(forms, states)
         if foreign_states() != foreign:
-            self._random.forget(form)
-        goes_by_layer = self._agree("the next step goes by layer", holds=self._random.are_known(form))
+            self._random.forget(forms)
+        goes_by_layer = self._agree("the next step goes by layer", holds=self._random.are_known(forms))
         if goes_by_layer and torch.is_grad_enabled():
             self._runtime.controller.excuse_iteration()
 
-    def _form(self, part: MicroBatch) -> Hashable:
-        """Return what random numbers a micro-batch draws depends on."""
-        return part.form, torch.is_grad_enabled(), tuple(item.module.training for item in self._items)
+    def _forms(self, batch: _Batch) -> list[Hashable]:
+        """Return what the random numbers that each micro-batch draws depend on."""
+        modes = torch.is_grad_enabled(), tuple(item.module.training for item in self._items)
+        return [(part.form, *modes) for part in batch.parts]
 
     def _agree(self, question: str, *, holds: bool) -> bool:
         return self._runtime.sharding.units.agree(f"pipe.step(): {question}", holds=holds)

@@ -1,9 +1,10 @@
-"""A batch in parts of equal size, but for the last one."""
+"""A batch in parts of about equal size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -27,14 +28,14 @@ class MicroBatch:
 
 
 def split(inputs: Any, target: Any, *, num: int) -> list[MicroBatch]:
-    """Split the tensors of a batch along their first dimension, as `torch.chunk` does: there may be fewer than `num`.
+    """Split the tensors of a batch along their first dimension; see `lengths` for how.
 
     Numbers, strings and tensors without dimensions are given to each part as they are.
 
     Args:
         inputs: a tensor, or tuples, lists and dicts of tensors.
         target: likewise; None: there is none.
-        num: how many parts there are at most.
+        num: how many parts there are, if there are as many samples.
 
     Raises:
         StateError: tensors have first dimensions that differ, there is nothing to be split, or an array of numpy.
@@ -53,13 +54,30 @@ def split(inputs: Any, target: Any, *, num: int) -> list[MicroBatch]:
                 f"pipe.step() splits all tensors along their first dimension: {name} has {size} samples, and {first} "
                 f"{num_samples}; give what is the same for each sample to the model itself"
             )
+    return list(_parts([leaf for _, leaf in keyed], spec, sizes=lengths(num_samples, num)))
+
+
+def lengths(num_samples: int, num: int) -> list[int]:
+    """Return the samples of each micro-batch: as `torch.chunk` has them, if that makes `num` parts.
+
+    Of 9 samples it makes 3 parts where 4 are asked for. Then they are as `torch.tensor_split` has them: 3, 2, 2, 2.
+    There are fewer than `num` only if there are fewer samples.
+    """
     longest = -(-num_samples // num)
-    return list(_parts([leaf for _, leaf in keyed], spec, num_samples=num_samples, longest=longest))
+    found = [min(longest, num_samples - start) for start in range(0, num_samples, longest)]
+    num = min(num, num_samples)
+    return found if len(found) == num else [num_samples // num + (at < num_samples % num) for at in range(num)]
 
 
-def _parts(leaves: list[Any], spec: Any, *, num_samples: int, longest: int) -> Iterator[MicroBatch]:
-    for start in range(0, num_samples, longest):
-        length = min(longest, num_samples - start)
+def not_given(num_samples: int, num: int) -> list[MicroBatch]:
+    """Return the micro-batches of a batch of which this rank was given nothing."""
+    return [MicroBatch(None, None, num_samples / length, (), length) for length in lengths(num_samples, num)]
+
+
+def _parts(leaves: list[Any], spec: Any, *, sizes: Sequence[int]) -> Iterator[MicroBatch]:
+    num_samples = sum(sizes)
+    for length, stop in zip(sizes, accumulate(sizes), strict=True):
+        start = stop - length
         part = [
             leaf.narrow(0, start, length) if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf for leaf in leaves
         ]

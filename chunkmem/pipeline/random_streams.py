@@ -68,45 +68,46 @@ class RandomStreams:
         self._draws: dict[Hashable, tuple[int | None, ...]] = {}
         """By form of a micro-batch: how many numbers it draws from each; None: that varies, or cannot be told."""
 
-    def begin(self, form: Hashable, num: int) -> Streams | None:
-        """Return streams for a step of `num` micro-batches; None if forward has to run one after the other."""
-        draws = self._draws.get(form)
-        if draws is None and self._draws and all(count == 0 for each in self._draws.values() for count in each):
-            draws = (0,) * len(self.generators)
-        if draws is None or None in draws:
+    def begin(self, forms: Sequence[Hashable]) -> Streams | None:
+        """Return streams for a step of micro-batches of these forms; None if forward has to run them in turn."""
+        none = (0,) * len(self.generators)
+        draw_nothing = bool(self._draws) and all(each == none for each in self._draws.values())
+        draws = [self._draws.get(form, none if draw_nothing else (None,)) for form in _asked(forms)]
+        if any(None in each for each in draws):
             return None
         starts = [states_of(self.generators)]
-        for _ in range(num - 1):
-            pairs = zip(self.generators, starts[-1], draws, strict=True)
+        for _, each in zip(forms[1:], draws, strict=False):
+            pairs = zip(self.generators, starts[-1], each, strict=True)
             starts.append(tuple(_advanced(generator, state, count or 0) for generator, state, count in pairs))
         return Streams(self.generators, starts)
 
-    def are_known(self, form: Hashable) -> bool:
-        """Tell whether all micro-batches of a form draw the same amount."""
-        return None not in self._draws.get(form, (None,))
+    def are_known(self, forms: Sequence[Hashable]) -> bool:
+        """Tell whether all micro-batches of each form draw the same amount, that of the last one of a step left out."""
+        return all(None not in self._draws.get(form, (None,)) for form in _asked(forms))
 
-    def forget(self, form: Hashable) -> None:
-        """What micro-batches of a form draw varies."""
-        self._draws[form] = (None,) * len(self.generators)
+    def forget(self, forms: Sequence[Hashable]) -> None:
+        """What micro-batches of these forms draw varies."""
+        self._draws.update(dict.fromkeys(_asked(forms), (None,) * len(self.generators)))
 
-    def learn(self, form: Hashable, states: Sequence[States]) -> None:
-        """Take note of the states before each micro-batch of a step in which they ran in turn.
+    def learn(self, forms: Sequence[Hashable], states: Sequence[States]) -> None:
+        """Take note of the states before each micro-batch of a step in which they ran in turn, and at the end.
 
         Args:
-            form: of all of them but the last.
-            states: before each, and at the end if the last one is like the others.
+            forms: of each.
+            states: one more.
         """
-        draws: tuple[int | None, ...] | None = self._draws.get(form)
-        for before, after in pairwise(states):
+        for form, (before, after) in zip(forms, pairwise(states), strict=True):
             counts = tuple(
                 _count(generator, start, stop)
                 for generator, start, stop in zip(self.generators, before, after, strict=True)
             )
-            draws = (
-                counts if draws is None else tuple(a if a == b else None for a, b in zip(draws, counts, strict=True))
-            )
-        if draws is not None:
-            self._draws[form] = draws
+            draws = self._draws.get(form, counts)
+            self._draws[form] = tuple(a if a == b else None for a, b in zip(draws, counts, strict=True))
+
+
+def _asked(forms: Sequence[Hashable]) -> Sequence[Hashable]:
+    """Return the forms of micro-batches that others follow, which begin where these end."""
+    return forms[:-1] or forms
 
 
 def states_of(generators: Sequence[torch.Generator]) -> States:

@@ -160,7 +160,7 @@ def assert_right(setup: Setup, device_nbytes: int, seed: int | None = None) -> i
     return required_nbytes
 
 
-FEW = {("gpt", 3, "auto"), ("dense", 3, "auto"), ("unet", 2, "except_last"), ("cnn", 20, "never")}
+FEW = {("gpt", 5, "auto"), ("dense", 3, "auto"), ("unet", 2, "except_last"), ("cnn", 20, "never")}
 """What an ordinary run has of the matrix."""
 
 
@@ -173,7 +173,7 @@ def matrix() -> list[Any]:
             marks=() if (case.name, num, checkpoint) in FEW else pytest.mark.full,
         )
         for case in CHAINS.values()
-        for num in (1, 2, 3, 8, BATCH + 12)
+        for num in (1, 2, 3, 5, 8, BATCH + 12)
         for checkpoint in CHECKPOINTS
     ]
 

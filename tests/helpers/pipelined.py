@@ -383,12 +383,19 @@ class Part:
     divisor: float
 
 
+def parted(tensor: Tensor, num: int) -> tuple[Tensor, ...]:
+    """Split as `tensor.chunk` does, or as `tensor_split` where that has fewer parts than samples would make."""
+    found = tensor.chunk(num)
+    num = min(num, len(tensor))
+    return found if len(found) == num else tensor.tensor_split(num)
+
+
 def parts_of(inputs: Any, target: Any, num: int) -> list[Part]:
-    """Split a batch as `tensor.chunk` does."""
-    targets = target.chunk(num)
+    """Split a batch into micro-batches."""
+    targets = parted(target, num)
     found = []
     for number, own in enumerate(targets):
-        given = tree_map_only(Tensor, lambda tensor, number=number: tensor.chunk(num)[number], inputs)
+        given = tree_map_only(Tensor, lambda tensor, number=number: parted(tensor, num)[number], inputs)
         found.append(Part(given, own, len(target) / len(own)))
     return found
 

@@ -36,13 +36,13 @@ def in_turn(streams: RandomStreams, blocks: list[Callable[[], Tensor]], num: int
     for _ in range(num):
         drawn.append([block() for block in blocks])
         states.append(states_of(streams.generators))
-    streams.learn(FORM, states)
+    streams.learn([FORM] * num, states)
     return drawn
 
 
 def by_layer(streams: RandomStreams, blocks: list[Callable[[], Tensor]], num: int) -> list[list[Tensor]] | int:
     """The same block by block; or which micro-batch has drawn another amount."""
-    found = streams.begin(FORM, num)
+    found = streams.begin([FORM] * num)
     assert found is not None
     drawn: list[list[Tensor]] = [[] for _ in range(num)]
     for block in blocks:
@@ -65,7 +65,7 @@ def assert_same(found: list[list[Tensor]] | int, expected: list[list[Tensor]]) -
 def test_the_numbers_are_those_of_micro_batches_in_turn(name: str, num: int) -> None:
     blocks = [DRAWS[name], DRAWS["dropout"], DRAWS[name]]
     streams = RandomStreams([torch.default_generator])
-    assert streams.begin(FORM, num) is None  # nothing is known yet
+    assert streams.begin([FORM] * num) is None  # nothing is known yet
     in_turn(streams, blocks, num)
     start = torch.get_rng_state()
     found, after = by_layer(streams, blocks, num), torch.get_rng_state()
@@ -91,8 +91,8 @@ def test_what_varies_or_cannot_be_counted_runs_in_turn(block: Callable[[], Tenso
     """Few normals leave half of a pair in the generator, which no other way of drawing numbers does."""
     streams = RandomStreams([torch.default_generator])
     in_turn(streams, [block], 4)
-    assert not streams.are_known(FORM)
-    assert streams.begin(FORM, 4) is None
+    assert not streams.are_known([FORM] * 4)
+    assert streams.begin([FORM] * 4) is None
 
 
 def test_another_amount_is_noticed_and_undone() -> None:
@@ -104,17 +104,45 @@ def test_another_amount_is_noticed_and_undone() -> None:
     sizes[0] = 9
     assert by_layer(streams, [block], 4) == 0
     assert torch.equal(torch.get_rng_state(), start)
-    streams.forget(FORM)
-    assert streams.begin(FORM, 4) is None
+    streams.forget([FORM] * 4)
+    assert streams.begin([FORM] * 4) is None
 
 
 def test_other_forms_are_taken_to_draw_nothing_if_none_did() -> None:
     streams = RandomStreams([torch.default_generator])
     in_turn(streams, [DRAWS["nothing"]], 2)
-    found = streams.begin("another form", 2)
+    found = streams.begin(["another form"] * 2)
     assert found is not None
     with found.of(0):
         torch.rand(1)
     with found.of(1):
         torch.rand(1)
     assert found.end() == 0
+
+
+def test_micro_batches_of_several_forms_have_amounts_of_their_own() -> None:
+    """As of 9 samples in 4 parts: 3, 2, 2, 2."""
+    sizes = [3, 2, 2, 2]
+    streams = RandomStreams([torch.default_generator])
+
+    def turn() -> list[Tensor]:
+        states, drawn = [states_of(streams.generators)], []
+        for size in sizes:
+            drawn.append(torch.rand(40 * size))
+            states.append(states_of(streams.generators))
+        streams.learn(sizes, states)
+        return drawn
+
+    turn()
+    start = torch.get_rng_state()
+    found = streams.begin(sizes)
+    assert found is not None
+    drawn = {}
+    for number in (3, 1, 0, 2):
+        with found.of(number):
+            drawn[number] = torch.rand(40 * sizes[number])
+    assert found.end() is None
+    torch.set_rng_state(start)
+    assert all(torch.equal(drawn[number], expected) for number, expected in enumerate(turn()))
+    assert streams.begin([2, 3, 2]) is not None
+    assert streams.begin([2, 5, 2]) is None
