@@ -29,13 +29,14 @@ from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.pipeline.asynchronous_checks import require_trainable, require_updating
 from chunkmem.pipeline.checkpoints import policy_of
 from chunkmem.pipeline.forms import BorderForm
+from chunkmem.pipeline.given_batch import digest_of
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.modules import StageModule
 from chunkmem.pipeline.options import ASYNCHRONOUS
 from chunkmem.pipeline.other_weights import Generations
 from chunkmem.pipeline.schedules import Schedule, make_schedule
 from chunkmem.pipeline.stage import Stage, StageStep
-from chunkmem.pipeline.staged import StagedPipeline, digest_of
+from chunkmem.pipeline.staged import StagedPipeline
 from chunkmem.pipeline.versions import Updates, make_versions
 from chunkmem.pipeline.width import Pipeline
 from chunkmem.plan.pipeline_asynchronous import delay_of, round_calls
@@ -47,8 +48,8 @@ class _Batch:
     """A batch under way."""
 
     parts: list[MicroBatch]
-    borders: list[tuple[BorderForm, ...]]
-    """By micro-batch."""
+    borders: list[dict[int, BorderForm]]
+    """By micro-batch and stage."""
     digest: int
     """Tells it from others."""
 

@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from chunkmem.errors import StateError
+from chunkmem.pipeline.micro_batches import MicroBatch
+from chunkmem.runtime.quiet import silenced
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,17 @@ class BorderForm:
     spec: TreeSpec
     leaves: tuple[Any, ...]
     """Tensors as `TensorForm`, and what else there is."""
+
+    @classmethod
+    def of(cls, name: str, value: Any) -> BorderForm:
+        """Return that of a value that has `TensorForm` in place of tensors."""
+        leaves, spec = tree_flatten(value)
+        return cls(name, spec, tuple(leaves))
+
+    @property
+    def value(self) -> Any:
+        """What `of` was given."""
+        return tree_unflatten(list(self.leaves), self.spec)
 
     @property
     def tensors(self) -> list[TensorForm]:
@@ -81,7 +94,8 @@ class BorderForms:
         self._dtype = dtype
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._trainable: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self._known: dict[Hashable, tuple[BorderForm, ...]] = {}
+        self._known: dict[Hashable, dict[int, BorderForm] | str] = {}
+        """By form of a micro-batch: what goes out of each stage but the last, or why that cannot be told."""
         memo: dict[int, Any] = {}
         together = nn.ModuleList(stages)
         with self._mode:
@@ -93,8 +107,8 @@ class BorderForms:
                 memo[id(buffer)] = torch.empty_like(buffer, device="cpu")
         self._stages = copy.deepcopy(together, memo)
 
-    def of(self, inputs: Any, form: Hashable) -> tuple[BorderForm, ...]:
-        """Return the borders after each stage but the last, for a micro-batch.
+    def of(self, inputs: Any, form: Hashable) -> dict[int, BorderForm]:
+        """Return what goes out of each stage but the last, for a micro-batch.
 
         Args:
             inputs: of the micro-batch.
@@ -103,6 +117,18 @@ class BorderForms:
         Raises:
             StateError: shapes depend on values.
         """
+        found = self._found(inputs, form)
+        if isinstance(found, str):
+            raise StateError(found)
+        return found
+
+    def of_all(self, parts: Sequence[MicroBatch]) -> list[dict[int, BorderForm]] | None:
+        """Return the same for each micro-batch; None if it cannot be told of one."""
+        found = [self._found(part.inputs, part.form) for part in parts]
+        known = [each for each in found if not isinstance(each, str)]
+        return known if len(known) == len(found) else None
+
+    def _found(self, inputs: Any, form: Hashable) -> dict[int, BorderForm] | str:
         key = form, tuple(real.requires_grad for real, _ in self._trainable)
         if key not in self._known:
             for real, fake in self._trainable:
@@ -110,36 +136,51 @@ class BorderForms:
             self._known[key] = self._run(inputs)
         return self._known[key]
 
-    def _run(self, inputs: Any) -> tuple[BorderForm, ...]:
-        found = []
+    def _run(self, inputs: Any) -> dict[int, BorderForm] | str:
+        found = {}
         try:
-            with torch.random.fork_rng(devices=()), self._mode, torch.enable_grad():
+            # What cannot run so is said ahead: torch need not log it.
+            quiet = silenced("torch._subclasses.fake_tensor")
+            with quiet, torch.random.fork_rng(devices=()), self._mode, torch.enable_grad():
                 value = tree_map(_without_values, inputs)
                 for number, stage in enumerate(self._stages[:-1]):
                     value = stage(value)
-                    found.append(self._form(value, f"what stage {number} gives to stage {number + 1}"))
-        except StateError:
-            raise
-        except Exception as error:
-            raise StateError(
+                    found[number] = form_of(value, border_name(number), dtype=self._dtype)
+        except StateError as error:
+            return str(error)
+        except Exception as error:  # whatever a block raises that is given no values
+            return (
                 f"what the stages of the pipeline give to each other cannot be told from the shapes of a micro-batch: "
                 f"{type(error).__name__}: {error}"
-            ) from error
-        return tuple(found)
+            )
+        return found
 
-    def _form(self, value: Any, name: str) -> BorderForm:
-        leaves, spec = tree_flatten(value)
-        return BorderForm(name, spec, tuple(self._leaf(leaf, name) for leaf in leaves))
 
-    def _leaf(self, leaf: Any, name: str) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            dtype = self._dtype if leaf.dtype is torch.float32 else leaf.dtype
-            return TensorForm(leaf.shape, dtype, leaf.requires_grad)
-        if leaf is None or isinstance(leaf, bool | int | float | str):
-            return leaf
-        raise StateError(
-            f"{name} has a {type(leaf).__name__}; stages give each other tensors, in tuples, lists and dicts"
-        )
+def border_name(number: int) -> str:
+    """Return what messages call what goes out of a stage."""
+    return f"what stage {number} gives to stage {number + 1}"
+
+
+def form_of(value: Any, name: str, *, dtype: torch.dtype) -> BorderForm:
+    """Return what a stage gives to the next one, without values.
+
+    Args:
+        value: that it gives.
+        name: of that, for messages.
+        dtype: that the model computes in, and in which floats are sent.
+
+    Raises:
+        StateError: it is no tensors in tuples, lists and dicts.
+    """
+    return BorderForm.of(name, tree_map(lambda leaf: _leaf(leaf, name, dtype), value))
+
+
+def _leaf(leaf: Any, name: str, dtype: torch.dtype) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return TensorForm(leaf.shape, dtype if leaf.dtype is torch.float32 else leaf.dtype, leaf.requires_grad)
+    if leaf is None or isinstance(leaf, bool | int | float | str):
+        return leaf
+    raise StateError(f"{name} has a {type(leaf).__name__}; stages give each other tensors, in tuples, lists and dicts")
 
 
 def _without_values(leaf: Any) -> Any:

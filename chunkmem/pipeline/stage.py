@@ -6,7 +6,7 @@ runs and with gradients in `.grad` is done here in other ways:
     received    memory for a micro-batch is allocated when its receive is posted, and goes with its graph
     sent        let go of when it has arrived; a graph is kept by its gradient edges, not by its outputs
     both        chunks of activations, on the device until then
-    shapes      of `chunkmem.pipeline.forms`; those of the last micro-batch may differ
+    shapes      of `chunkmem.pipeline.forms`, or said ahead (`chunkmem.pipeline.announced`); micro-batches may differ
     gradients   stay in the slots of chunks: each micro-batch's loss is divided, not the sum of gradients
 """
 
@@ -26,9 +26,10 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from chunkmem.comm.neighbours import Message, Neighbours
 from chunkmem.errors import StateError
 from chunkmem.nn.parked import Parked, ParkedTensors
+from chunkmem.pipeline.announced import AnnouncedForms
 from chunkmem.pipeline.block_times import BlockTimes
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
-from chunkmem.pipeline.forms import BorderForm, TensorForm
+from chunkmem.pipeline.forms import BorderForm, TensorForm, border_name
 from chunkmem.pipeline.frozen_stages import FrozenStep
 from chunkmem.pipeline.micro_batches import MicroBatch
 from chunkmem.pipeline.modules import StageModule
@@ -42,8 +43,8 @@ class StageStep:
     """What the stages of a rank have to know of a step."""
 
     parts: Sequence[MicroBatch]
-    borders: Sequence[Sequence[BorderForm]]
-    """By micro-batch: what goes out of each stage but the last."""
+    borders: Sequence[dict[int, BorderForm]]
+    """By micro-batch and stage: what goes out of that."""
     policies: Sequence[str]
     """By micro-batch: what becomes of what blocks save."""
     loss_fn: Callable[..., torch.Tensor]
@@ -56,6 +57,8 @@ class StageStep:
     """Called before the backward of a stage; its forward does so itself."""
     frozen: FrozenStep = field(default_factory=FrozenStep)
     """Blocks that nothing trains."""
+    announced: AnnouncedForms | None = None
+    """Where borders are not known before stages run: their sender says them."""
     losses: list[torch.Tensor] = field(default_factory=list)
     """Of micro-batches, divided; on the last stage."""
 
@@ -128,15 +131,20 @@ class Stage(_PipelineStageBase):
         """Begin to receive the inputs of a micro-batch."""
         if self.is_first or self._is_idle or self._is_given:
             return []
+        message = self._message(fwd_chunk_id, -1, is_sent=False, forward=True)
+        self._hear_form(fwd_chunk_id, message)
         tensors = [form.empty(self.device) for form in self._inputs(fwd_chunk_id)]
         buffers = self._received[fwd_chunk_id] = self._park(tensors, step=-1, what="output")
-        return self._neighbours.receive(buffers.bring(), self._message(fwd_chunk_id, -1, is_sent=False, forward=True))
+        return self._neighbours.receive(buffers.bring(), message)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send the outputs of a micro-batch."""
         if self.is_last or self._is_idle:
             return []
+        assert self._step is not None
         message = self._message(fwd_chunk_id, 1, is_sent=True, forward=True)
+        if self._step.announced is not None:
+            self._step.announced.send(self._step.borders[fwd_chunk_id][self.stage_index], message)
         return self._send(self._outgoing.pop(fwd_chunk_id), message)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -178,7 +186,11 @@ class Stage(_PipelineStageBase):
         if fwd_chunk_id in self._received:
             self._received.pop(fwd_chunk_id).end()
         if not self.is_last:
-            tensors = self._step.borders[fwd_chunk_id][self.stage_index].flattened(output)
+            borders = self._step.borders[fwd_chunk_id]
+            if self._step.announced is not None:
+                name = border_name(self.stage_index)
+                borders[self.stage_index] = self._step.announced.form(output, name=name)
+            tensors = borders[self.stage_index].flattened(output)
             del output
             if self.has_backward:
                 forms = self._outputs(fwd_chunk_id)
@@ -269,6 +281,13 @@ class Stage(_PipelineStageBase):
     def _outputs(self, part: int) -> list[TensorForm]:
         assert self._step is not None
         return self._step.borders[part][self.stage_index].tensors
+
+    def _hear_form(self, part: int, message: Message) -> None:
+        """Wait for the word of what is received next, if the step has such words."""
+        assert self._step is not None
+        if self._step.announced is not None:
+            with self._timed(StageWork.WAIT, part):
+                self._step.borders[part][self.stage_index - 1] = self._step.announced.receive(message)
 
     def _take_inputs(self, part: int) -> Any:
         assert self._step is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,14 +14,15 @@ from torch import nn
 from chunkmem.assembly import Runtime
 from chunkmem.comm.neighbours import Neighbours
 from chunkmem.errors import ChunkmemError, ConfigError, RankError
-from chunkmem.nn.values import tensors_in
+from chunkmem.pipeline.announced import AnnouncedForms
 from chunkmem.pipeline.automatic import choose
 from chunkmem.pipeline.checkpoints import policy_of
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.forms import BorderForms
 from chunkmem.pipeline.frozen_stages import FrozenStages, FrozenStep
+from chunkmem.pipeline.given_batch import compare, given_batch
 from chunkmem.pipeline.held import HeldStage
-from chunkmem.pipeline.micro_batches import MicroBatch, split
+from chunkmem.pipeline.micro_batches import not_given, split
 from chunkmem.pipeline.modules import StageModule, divide, with_ends
 from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.schedules import FOR_ANY_NUMBER, Schedule, check_schedule, make_schedule
@@ -130,7 +130,9 @@ class StagedPipeline(OfWidth):
         """Why it was chosen; empty if it was asked for."""
         self._schedules: dict[int, Schedule] = {}
         """By number of micro-batches."""
-        self._neighbours = Neighbours(self._ranks, runtime.device, waiting=runtime.memory.pager.waiting)
+        waiting = runtime.memory.pager.waiting
+        self._neighbours = Neighbours(self._ranks, runtime.device, waiting=waiting)
+        self._announced = AnnouncedForms(self._ranks, dtype=runtime.dtype, waiting=waiting)
         self._num_stages = len(modules)
         self.stages = [
             self.make_stage(
@@ -178,7 +180,9 @@ class StagedPipeline(OfWidth):
     def step(self, inputs: Any, target: Any = None, *, ids: Any = None) -> torch.Tensor:
         """Run forward and backward for a batch; return its loss, the same on all ranks of a pipeline, detached.
 
-        All ranks of a pipeline are given the same batch: the first stage uses `inputs`, the last one `target`.
+        All ranks of a pipeline are given the same batch: the first stage uses `inputs`, the last one `target`, and
+        other ranks may be given None. What stages give to each other is found out from the shapes of inputs; where a
+        rank has none, or a block looks at values, it is said ahead of each micro-batch.
 
         Args:
             inputs: a tensor, or tuples, lists and dicts of tensors, split into micro-batches along dimension 0.
@@ -187,9 +191,10 @@ class StagedPipeline(OfWidth):
                 tensor of integers.
 
         Raises:
-            StateError: the batch cannot be split, or shapes between stages depend on values.
-                Or a frozen block, or a sample, cannot be cached: see `FrozenCache`.
-            ConfigError: the schedule cannot run so many micro-batches, or there is not one of `ids` for each sample.
+            StateError: the batch cannot be split, the first stage has no inputs, or the last one no target that another
+                rank has. Or a frozen block, or a sample, cannot be cached: see `FrozenCache`.
+            ConfigError: ranks were given different batches, the schedule cannot run so many micro-batches, there is not
+                one of `ids` for each sample, or a rank with a cache has no inputs.
             CapacityError: something does not fit; the other ranks then raise a `RankError`, and training is over.
             RankError: a rank is missing, or has raised something.
         """
@@ -220,16 +225,22 @@ class StagedPipeline(OfWidth):
         """Have the stages of this rank know a batch, the same on all ranks of the pipeline; return what runs it."""
         self.require_current()
         self._runtime.require_open()
+        num = self._options.micro_batches
         with self._runtime.ranks.telling():
-            parts = split(inputs, target, num=self._options.micro_batches)
+            self._require_inputs_for_cache(inputs)
+            is_given = inputs is not None or target is not None
+            parts = split(inputs, target, num=num) if is_given else []
         with self._naming_stages():
-            self._ranks.agree("the batch of the pipeline", digest_of(parts, ids))
+            borders = None if inputs is None else self._forms.of_all(parts)
+            own = given_batch(parts, ids, knows_forms=borders is not None)
+            num_samples, are_known = compare(own, self._ranks)
+            parts = parts or not_given(num_samples, num)
             with self._runtime.ranks.telling():
                 frozen = self._frozen.begin(parts, ids) if is_training else FrozenStep()
         num = len(parts)
         step = StageStep(
             parts,
-            [self._forms.of(part.inputs, part.form) for part in parts],
+            borders if are_known and borders is not None else [{} for _ in parts],
             [policy_of(self._options.checkpoint, number, num) for number in range(num)],
             self._options.loss_fn,
             None if self._runtime.scaler is None else self._runtime.scaler.loss_scale,
@@ -237,12 +248,17 @@ class StagedPipeline(OfWidth):
             self._statistics,
             self._held.hold,
             frozen,
+            None if are_known else self._announced,
         )
         if num not in self._schedules:
             self._schedules[num] = self._make_schedule(num)
         for stage in self.stages:
             stage.begin(step, times=self.times)
         return step, self._schedules[num]
+
+    def _require_inputs_for_cache(self, inputs: Any) -> None:
+        if inputs is None and self._options.cache is not None:
+            raise ConfigError("pipe.step(): a cache looks up samples on all ranks: give all of them the inputs")
 
     def _make_schedule(self, num: int) -> Schedule:
         """Return the schedule for so many micro-batches; where it was chosen here, another one if it is not for them.
@@ -267,6 +283,7 @@ class StagedPipeline(OfWidth):
     def _loss(self, step: StageStep) -> torch.Tensor:
         """Return the loss of a batch, when all messages have arrived."""
         self._neighbours.settle()
+        self._announced.settle()
         self._held.release()
         (loss,) = self._ranks.sum_over([float(sum(step.losses))], label="sending the loss to all stages")
         return torch.tensor(loss, dtype=torch.float32, device=self._runtime.device)
@@ -308,17 +325,6 @@ class StagedPipeline(OfWidth):
                     f"rank {self._ranks.name(place)} has stage{'s' * (len(stages) > 1)} {' and '.join(stages)}"
                 )
         return f" ({'; '.join(found)})" if found else ""
-
-
-def digest_of(parts: Sequence[MicroBatch], ids: Any = None) -> str:
-    """Return what tells batches apart: shapes, sums of what is in RAM, and ids of samples."""
-    found: list[object] = [ids.tolist() if isinstance(ids, torch.Tensor) else ids]
-    for part in parts:
-        found.append(part.form)
-        for tensor in tensors_in((part.inputs, part.target)):
-            if tensor.device.type == "cpu":
-                found.append(float(tensor.detach().double().sum()).hex())
-    return f"{len(parts)} micro-batches, {hashlib.sha256(repr(found).encode()).hexdigest()[:12]}"
 
 
 def _cause(error: Exception) -> Exception:

@@ -137,6 +137,63 @@ def test_stages_with_data_parallel_ranks(four: Team, schedule: str, checkpoint: 
     assert different(task, four.run(train, task)) == []
 
 
+VALUES = StagedTask(model="looks at values", batch=9)
+OF_VALUES = {
+    "all are given the batch": VALUES,
+    "given at the ends": replace(VALUES, at_ends=True),
+    "given at the ends, plain": StagedTask(at_ends=True),
+    "frozen": StagedTask(model="frozen", at_ends=True),
+    "recomputed": replace(VALUES, checkpoint="always", schedule="gpipe"),
+    "looped": replace(VALUES, schedule="looped-bfs", stages_per_rank=2, at_ends=True),
+    "interleaved": replace(VALUES, schedule="interleaved", stages_per_rank=2, batch=7),
+    "accumulated": replace(VALUES, accumulate=2, micro_batches=2),
+    "fp16": replace(VALUES, precision="fp16"),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", OF_VALUES)
+def test_what_goes_between_stages_is_said_where_shapes_do_not_tell(pair: Team, name: str) -> None:
+    """Blocks that look at values were refused, and all ranks had to be given the whole batch."""
+    assert different(OF_VALUES[name], pair.run(train, OF_VALUES[name])) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "looped-bfs"])
+def test_the_same_on_four_ranks(four: Team, sizes: tuple[int, ...], schedule: str) -> None:
+    """Of 9 samples there are four micro-batches, as many as 1F1B over four stages needs: there were three."""
+    task = replace(VALUES, sizes=sizes, schedule=schedule, at_ends=True)
+    assert different(task, four.run(train, task)) == []
+
+
+def lack_values(rank: int) -> list[str]:
+    """Return what is raised where a stage has not what it needs, and a loss where it has."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
+    with chunkmem.ChunkManager(StagedTask().make_config(), mesh=mesh) as manager:
+        with manager.init():
+            model = Net("looks at values")
+        pipe = manager.pipeline(
+            model.blocks, first=model.words, last=model.head, loss_fn=loss_of, micro_batches=4, schedule="1f1b"
+        )
+        x, y = next(StagedTask().batches())
+        said = []
+        for given in ((None, y), (x if rank else None, y), (x, None if rank else y)):
+            with pytest.raises(chunkmem.StateError) as raised:
+                pipe.step(*given)
+            said.append(str(raised.value))
+        at_ends = (x, None) if rank == 0 else (None, y)
+        assert pipe.evaluate(*at_ends) == pipe.evaluate(x, y) == pipe.step(*at_ends)
+        return said
+
+
+def test_who_needs_what_of_a_batch_is_said_on_all_ranks(pair: Team) -> None:
+    one, other = pair.run(lack_values)
+    assert one == other
+    assert all("rank 0, which has the first stage, was given no inputs" in said for said in one[:2])
+    assert "rank 1, which has the last stage, was given no target, and another rank was" in one[2]
+
+
 def die(rank: int) -> None:
     def watch(pipe: StagedPipeline, manager: chunkmem.ChunkManager, step: int) -> None:
         if step == 2 and rank == 1:

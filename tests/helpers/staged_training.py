@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import chunkmem
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.pipeline.staged import StagedPipeline
 from tests.helpers.low_precision import LowPlain
+from tests.helpers.pipelined import parted
 from tests.helpers.shared_training import WIDTH, WORDS, Block, mean_of
 
 AMPLE = 4 << 20
@@ -62,9 +64,18 @@ class SavesWeight(Block):
         return self.norm(super().forward(x))  # type: ignore[no-any-return]
 
 
+class LooksAtValues(Block):
+    """What it returns in addition has as many rows as values say."""
+
+    def forward(self, x: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y = super().forward(x if chosen is None else x + chosen.mean(0))
+        rows = y.flatten(0, 1)
+        return y, rows[: 1 + int((rows.detach()[:, 0] > 0).sum().item())]
+
+
 class Head(nn.Linear):
     def forward(self, x: Tensor, skipped: Tensor | None = None) -> Tensor:
-        return super().forward(x if skipped is None else x + skipped)
+        return super().forward(x if skipped is None else x + (skipped if skipped.dim() == x.dim() else skipped.mean(0)))
 
 
 class Net(nn.Module):
@@ -72,6 +83,7 @@ class Net(nn.Module):
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
         kinds = {"pairs": Pair, "in place": InPlace, "saves its output": SavesOutput, "ends in a norm": SavesWeight}
+        kinds["looks at values"] = LooksAtValues
         block = kinds.get(kind, Block)
         self.blocks = nn.ModuleList(block() for _ in range(4))
         if kind == "hot":
@@ -122,6 +134,8 @@ class StagedTask:
     timeout_s: float = 60.0
     on_meta: bool = False
     """The model is built on the meta device."""
+    at_ends: bool = False
+    """The first stage alone is given inputs, the last one alone a target."""
     empty: tuple[tuple[int, int], ...] = ()
     """(step, column): the data-parallel ranks of that number have no batch in that step."""
 
@@ -131,6 +145,12 @@ class StagedTask:
         fp16 = {"enabled": True, "initial_scale_power": self.initial_scale_power, "loss_scale_window": 2}
         low = {} if self.precision == "fp32" else {"precision": self.precision}
         return chunkmem.Config.from_dict({**base, **low, **({"fp16": fp16} if self.precision == "fp16" else {})})
+
+    def given(self, rank: int, x: Tensor, y: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return what a rank is given of a batch."""
+        stage = rank * self.sizes[0] // math.prod(self.sizes)
+        is_first, is_last = stage == 0, stage == self.sizes[0] - 1
+        return (x if is_first or not self.at_ends else None), (y if is_last or not self.at_ends else None)
 
     def batches(self, column: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         draw = torch.Generator().manual_seed(7 + column)
@@ -180,7 +200,7 @@ def train(rank: int, task: StagedTask, watch: Watch | None = None) -> StagedOutc
         losses, misses, norms = [], [], []
         for step, (x, y) in enumerate(task.batches(column)):
             for _ in range(0 if (step, column) in task.empty else task.accumulate):
-                losses.append(pipe.step(x, y).item())
+                losses.append(pipe.step(*task.given(rank, x, y)).item())
             if task.clip:
                 norms.append(optimizer.clip_grad_norm_(task.clip).item())
             optimizer.step()
@@ -224,7 +244,7 @@ def serial(task: StagedTask, *, untied: bool = False) -> StagedOutcome:
         for column, (x, y) in enumerate(batches):
             optimizer.zero_grad()
             for _ in range(0 if (step, column) in task.empty else task.accumulate):
-                pairs = zip(x.chunk(task.micro_batches), y.chunk(task.micro_batches), strict=True)
+                pairs = zip(parted(x, task.micro_batches), parted(y, task.micro_batches), strict=True)
                 parts = [loss_of(model(a), b) / (len(x) / len(a)) for a, b in pairs]
                 losses.append(float(sum(part.detach() for part in parts)))
                 for part in reversed(parts) if task.schedule in LIFO else parts:

@@ -1,16 +1,20 @@
-"""A model of transformers by micro-batches, one layer after the other: what blocks need besides hidden states."""
+"""Models of transformers by micro-batches, one layer after the other, or as stages: what blocks need besides states."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import chunkmem
 from tests.helpers.audit import audit
-from tests.helpers.libraries import AMPLE_NBYTES, llama
+from tests.helpers.libraries import AMPLE_NBYTES, LLAMA, llama
 from tests.helpers.pipelined import loop_step
+from tests.helpers.ranks import Team
 from tests.helpers.twins import cpu_only
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -94,3 +98,75 @@ def test_llama_by_layer(checkpoint: str, is_wrapped: bool) -> None:
         state = manager.state_dict(model)
         for name, value in plain.state_dict().items():
             assert torch.equal(state[name], value), name
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen2Moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 32,
+    },
+}
+
+
+def mixture(kind: str, experts: str) -> Any:
+    """A mixture of experts, which layers choose by values."""
+    options = {**LLAMA, "num_hidden_layers": 4, **EXPERTS[kind]}
+    config = getattr(transformers, f"{kind}Config")(**options, experts_implementation=experts)
+    torch.manual_seed(5)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def texts() -> list[Tensor]:
+    return [torch.randint(LLAMA["vocab_size"], (4, 13), generator=torch.Generator().manual_seed(k)) for k in range(4)]
+
+
+def train_stages(rank: int, kind: str, experts: str, precision: str) -> tuple[list[float], dict[str, Tensor]]:
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
+    memory = {"device": AMPLE_NBYTES, "host": 64 << 20}
+    config = chunkmem.Config.from_dict({"memory": memory, "precision": precision, "default_chunk_size": 4096})
+    with chunkmem.ChunkManager(config, mesh=mesh) as manager:
+        with manager.init():
+            model = mixture(kind, experts)
+        pipe = manager.pipeline(
+            [Layer(layer) for layer in model.model.layers],
+            first=First(model.model),
+            last=Last(model),
+            loss_fn=next_token,
+            micro_batches=2,
+            schedule="1f1b",
+        )
+        optimizer = chunkmem.AdamW(model.parameters(), lr=1e-2, manager=manager)
+        losses = []
+        for text in texts():
+            losses.append(pipe.step(text[:, :-1], text[:, 1:]).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, manager.state_dict()
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_mixtures_of_experts_as_stages(kind: str, experts: str) -> None:
+    """They were refused: which experts a layer runs cannot be told from shapes."""
+    model = mixture(kind, experts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses = []
+    for text in texts():
+        pairs = zip(text[:, :-1].chunk(2), text[:, 1:].chunk(2), strict=True)
+        parts = [next_token(model(tokens).logits, targets) / 2 for tokens, targets in pairs]
+        losses.append(float(sum(part.detach() for part in parts)))
+        for part in parts:
+            part.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with Team(2) as pair:
+        for found, weights in pair.run(train_stages, kind, experts, "fp32"):
+            assert found == losses
+            for name, value in model.state_dict().items():
+                assert torch.equal(weights[name], value), name
+        for found, _ in pair.run(train_stages, kind, experts, "bf16"):
+            assert found == pytest.approx(losses, rel=0.02)

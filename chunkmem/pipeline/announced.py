@@ -1,0 +1,64 @@
+"""What goes from stage to stage, said ahead of it: for a step in which not all ranks can tell it from shapes.
+
+[Note: Announced forms] A block may look at values (`.item()`, experts that are chosen by them), or a rank have no
+inputs to find shapes out from. Then whoever sends what a stage has returned says before what it is, and whoever
+receives it waits for that where the schedule has it receive: sends are posted before. Messages are matched in that
+order, so no rank waits for itself ([Note: Depth] in `chunkmem.comm.neighbours`). Gradients need no such word: their
+receiver has made what they are of.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from chunkmem.comm.neighbours import Message, Neighbours, Waiting
+from chunkmem.comm.ranks import Ranks
+from chunkmem.pipeline.forms import BorderForm, form_of
+
+_FIRST_TAG = 1 << 28
+"""Above those of activations, below those of tied parameters."""
+
+
+class AnnouncedForms:
+    """Sends and receives what is about to be sent and received."""
+
+    def __init__(self, ranks: Ranks, *, dtype: torch.dtype, waiting: Waiting) -> None:
+        """Exchange with `ranks`, one of each stage, what models that compute in `dtype` give to each other."""
+        self._neighbours = Neighbours(ranks, torch.device("cpu"), waiting=waiting)
+        self._dtype = dtype
+
+    def form(self, value: Any, *, name: str) -> BorderForm:
+        """Return what a stage gives to the next one. Raises what `form_of` does."""
+        return form_of(value, name, dtype=self._dtype)
+
+    def send(self, form: BorderForm, message: Message) -> None:
+        """Say what is sent next; `message` is that. Raises a `RankError` if the peer is missing."""
+        content = torch.frombuffer(bytearray(pickle.dumps((form.name, form.value))), dtype=torch.uint8)
+        length = torch.tensor([len(content)], dtype=torch.int64, device="cpu")
+        for number, tensor in enumerate((length, content)):
+            self._neighbours.send([tensor], _ahead(message, number))
+
+    def receive(self, message: Message) -> BorderForm:
+        """Return what is received next, when its sender has said it. Raises what `send` does."""
+        length = torch.empty(1, dtype=torch.int64, device="cpu")
+        self._receive(length, _ahead(message, 0))
+        content = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+        self._receive(content, _ahead(message, 1))
+        name, value = pickle.loads(bytes(content.tolist()))
+        return BorderForm.of(name, value)
+
+    def settle(self) -> None:
+        """Wait until all has been sent. Raises what `send` does."""
+        self._neighbours.settle()
+
+    def _receive(self, tensor: torch.Tensor, message: Message) -> None:
+        self._neighbours.receive([tensor], message)
+        self._neighbours.wait(message.tag)
+
+
+def _ahead(message: Message, number: int) -> Message:
+    return replace(message, tag=_FIRST_TAG + 2 * message.tag + number)

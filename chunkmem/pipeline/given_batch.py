@@ -1,0 +1,101 @@
+"""What the ranks of a pipeline were given of a batch: inputs are needed on the first stage, targets on the last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from chunkmem.comm.ranks import Ranks
+from chunkmem.errors import ConfigError, StateError
+from chunkmem.nn.values import tensors_in
+from chunkmem.pipeline.micro_batches import MicroBatch
+
+
+@dataclass(frozen=True)
+class GivenBatch:
+    """What one rank says of its batch."""
+
+    parts: str
+    """How it is split; empty where this rank was given nothing."""
+    num_samples: int
+    inputs: str
+    """What tells them from others; empty: there are none."""
+    target: str
+    """Likewise."""
+    ids: str
+    """Of samples, for a cache."""
+    knows_forms: bool
+    """What stages give to each other was found out from the shapes of the inputs."""
+
+
+def given_batch(parts: Sequence[MicroBatch], ids: Any, *, knows_forms: bool) -> GivenBatch:
+    """Describe the batch of this rank, which has no micro-batches where it was given nothing."""
+    inputs, target = (_digests([getattr(part, name) for part in parts]) for name in ("inputs", "target"))
+    said = repr(ids.tolist() if isinstance(ids, torch.Tensor) else ids)
+    sizes = [part.num_samples for part in parts]
+    return GivenBatch(
+        f"{len(parts)} micro-batches of {sizes}" if parts else "",
+        sum(sizes),
+        inputs,
+        target,
+        _digest(said),
+        knows_forms,
+    )
+
+
+def compare(own: GivenBatch, ranks: Ranks) -> tuple[int, bool]:
+    """Compare what all ranks of a pipeline were given; all of them call it, and raise the same.
+
+    Returns:
+        The number of samples, and whether all ranks know what stages give to each other.
+
+    Raises:
+        ConfigError: ranks were given different batches.
+        StateError: the first rank has no inputs, or the last one no target and another one has.
+        RankError: a rank is missing.
+    """
+    texts, _ = ranks.texts_of_all(json.dumps(asdict(own)), label="comparing the batch of the pipeline")
+    every = [GivenBatch(**json.loads(text)) for text in texts]
+    for what in ("parts", "inputs", "target", "ids"):
+        found = {rank: said for rank, each in enumerate(every) if (said := getattr(each, what))}
+        if len(set(found.values())) > 1:
+            named = ", ".join(f"{said} on rank {ranks.name(rank)}" for rank, said in found.items())
+            raise ConfigError(
+                f"the batch of the pipeline differs between ranks: {what}: {named}; give all ranks of a pipeline the "
+                "same batch, or None where a stage is neither the first nor the last"
+            )
+    if not every[0].inputs:
+        raise StateError(
+            f"pipe.step(): rank {ranks.name(0)}, which has the first stage, was given no inputs; they are needed there"
+        )
+    if not every[-1].target and any(each.target for each in every):
+        raise StateError(
+            f"pipe.step(): rank {ranks.name(len(every) - 1)}, which has the last stage, was given no target, and "
+            "another rank was; the loss is computed there"
+        )
+    return every[0].num_samples, all(each.knows_forms for each in every)
+
+
+def digest_of(parts: Sequence[MicroBatch]) -> str:
+    """Return what tells batches apart: shapes, and sums of what is in RAM."""
+    return f"{len(parts)} micro-batches, {_digests([(part.inputs, part.target) for part in parts])}"
+
+
+def _digests(values: Sequence[Any]) -> str:
+    """Return a digest of the tensors in some values; empty if these are None."""
+    found = [
+        f"{tuple(tensor.shape)} {tensor.dtype} "
+        + (float(tensor.detach().double().sum()).hex() if tensor.device.type == "cpu" else "")
+        for value in values
+        for tensor in tensors_in(value)
+    ]
+    return _digest(repr(found)) if any(value is not None for value in values) else ""
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
