@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ import chunkmem
 from chunkmem.freezing import tags
 from chunkmem.freezing.kept import Asked
 from chunkmem.freezing.shared_index import SharedIndex
+from chunkmem.runtime.disk_calls import SystemCalls
 from tests.helpers.audit import audit
 from tests.helpers.ranks import Team
 from tests.helpers.repartitioned import Change, Training
@@ -160,6 +163,30 @@ def test_ranks_have_one_copy(
     if name == "a few on DISK":
         assert (num, on_disk) == (14, 8)
     assert list(tmp_path.iterdir()) == []
+
+
+def train_on_a_full_disk(rank: int, *how: Any) -> Any:
+    def fallocate(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank:  # the first one has room
+            patch.setattr(SystemCalls, "fallocate", fallocate)
+        found, *_ = train(rank, *how)
+    return found, sum("the disk is full" in str(each.message) for each in caught)
+
+
+def test_a_rank_whose_disk_is_full_computes(
+    team: Team, tmp_path: Path, without_cache: Callable[[Team, int], list[Any]]
+) -> None:
+    options = SIZES["HOST and DISK"] | {"disk": tmp_path}
+    expected = without_cache(team, AMPLE_NBYTES)
+    found = team.run(train_on_a_full_disk, team.size, options, AMPLE_NBYTES)
+    for (one, _), (other, *_) in zip(found, expected, strict=True):
+        assert one[0] == other[0]
+        assert all(torch.equal(value, one[1][key]) for key, value in other[1].items())
+    assert [num for _, num in found] == [0] + [1] * (team.size - 1)
 
 
 def train_and_die(rank: int, size: int, folder: Path, where: str) -> str:
