@@ -1,10 +1,12 @@
 """What a call may change besides what it returns, so that the call can be repeated as if for the first time.
 
 [Note: A call is repeated] A forward that is recomputed would count twice: BatchNorm's running statistics, the `u` of
-spectral norm, a list that it appends to, `self.num_calls += 1`. So before a call everything that it can reach by
-Python's references is written down, shallowly: attributes and buffers of modules, lists, dicts, sets and plain objects
-(caches) that it is given or that its modules and closures hold, cells of closures. The second call begins with these
-contents, and with copies of buffers as they were, and everything gets back afterwards what it had before.
+spectral norm, a list that it appends to, `self.num_calls += 1`. It would also read other weights than before, where
+`functional_call` had tensors stand in for them, and other weights would need a gradient, where some were frozen since.
+So before a call everything that it can reach by Python's references is written down, shallowly: attributes, buffers and
+parameters of modules, lists, dicts, sets and plain objects (caches) that it is given or that its modules and closures
+hold, cells of closures. The second call begins with these contents, and with copies of buffers as they were, and
+everything gets back afterwards what it had before.
 
 torch counts most writes to a tensor, but not those of BatchNorm's kernels. So a small buffer is always taken for a
 written one, a large one if its version says so; and so are small tensors without gradient in attributes, containers and
@@ -63,6 +65,35 @@ class _Known:
     name: str
 
 
+class _Weights:
+    """The parameters of a module as a call finds them: tensors may stand in for them, and any may be frozen."""
+
+    def __init__(self, parameters: dict[str, Any]) -> None:
+        self._parameters = parameters
+        self._found = self._now()
+
+    def _now(self) -> list[tuple[str, Any, bool]]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [(name, p, p is not None and p.requires_grad) for name, p in dict.items(self._parameters)]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within, the module has what the call has found."""
+        now = self._now()
+        self._set(self._found, before=now)
+        try:
+            yield
+        finally:
+            self._set(now, before=self._found)
+
+    def _set(self, wanted: list[tuple[str, Any, bool]], *, before: list[tuple[str, Any, bool]]) -> None:
+        for (name, param, requires_grad), (_, other, other_requires_grad) in zip(wanted, before, strict=True):
+            if param is not other:
+                dict.__setitem__(self._parameters, name, param)  # past the mapping that tells of reads
+            elif param is not None and param.is_leaf and requires_grad != other_requires_grad:
+                param.requires_grad_(requires_grad)
+
+
 class CallState:
     """What a call can reach and change, as it is when this is made."""
 
@@ -79,6 +110,7 @@ class CallState:
         self._inputs: dict[int, _Known] = {}
         """The same; whoever recomputes has them, and compares their versions from now on."""
         self._buffers: dict[int, _Known] = {}
+        self._weights: list[_Weights] = []
         for name, value in args:
             self._add_input(value, name)
         self._visit(function, "", depth=_OBJECT_DEPTH)
@@ -129,16 +161,20 @@ class CallState:
                 )
         now = [content_of(container.value) for container in self._containers]
         scratch = copies_of(self._copies)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._put_back, now)
+            for weights in self._weights:
+                stack.enter_context(weights.restored())
             for container, content in zip(self._containers, now, strict=True):
                 wanted = replaced(container.content, scratch)
                 if not is_same(content, wanted):
                     fill(container.value, wanted)
             yield
-        finally:
-            for container, content in zip(self._containers, now, strict=True):
-                if not is_same(content_of(container.value), content):
-                    fill(container.value, content)
+
+    def _put_back(self, now: list[Any]) -> None:
+        for container, content in zip(self._containers, now, strict=True):
+            if not is_same(content_of(container.value), content):
+                fill(container.value, content)
 
     def _add_input(self, value: object, name: str) -> None:
         """Visit an argument. Tensors in tuples are inputs, as those on their own."""
@@ -208,6 +244,8 @@ class CallState:
             prefix = f"{root_name}.{path}" if path else root_name
             attributes = vars(module)
             self._containers.append(_Container(attributes, prefix, dict(attributes)))
+            if module._parameters:
+                self._weights.append(_Weights(module._parameters))
             if module._buffers and not isinstance(module._buffers, dict):
                 raise StateError(f"{prefix} has buffers and is scripted by torch.jit, which cannot be run twice alike")
             if module._buffers:

@@ -211,6 +211,34 @@ def test_a_write_after_the_call_is_an_error() -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("flip", ["functional_call", "frozen after forward", "unfrozen after forward"])
+def test_the_second_run_has_the_weights_of_the_first(flip: str) -> None:
+    """Tensors that stood in for weights are gone by then, and what needs a gradient may be something else."""
+
+    def gradients(run: Run) -> Any:
+        torch.manual_seed(3)
+        block, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4, requires_grad=True)
+        leaves = [param.detach().clone().requires_grad_() for param in block.parameters()]
+        if flip == "functional_call":
+            fast = {name: 2 * leaf for (name, _), leaf in zip(block.named_parameters(), leaves, strict=True)}
+            model = nn.Module()
+            model.block, model.forward = block, lambda x: run(block, x)
+            loss = torch.func.functional_call(model, {f"block.{k}": v for k, v in fast.items()}, (x,)).square().sum()
+        else:
+            block[0].requires_grad_(flip == "frozen after forward")
+            loss = run(block, x).square().sum()
+            block[0].requires_grad_(flip != "frozen after forward")
+        loss.backward()
+        after = [param.requires_grad for param in block.parameters()]
+        return x.grad, after, [None if leaf.grad is None else leaf.grad for leaf in (*leaves, *block.parameters())]
+
+    expected, found = gradients(plainly), gradients(chunkmem.checkpoint)
+    assert expected[1] == found[1]
+    for one, other in zip([expected[0], *expected[2]], [found[0], *found[2]], strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
 def noisy(block: nn.Module, generator: torch.Generator, x: torch.Tensor) -> torch.Tensor:
     scale = random.random() + np.random.default_rng(0).random() + np.random.rand() + torch.rand((), generator=generator)
     return block(x * scale).tanh() * scale
