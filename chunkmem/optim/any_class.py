@@ -137,7 +137,11 @@ class Optimizer(RuleOptimizer):
         if not self.defaults or len(self._rule.trials) > 1:
             known = made.defaults if not self.param_groups else {k: self.defaults[k] for k in self.defaults}
             self.defaults = {key: value for key, value in known.items() if key in made.defaults}
-        return {key: value for key, value in made.param_groups[0].items() if key not in NOT_OPTIONS}
+        given = {**trial.made.arguments, **options}
+        resolved = {key: value for key, value in made.param_groups[0].items() if key not in NOT_OPTIONS}
+        # A tensor stays the user's own, as in torch.optim: it may be written in place, such as a learning rate.
+        own = {key: given[key] for key, value in resolved.items() if isinstance(value, torch.Tensor) and key in given}
+        return {**resolved, **{key: value for key, value in own.items() if isinstance(value, torch.Tensor)}}
 
     def move_to(self, host: OptimizerHost) -> None:
         self._tiles, self._kinds = None, []

@@ -416,6 +416,34 @@ def test_a_learning_rate_in_a_tensor_that_is_changed_in_place() -> None:
     alike(scenario, "NAdam")
 
 
+@pytest.mark.parametrize("in_group", [False, True])
+def test_a_learning_rate_in_a_tensor_that_the_optimizer_is_made_with(in_group: bool) -> None:
+    """It stays the user's own, as in torch.optim: ours kept the copy that its class was tried with."""
+
+    def run(manager: chunkmem.ChunkManager | None) -> Any:
+        torch.manual_seed(0)
+        with nullcontext() if manager is None else manager.init():
+            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4))
+        rate = torch.tensor(1e-2)
+        params: Any = [{"params": list(model.parameters()), "lr": rate}] if in_group else model.parameters()
+        options: dict[str, Any] = {} if in_group else {"lr": rate}
+        optimizer = (
+            torch.optim.AdamW(params, fused=True, **options)
+            if manager is None
+            else chunkmem.Optimizer(torch.optim.AdamW, params, manager=manager, fused=True, **options)
+        )
+        for seed in STEPS:
+            model(features(seed)).square().mean().backward()
+            rate.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.param_groups[0]["lr"] is rate
+        return copied(model.state_dict() if manager is None else manager.state_dict(model))
+
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        assert_equal(run(manager), run(None))
+
+
 def test_frozen_parameters_of_integers_are_left_alone() -> None:
     """As of a quantised layer: the class is not tried on them."""
     with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
