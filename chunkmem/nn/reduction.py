@@ -72,7 +72,7 @@ class Reduction:
         rows += [float(managed in gradients.given) for managed in params]
         rows += [float(managed in gradients.withdrawn) for managed in params]
         found = self.shards.ranks.max_over(rows, label=_READER) if rows else ()
-        per_row = (found[start : start + len(params)] for start in range(0, 3 * len(params), len(params) or 1))
+        per_row = (found[row * len(params) : (row + 1) * len(params)] for row in range(3))
         return [{managed for managed, has in zip(params, row, strict=True) if has} for row in per_row]
 
     def _refuse(self, disputed: set[ManagedParameter]) -> None:
