@@ -87,6 +87,10 @@ class BuiltModels:
         self._pack(roots, excluded, kept=kept, built=built, models=roots)
         self.added.append(unpacked)
 
+    def kept(self) -> list[nn.Module]:
+        """Return the modules that are each rank's own: excluded, and their gradients are not averaged."""
+        return [module for added in self.added for module in added.kept]
+
     def check_stages(self, stages: Iterable[nn.Module]) -> None:
         """Check that the model that was built can be packed as these stages.
 

@@ -388,7 +388,8 @@ class ChunkManager(ModelBuilding, Reporting):
             path: of the directory; over ranks, one that all of them see.
             optimizer: whose states are saved; None: none are.
             ema, model: averages that are saved, if any; the model may be left out if the manager has one.
-            extra: anything else, such as `{"step": 100, "scheduler": scheduler.state_dict()}`; of the first rank.
+            extra: anything else, such as `{"step": 100, "scheduler": scheduler.state_dict()}`. A rank that passes
+                something else than the first one gets back its own from as many ranks.
             asynchronous: return at once, and have a thread write what is there now, while training continues: who
                 changes a chunk waits until its values are copied. The next `save`, `close` and the end of Python wait
                 for it, and raise its error if nobody has asked for that.
@@ -420,7 +421,8 @@ class ChunkManager(ModelBuilding, Reporting):
     ) -> dict[str, Any]:
         """Load a checkpoint that `save` or torch.distributed.checkpoint has written; return its `extra`.
 
-        The number of ranks and stages, caps, tiles and precision may be others. Files are looked over before anything
+        The number of ranks and stages, caps, tiles and precision may be others, but for modules in
+        `exclude(reduce=False)`, of which each rank has its own. Files are looked over before anything
         is changed. Nothing that they name is run: what is neither a tensor nor a plain container needs `trust`.
 
         Args:

@@ -32,6 +32,8 @@ from chunkmem.nn.lazy_tensor import LazyTensor, Piece
 
 EXTRA = "extra"
 """The key of what a user adds."""
+RANKS = "ranks"
+"""The key of what each rank has of its own, by its number: the same keys again."""
 _FILE_NBYTES = 32 << 20
 """Of a file, at most; a larger tensor has one of its own."""
 _MAX_OPEN = 64
@@ -57,11 +59,17 @@ class ChunkPlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Name the values by their place in nested dicts; what a user adds is one object, whatever its keys are."""
+        extras: dict[tuple[str, ...], Any] = {(EXTRA,): state_dict[EXTRA]} if EXTRA in state_dict else {}
         named = {key: value for key, value in state_dict.items() if key != EXTRA}
+        if RANKS in state_dict:
+            own = {rank: part for rank, part in state_dict[RANKS].items() if isinstance(part, dict) and EXTRA in part}
+            extras |= {(RANKS, rank, EXTRA): part[EXTRA] for rank, part in own.items()}
+            rest = {rank: {key: value for key, value in part.items() if key != EXTRA} for rank, part in own.items()}
+            named[RANKS] = {rank: part for rank, part in {**state_dict[RANKS], **rest}.items() if part}
         super().set_up_planner(named, storage_meta, is_coordinator)
-        if EXTRA in state_dict:
-            self.state_dict[EXTRA] = state_dict[EXTRA]
-            self.mappings[EXTRA] = (EXTRA,)
+        for keys, extra in extras.items():
+            self.state_dict[".".join(keys)] = extra
+            self.mappings[".".join(keys)] = keys
 
     def create_local_plan(self) -> SavePlan:
         """Return what this rank writes."""
@@ -70,12 +78,16 @@ class ChunkPlanner(DefaultSavePlanner):
             if isinstance(value, LazyTensor):
                 items += [_item(name, value, piece) for piece in value.pieces if piece.source.is_here]
             elif isinstance(value, torch.Tensor):
-                if self._writes_tensors and not value.is_meta:
+                if (self._writes_tensors or self._is_own(name)) and not value.is_meta:
                     items += create_default_local_save_plan({name: value}, is_coordinator=True).items
-            elif self._writes_objects:
+            elif self._writes_objects or self._is_own(name):
                 items += create_default_local_save_plan({name: value}, is_coordinator=True).items
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
+
+    def _is_own(self, name: str) -> bool:
+        """Tell whether no other rank has it."""
+        return self.mappings[name][0] == RANKS
 
     def piece_of(self, item: WriteItem) -> Piece | None:
         """Return where the values are that an item writes; None for what is in no chunk."""

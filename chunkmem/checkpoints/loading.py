@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from chunkmem.assembly import Runtime
+from chunkmem.checkpoints.by_rank import OwnNames, OwnParts
 from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.names import indexed_state
 from chunkmem.checkpoints.odd_files import checkpoint_path, said
@@ -39,6 +40,7 @@ def load_checkpoint(
     require_own(optimizer, "manager.load()")
     require_averages(ema, "manager.load()")
     ledger, owner = runtime.updater.ledger, runtime.updater.claims.owner
+    everyone = ranks.everyone()
     problem = written = ""
     cause: Exception | None = None
     try:
@@ -48,11 +50,12 @@ def load_checkpoint(
         before_reading(path)
         files = CheckpointFiles(path, trust=trust)
         written = f"{files.digest} {path} of rank {ranks.name(ranks.rank)}"
-        weights: dict[str, Any] = files.nested("model") or {}
-        check_fits(weights, runtime.modules.surface.expected_state(root), strict=strict)
-        states = _states(files, root, optimizer)
-        averages = _averages(files, ema)
-        extra = tree_map_only(LazyTensor, LazyTensor.read, files.nested(EXTRA) or {})
+        names = OwnNames.of(root, runtime)
+        own = OwnParts(files, names, everyone)
+        weights = _weights(files, own, names, runtime.modules.surface.expected_state(root), strict=strict)
+        states = _states(files, own, root, optimizer)
+        averages = _averages(files, own, ema)
+        extra = tree_map_only(LazyTensor, LazyTensor.read, own.extra or files.nested(EXTRA) or {})
         _verify(files, rank=ranks.rank, size=ranks.size)
     except RankError:
         raise
@@ -79,7 +82,20 @@ def load_checkpoint(
     return dict(extra)
 
 
-def _averages(files: CheckpointFiles, ema: EMA | None) -> dict[str, Any]:
+def _weights(
+    files: CheckpointFiles, own: OwnParts, names: OwnNames, expected: Mapping[str, Any], *, strict: bool
+) -> dict[str, Any]:
+    """Return the saved weights, once they are certain to fit.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    found: dict[str, Any] = own.join(names.elsewhere(expected) | (files.nested("model") or {}), "model")
+    check_fits(found, expected, strict=strict)
+    return found
+
+
+def _averages(files: CheckpointFiles, own: OwnParts, ema: EMA | None) -> dict[str, Any]:
     """Return the saved averages, once they are certain to fit.
 
     Raises:
@@ -87,14 +103,16 @@ def _averages(files: CheckpointFiles, ema: EMA | None) -> dict[str, Any]:
     """
     if ema is None:
         return {}
-    saved = files.nested("ema")
+    saved = own.join(files.nested("ema"), "ema")
     if not isinstance(saved, dict):
         raise CheckpointError(f"{files.path} has no averages; load it without ema=")
     ema.check_state_dict(saved)
     return saved
 
 
-def _states(files: CheckpointFiles, root: nn.Module, optimizer: StatefulOptimizer | None) -> dict[str, Any] | None:
+def _states(
+    files: CheckpointFiles, own: OwnParts, root: nn.Module, optimizer: StatefulOptimizer | None
+) -> dict[str, Any] | None:
     """Return the saved state of an optimizer as it takes it, once it is certain to.
 
     Raises:
@@ -102,7 +120,7 @@ def _states(files: CheckpointFiles, root: nn.Module, optimizer: StatefulOptimize
     """
     if optimizer is None:
         return None
-    saved = files.nested("optimizer")
+    saved = own.join(files.nested("optimizer"), "optimizer")
     if not isinstance(saved, dict) or "param_groups" not in saved:
         raise CheckpointError(f"{files.path} has no optimizer state; load it without an optimizer")
     states = indexed_state(root, optimizer, saved)

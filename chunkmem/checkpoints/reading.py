@@ -99,15 +99,15 @@ class CheckpointFiles:
         """What the checkpoint has, on the outside."""
         return tuple(dict.fromkeys(map(self.key_of, self.metadata.state_dict_metadata)))
 
-    def nested(self, prefix: str, *, with_objects: bool = True) -> Any:
-        """Return what was saved under a key, as it was nested, with lazy tensors; None if there is nothing.
+    def nested(self, *prefix: str, with_objects: bool = True) -> Any:
+        """Return what was saved under a key, or keys in each other, as it was nested; None if there is nothing.
 
-        Objects are read now, or, without `with_objects`, left out and not read.
+        Tensors are lazy. Objects are read now, or, without `with_objects`, left out and not read.
         """
         found: Any = None
         for name, form in self.metadata.state_dict_metadata.items():
             keys = self._keys(name)
-            if keys[0] != prefix:
+            if keys[: len(prefix)] != prefix:
                 continue
             if isinstance(form, TensorStorageMetadata):
                 value: Any = LazyTensor.of(_FileSource(self, name), tuple(form.size), form.properties.dtype)
@@ -115,8 +115,13 @@ class CheckpointFiles:
                 value = self.object(name)
             else:
                 continue
-            found = _put(found, keys[1:], value)
+            found = _put(found, keys[len(prefix) :], value)
         return found
+
+    def names_under(self, outer: str, inner: str) -> list[str]:
+        """Return the keys that are saved under `inner`, which is in anything under `outer`, once each."""
+        every = (self._keys(name) for name in self.metadata.state_dict_metadata)
+        return list(dict.fromkeys(str(keys[3]) for keys in every if keys[0] == outer and keys[2:3] == (inner,)))
 
     def _keys(self, name: str) -> tuple[str | int, ...]:
         keys: tuple[str | int, ...] = self.metadata.planner_data[name]

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from chunkmem.assembly import Runtime
+from chunkmem.checkpoints.by_rank import OwnNames, divide
 from chunkmem.checkpoints.files import EXTRA, ChunkPlanner, ChunkWriter
 from chunkmem.checkpoints.names import named_state
 from chunkmem.checkpoints.replacing import Replacement, not_written, replacing
@@ -56,7 +57,7 @@ def state_to_save(
         state["ema"] = ema.lazy_state_dict()
     if extra:
         state[EXTRA] = dict(extra)
-    return state
+    return divide(state, OwnNames.of(root, runtime), runtime.ranks.everyone())
 
 
 def require_own(optimizer: object, call: str) -> None:

@@ -21,7 +21,7 @@ from chunkmem.runtime.device import runtime_mode
 from chunkmem.types import Role
 
 _COUNT = "n_averaged"
-_PREFIX = "module."
+PREFIX = "module."
 """As `torch.optim.swa_utils.AveragedModel` names them."""
 
 
@@ -257,7 +257,7 @@ class EMA:
         self._require_usable("ema.state_dict()")
         with self._host.together("ema.state_dict()"):
             found = {
-                f"{_PREFIX}{name}": self._host.from_owner(managed, partial(self._read, managed))
+                f"{PREFIX}{name}": self._host.from_owner(managed, partial(self._read, managed))
                 for name, managed in self._named.items()
             }
             found |= self._plain_copies()
@@ -279,11 +279,11 @@ class EMA:
                 owns=self._host.owns,
                 from_owner=self._host.from_owner,
             )
-            found[f"{_PREFIX}{name}"] = source.tensor(tuple(managed.shape))
+            found[f"{PREFIX}{name}"] = source.tensor(tuple(managed.shape))
         return found | self._plain_copies()
 
     def _plain_copies(self) -> dict[str, torch.Tensor]:
-        return {f"{_PREFIX}{name}": value for name, value in self._plain.copies().items()}
+        return {f"{PREFIX}{name}": value for name, value in self._plain.copies().items()}
 
     def _count(self) -> torch.Tensor:
         return torch.tensor(self.num_updates, dtype=torch.long, device="cpu")
@@ -298,12 +298,12 @@ class EMA:
             CheckpointError: an average is missing, or has another shape.
         """
         if not isinstance(state_dict, Mapping) or _COUNT not in state_dict:
-            raise CheckpointError(f"a state of averages has {_COUNT}, and {_PREFIX}NAME for each parameter")
+            raise CheckpointError(f"a state of averages has {_COUNT}, and {PREFIX}NAME for each parameter")
         wrong = []
         shapes = {name: managed.shape for name, managed in self._named.items()}
         shapes |= {name: param.shape for name, param in self._plain.params.items()}
         for name, shape in shapes.items():
-            value = state_dict.get(f"{_PREFIX}{name}")
+            value = state_dict.get(f"{PREFIX}{name}")
             if not isinstance(value, torch.Tensor):
                 wrong.append(f"{name} is missing")
             elif value.shape != shape:
@@ -324,8 +324,8 @@ class EMA:
             for group, members in self._own.items():
                 with self._chunks.opened(group, writes=True) as slots, runtime_mode():
                     for managed in members:
-                        copy_values(slots[managed.position], state_dict[f"{_PREFIX}{self._name_of[managed]}"])
-            self._plain.load({name: state_dict[f"{_PREFIX}{name}"] for name in self._plain.params})
+                        copy_values(slots[managed.position], state_dict[f"{PREFIX}{self._name_of[managed]}"])
+            self._plain.load({name: state_dict[f"{PREFIX}{name}"] for name in self._plain.params})
         self.num_updates = int(state_dict[_COUNT])
 
 

@@ -11,9 +11,11 @@ from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.nn.lazy_tensor import LazyTensor
 
 
-def contents(path: Path) -> dict[str, Any]:
+def contents(path: Path, *keys: str) -> dict[str, Any]:
+    """Return what is under some keys, those of one process if none are named."""
     files = CheckpointFiles(path)
-    found = {key: files.nested(key) for key in ("model", "optimizer", "extra")}
+    wanted = keys or ("model", "optimizer", "extra")
+    found = {key: files.nested(key) for key in wanted if not keys or key in files.keys}
     read: dict[str, Any] = tree_map_only(LazyTensor, LazyTensor.read, found)
     return read
 

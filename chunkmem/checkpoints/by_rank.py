@@ -1,0 +1,191 @@
+"""What each rank has of its own in a checkpoint: modules in `manager.exclude(reduce=False)`, and its own `extra=`.
+
+It is under the key "ranks", by the number of the rank, nested as it would be on the outside. The rest of a checkpoint
+is that of one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkmem.assembly import Runtime
+from chunkmem.checkpoints.files import EXTRA, RANKS
+from chunkmem.checkpoints.reading import CheckpointFiles
+from chunkmem.comm.ranks import Ranks
+from chunkmem.errors import CheckpointError
+from chunkmem.optim.ema import PREFIX
+from chunkmem.optim.masters import MASTER_KEY
+
+_COUNT = "count"
+"""Under "ranks": how many there were."""
+_BY_NAME = ("state", MASTER_KEY)
+
+
+class OwnNames:
+    """Names of the parameters and buffers of a model that are each rank's own."""
+
+    def __init__(self, root: nn.Module, kept: Iterable[nn.Module], elsewhere: Iterable[nn.Module]) -> None:
+        """Find those in `kept` modules, which differ between ranks.
+
+        Args:
+            root: of the model.
+            kept: modules in `manager.exclude(reduce=False)`.
+            elsewhere: modules that other pipeline stages have.
+        """
+        own = {id(module) for each in kept for module in each.modules()}
+        away = {id(module) for module in elsewhere}
+        named = dict(root.named_modules(remove_duplicate=False))
+        self._is_own = {name: id(module) in own for name, module in named.items()}
+        """By the name of a module."""
+        self._elsewhere = frozenset(name for name, module in named.items() if id(module) in own & away)
+
+    @classmethod
+    def of(cls, root: nn.Module, runtime: Runtime) -> OwnNames:
+        """Find those of a manager."""
+        return cls(root, runtime.built.kept(), runtime.built.elsewhere.modules)
+
+    def elsewhere(self, expected: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the part of a model's state that only ranks of other pipeline stages have: here, nobody reads it."""
+        return {name: value for name, value in expected.items() if name.rpartition(".")[0] in self._elsewhere}
+
+    def __contains__(self, name: str) -> bool:
+        return self._is_own.get(name.rpartition(".")[0], False)
+
+    def in_common(self, names: Iterable[str]) -> list[str]:
+        """Return those that the model has, and which all ranks have in common."""
+        return [name for name in names if not self._is_own.get(name.rpartition(".")[0], True)]
+
+
+def divide(state: dict[str, Any], names: OwnNames, ranks: Ranks) -> dict[str, Any]:
+    """Put what is this rank's own under "ranks"; all ranks call it.
+
+    Args:
+        state: what is to be saved, of this rank.
+        names: that are its own.
+        ranks: all that train the model.
+
+    Raises:
+        RankError: a rank did not come.
+    """
+    if ranks.size == 1:
+        return state
+    shared, own = _divided(state, names)
+    digests, number = ranks.texts_of_all(json.dumps([bool(own), _digest(state.get(EXTRA))]), label="comparing extra=")
+    found = [json.loads(each) for each in digests]
+    first = found[0][1]
+    if number > 0 and found[number][1] not in ("", first):
+        own[EXTRA] = state[EXTRA]
+    if own:
+        shared[RANKS] = {str(number): own}
+    if number == 0 and any(has_own or digest not in ("", first) for has_own, digest in found):
+        shared.setdefault(RANKS, {})[_COUNT] = ranks.size
+    return shared
+
+
+def _divided(state: dict[str, Any], names: OwnNames) -> tuple[dict[str, Any], dict[str, Any]]:
+    shared, own = dict(state), dict[str, Any]()
+    shared["model"], own["model"] = _split(state["model"], names)
+    if "ema" in state:
+        shared["ema"], own["ema"] = _split(state["ema"], names, prefix=PREFIX)
+    if "optimizer" in state:
+        optimizer = shared["optimizer"] = dict(state["optimizer"])
+        rows = {}
+        for key in (key for key in _BY_NAME if key in optimizer):
+            optimizer[key], rows[key] = _split(optimizer[key], names)
+        groups = optimizer["param_groups"]
+        if any(name in names for group in groups for name in group["params"]):
+            own["optimizer"] = {**{key: value for key, value in rows.items() if value}, "param_groups": groups}
+            optimizer["param_groups"] = [
+                {**group, "params": [name for name in group["params"] if name not in names]} for group in groups
+            ]
+    return shared, {key: value for key, value in own.items() if value}
+
+
+def _split(found: Mapping[str, Any], names: OwnNames, *, prefix: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
+    own = {key: value for key, value in found.items() if key.removeprefix(prefix) in names}
+    return {key: value for key, value in found.items() if key not in own}, own
+
+
+class _Digest:
+    """A file that is only hashed."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def write(self, content: Any) -> int:
+        self._hash.update(content)
+        return len(content)
+
+    def flush(self) -> None:
+        """There is nothing to do."""
+
+    def text(self) -> str:
+        return self._hash.hexdigest()
+
+
+def _digest(extra: Any) -> str:
+    """Return a text that tells contents apart; "" for nothing."""
+    if not extra:
+        return ""
+    file = _Digest()
+    try:
+        torch.save(extra, file)  # type: ignore[arg-type]
+    except Exception as error:  # what cannot be pickled raises anything, and does so again when it is written
+        return f"{type(error).__name__}: {error}"
+    return file.text()
+
+
+class OwnParts:
+    """What a checkpoint has for one rank alone."""
+
+    def __init__(self, files: CheckpointFiles, names: OwnNames, ranks: Ranks) -> None:
+        """Read it.
+
+        Args:
+            files: of the checkpoint.
+            names: that are each rank's own here.
+            ranks: all that train the model.
+
+        Raises:
+            CheckpointError: the modules of as many ranks as there were have no place here.
+        """
+        count = files.nested(RANKS, _COUNT)
+        saved = files.names_under(RANKS, "model")
+        if saved and count != ranks.size:
+            raise CheckpointError(
+                f"{files.path} has {saved[0]} of each of the {count} ranks that saved it, in manager.exclude("
+                f"reduce=False), and {_are(ranks.size)} here: load it on {count} ranks"
+            )
+        self._found: dict[str, Any] = {}
+        if count == ranks.size:
+            self._found = files.nested(RANKS, str(ranks.rank)) or {}
+        if wrong := names.in_common(self._found.get("model", ())):
+            raise CheckpointError(
+                f"{files.path} has {wrong[0]} of each rank, and here all ranks have it in common: build its module in "
+                "manager.exclude(reduce=False)"
+            )
+
+    def join(self, shared: Any, key: str) -> Any:
+        """Return what is saved under a key, with what is this rank's own."""
+        return _joined(shared, self._found[key]) if key in self._found else shared
+
+    @property
+    def extra(self) -> Any:
+        """What this rank has passed as `extra=`, if the first one has passed something else; else None."""
+        return self._found.get(EXTRA)
+
+
+def _are(size: int) -> str:
+    return "there is 1" if size == 1 else f"there are {size}"
+
+
+def _joined(shared: Any, own: Any) -> Any:
+    if not isinstance(shared, dict) or not isinstance(own, dict):
+        return own
+    return {**shared, **{key: _joined(shared.get(key), value) for key, value in own.items()}}
