@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.policy import StepPolicy
 from chunkmem.runtime.store import ChunkStore
+from chunkmem.types import LINKS, TIERS, Tier
 
 
 def notice_writes(
@@ -45,11 +46,27 @@ def _residency_kept(chunk: Chunk, store: ChunkStore) -> Iterator[None]:
     the plan could not be followed any further. Copies have to be over.
     """
     chunks = [each for each in (chunk, chunk.master) if each is not None]
-    before = [(each, tier, each.ready(tier)) for each in chunks for tier in each.replicas]
+    before = [(each, tier, each.ready(tier)) for each in chunks for tier in TIERS if tier in each.replicas]
     yield
-    for each, tier, was_ready in before:
-        source = each.newest_tier()
-        if tier not in each.replicas:
+    for each, tier, was_ready in before:  # down the chain of tiers: DISK is filled from HOST
+        if was_ready and not each.ready(tier):
+            _fill(each, tier, store)
+        elif tier not in each.replicas:
             store.take_slab(each, tier)
-        if was_ready and source is not None and not each.ready(tier):
-            store.copy(each, source, tier)
+
+
+def _fill(chunk: Chunk, tier: Tier, store: ChunkStore) -> None:
+    """Copy the newest version to a tier. What goes to DISK passes HOST; if that has no room, DISK has no copy then."""
+    source = chunk.newest_tier()
+    assert source is not None
+    passes_host = (source, tier) not in LINKS
+    is_guest = passes_host and Tier.HOST not in chunk.replicas
+    if is_guest and store.pools[Tier.HOST].ledger.free_nbytes < chunk.nbytes:
+        return
+    if passes_host and not chunk.ready(Tier.HOST):
+        _fill(chunk, Tier.HOST, store)
+    if tier not in chunk.replicas:
+        store.take_slab(chunk, tier)
+    store.copy(chunk, Tier.HOST if passes_host else source, tier)
+    if is_guest:
+        store.drop(chunk, Tier.HOST)

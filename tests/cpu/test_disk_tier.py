@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import chunkmem
 from chunkmem.errors import CapacityError
@@ -205,11 +205,55 @@ def zeroed(twin: Twin) -> Any:
     return losses
 
 
-@pytest.mark.few(1)
+def weights_touched(touch: Callable[[Sequence[nn.Parameter]], object]) -> Callable[[Twin], Any]:
+    """Return a scenario in which a script uses all weights itself after each step."""
+
+    def scenario(twin: Twin) -> Any:
+        found: list[Any] = []
+        for seed in range(4):
+            found += twin.steps(seed)
+            found.append(touch(list(twin.model.parameters())))
+        return found
+
+    scenario.__name__ = touch.__name__
+    return scenario
+
+
+def clamped(params: Sequence[nn.Parameter]) -> None:
+    for parameter in params:
+        parameter.data.clamp_(-0.3, 0.3)
+
+
+def scaled(params: Sequence[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for parameter in params:
+            parameter.mul_(0.99)
+
+
+def replaced(params: Sequence[nn.Parameter]) -> None:
+    for parameter in params:
+        parameter.data = parameter.data * 0.98
+
+
+def averaged(params: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [parameter.data.clone().mul_(0.9) for parameter in params]
+
+
+def as_numpy(params: Sequence[nn.Parameter]) -> list[float]:
+    return [float(parameter.detach().numpy().sum()) for parameter in params]
+
+
+TOUCHES = (clamped, scaled, replaced, averaged, as_numpy)
+
+
+@pytest.mark.few(3)
 @cpu_only
 @pytest.mark.parametrize(
     "scenario",
-    [saved_and_loaded, evaluated, accumulated, clipped, gradients_read, zeroed],
+    [
+        *(saved_and_loaded, evaluated, accumulated, clipped, gradients_read, zeroed),
+        *map(weights_touched, TOUCHES),
+    ],
     ids=lambda each: each.__name__,
 )
 def test_calls_around_training(scenario: Callable[[Twin], Any], tmp_path: Path) -> None:
