@@ -169,7 +169,7 @@ def _is_model(text: str) -> bool:
         return ":" in text and not Path(text).exists()
     try:
         return "model_type" in json.loads(Path(text).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return False
 
 

@@ -57,7 +57,7 @@ def _read(path: Path, transformers: Any) -> tuple[Any, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict) or "model_type" not in values:
         raise ConfigError(f'{path} has no "model_type", so it is not a config.json of transformers')

@@ -389,6 +389,7 @@ def test_a_wrong_command_line_is_one_line(case: str, capsys: pytest.CaptureFixtu
     ("text", "message"),
     [
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON: maximum recursion depth"),
         ("[]", 'has no "model_type"'),
         ('{"model_type": "abacus"}', "abacus"),
         ('{"model_type": "vit"}', "vit"),
