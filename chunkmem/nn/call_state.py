@@ -97,8 +97,11 @@ class _Weights:
 class CallState:
     """What a call can reach and change, as it is when this is made."""
 
-    def __init__(self, function: Callable[..., Any], args: Iterable[tuple[str, object]]) -> None:
-        """Write down what `function` and its named arguments reach."""
+    def __init__(
+        self, function: Callable[..., Any] | None, args: Iterable[tuple[str, object]], *, copies_large: bool = True
+    ) -> None:
+        """Write down what `function` and its named arguments reach; of large buffers, without `copies_large`, not the
+        values."""
         self._seen: set[int] = set()
         self._containers: list[_Container] = []
         self._lengths: list[_Container] = []
@@ -114,7 +117,8 @@ class CallState:
         for name, value in args:
             self._add_input(value, name)
         self._visit(function, "", depth=_OBJECT_DEPTH)
-        self._copies = copies_of({key: known.tensor for key, known in self._buffers.items()})
+        kept = {key: known.tensor for key, known in self._buffers.items() if copies_large or is_small(known.tensor)}
+        self._copies = copies_of(kept)
 
     def settle(self, name: str, *, has_copy: Callable[[torch.Tensor], bool]) -> None:
         """The call called `name` is over: forget copies of what it has not written to.
@@ -175,6 +179,19 @@ class CallState:
         for container, content in zip(self._containers, now, strict=True):
             if not is_same(content_of(container.value), content):
                 fill(container.value, content)
+
+    def put_back(self) -> list[str]:
+        """Have everything be as it was before the call, for good; return the names of what cannot be."""
+        for container in self._containers:
+            if not is_same(content_of(container.value), container.content):
+                fill(container.value, container.content)
+        for key, copy in self._copies.items():
+            with torch.no_grad():
+                self._buffers[key].tensor.copy_(copy)
+        lost = [known for key, known in self._buffers.items() if key not in self._copies]
+        lost += [*self._inputs.values(), *self._tensors.values()]
+        written = [known.name for known in lost if _version(known.tensor) != known.version]
+        return written + [each.name for each in self._lengths if len(each.value) != each.content]
 
     def _add_input(self, value: object, name: str) -> None:
         """Visit an argument. Tensors in tuples are inputs, as those on their own."""

@@ -25,6 +25,7 @@ from torch import nn
 from chunkmem.assembly import Runtime
 from chunkmem.errors import StateError
 from chunkmem.nn.borders import cast_floats
+from chunkmem.nn.call_state import CallState
 from chunkmem.pipeline.arguments import Given, OfTensors, OnCopies, arguments_of
 from chunkmem.pipeline.checkpoints import policy_of
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
@@ -207,20 +208,24 @@ class ByLayerPipeline(OfWidth):
         if streams is None or not is_known:
             self._forward_in_turn(batch)
         else:
+            before = self._noted()
             self._forward_by_layer(batch, streams)
             wrong = streams.end()
             if wrong is not None:
                 self._random.forget(forms)
-                raise StateError(
-                    f"micro-batch {wrong} has drawn another amount of random numbers than those before it, so the next "
-                    "ones have drawn other numbers than in a plain loop; no gradient was computed. Call pipe.step() "
-                    "again: from now on, forward runs in the order of a plain loop for batches like this one"
-                )
+                raise _drawn_otherwise(wrong, changed=["a block"] if before is None else before.put_back())
         losses = [output.tensor for output in batch.outputs[-1].values()]
         loss = losses[0].clone()
         for each in losses[1:]:
             loss += each
         return loss
+
+    def _noted(self) -> CallState | None:
+        """Write down what forward may change, to be put back if it has to be repeated; None: that cannot be done."""
+        try:
+            return CallState(None, [(item.name, item.module) for item in self._items], copies_large=False)
+        except StateError:  # of a scripted block
+            return None
 
     def _read_cached(self, batch: _Batch) -> None:
         """Have what the cache has, before anything takes its place there."""
@@ -343,3 +348,25 @@ class ByLayerPipeline(OfWidth):
                     output.backward(given)
                 if given is not None:
                     given.park_gradients()
+
+
+def _drawn_otherwise(number: int, *, changed: Sequence[str]) -> StateError:
+    """Return the error for a micro-batch that has drawn more or fewer random numbers than those before it.
+
+    Args:
+        number: of the micro-batch.
+        changed: what forward has written to and nobody can put back; buffers, attributes and generators are.
+    """
+    told = (
+        f"micro-batch {number} has drawn another amount of random numbers than those before it, so the next ones have "
+        "drawn other numbers than in a plain loop; no gradient was computed"
+    )
+    if changed:
+        return StateError(
+            f"{told}, but {changed[0]} was written to, and is not as it was: load what was saved last. Blocks that "
+            "draw other amounts from the first step on run in the order of a plain loop"
+        )
+    return StateError(
+        f"{told}, and buffers are as they were. Call pipe.step() again: from now on, forward runs in the order of a "
+        "plain loop for batches like this one"
+    )

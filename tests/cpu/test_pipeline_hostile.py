@@ -421,11 +421,19 @@ class DrawsMore(Owner):
 
     is_on = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.num_calls = 0
+        self.seen = list[float]()
+
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
+        self.num_calls += 1
+        self.seen.append(float(x.detach().sum()))
         if self.is_on and x.detach().sum() > 0:
             y = y + torch.randn(5)[0]
-        return F.dropout(y, 0.1)
+        return F.dropout(self.norm(y), 0.1) * (1 + self.num_calls / 100)
 
 
 @pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
@@ -441,6 +449,10 @@ def test_micro_batches_that_begin_to_draw_different_amounts(checkpoint: str) -> 
         assert torch.equal(torch.get_rng_state(), state)
         assert all(parameter.grad is None for parameter in twins.model.parameters())
         twins.run(lambda step: features(STEPS + step))
+        for ours, plain in zip(twins.model.blocks, twins.plain.blocks, strict=True):
+            assert getattr(ours, "seen", None) == getattr(plain, "seen", None)
+            for (name, buffer), (_, other) in zip(ours.named_buffers(), plain.named_buffers(), strict=True):
+                assert torch.equal(buffer, other), name
 
 
 # Interruptions.
