@@ -245,6 +245,7 @@ def make_updater(
 
     updater = GroupUpdater(memory.pager, gradients, places=places, native=native, make_ahead=make_ahead)
     gradients.before_change = updater.ahead.roll_back
+    gradients.before_adding = updater.ledger.before_gradient
     memory.pager.speculative = updater.ahead
     return updater
 

@@ -30,6 +30,8 @@ class GradientValues(GradientSlots):
         """Other ranks have the gradients of other pipeline stages."""
         self.before_change: Callable[[], None] = lambda: None
         """Called before gradients are changed by a user: updates that have read them are wrong."""
+        self.before_adding: Callable[[ManagedParameter], None] = lambda managed: None
+        """Called before backward adds to a gradient; may refuse that."""
         self._sources: dict[ManagedParameter, GradientSource] = {}
         self._by_param: dict[int, ManagedParameter] = {}
         """By the identity of the Parameter."""
@@ -104,6 +106,7 @@ class GradientValues(GradientSlots):
     def accumulate(self, source: GradientSource, grad: torch.Tensor) -> None:
         """Add what autograd has found to the gradient that `.grad` shows. Raises what `land` does."""
         managed = self.members[source.group][source.position]
+        self.before_adding(managed)
         if source.state is GradientState.LIVE:
             self.land(managed, grad)
         elif source.state is GradientState.ZEROED:

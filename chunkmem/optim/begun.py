@@ -153,13 +153,15 @@ class StepLedger:
                 raise StateError(
                     f"{call} between backward and optimizer.step(): {len(found)} parameters, among them "
                     f"{managed.name}, were updated inside backward, and have other values here than in plain PyTorch; "
-                    "call optimizer.step() first, or make the optimizer without in_backward"
+                    "call optimizer.step() first, load what was saved last if that backward has failed, or make the "
+                    "optimizer without in_backward"
                 )
             self.require_sound(call)
             raise StateError(
                 f"{call} after an error in optimizer.step(), which has updated {len(begun.updated)} of "
-                f"{len(begun.pending)} parameters, {managed.name} among all of them: call optimizer.step() again, "
-                "which goes on with the others, or load what was saved last with manager.load(path, optimizer)"
+                f"{len(begun.pending)} parameters so far (it is the step of {managed.name}, too): call "
+                "optimizer.step() again, which goes on with the others, or load what was saved last with "
+                "manager.load(path, optimizer)"
             )
 
     def require_none_failed(self, call: str) -> None:
@@ -167,13 +169,19 @@ class StepLedger:
         if self.begun:
             self.require_over(call, [managed for managed, begun in self.begun.items() if begun.is_stepping])
 
-    def require_unscaled(self, managed: ManagedParameter) -> None:
-        """Raise a `StateError` if a gradient would be added to one of which it is not known whether it is scaled."""
+    def before_gradient(self, managed: ManagedParameter) -> None:
+        """Backward is about to add to a gradient.
+
+        Raises:
+            StateError: a call has failed that goes on with what there was.
+        """
         if (call := self.half_scaled.get(managed)) is not None:
             raise StateError(
                 f"parameter {managed.name} got a gradient after an error in {call}, which had changed some of those "
                 f"before it: call {call} again, which goes on with the others, or optimizer.zero_grad()"
             )
+        if (begun := self.begun.get(managed)) is not None and begun.is_stepping:
+            self.require_over(f"a backward with a gradient of parameter {managed.name}", (managed,))
 
     @contextmanager
     def replacing(self) -> Iterator[None]:

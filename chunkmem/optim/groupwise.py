@@ -101,7 +101,12 @@ class GroupwiseOptimizer(StatefulOptimizer):
             step = FIRST_STEP if managed in begun.stateless else self._states.steps[managed] + 1
             self._add_to(items[index], managed, step, self._numbers[managed])
         found = list(items.values())
-        self._updater.update(group, found, self._rule, multiplier=begun.multiplier)
+        try:
+            self._updater.update(group, found, self._rule, multiplier=begun.multiplier)
+        except BaseException:
+            if self._updater.ledger.half_updated:
+                self._hold(begun, weights=True)
+            raise
         done = {m: step for item in found for m, step in zip(item.params, item.steps, strict=True)}
         begun.updated.update(dict.fromkeys(done))
         if in_step:

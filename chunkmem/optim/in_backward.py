@@ -95,11 +95,8 @@ class BackwardUpdates:
     def before_landing(self, managed: ManagedParameter) -> None:
         """A gradient is about to land. Raises a `StateError` if its parameter was updated since the last step."""
         self.begin_again(managed.group)
-        self._ledger.require_unscaled(managed)
-        begun = self._ledger.begun.get(managed)
-        if begun is not None and begun.is_stepping:
-            self._ledger.require_over(f"a backward with a gradient of parameter {managed.name}", (managed,))
-        if begun is not None:
+        self._ledger.before_gradient(managed)
+        if managed in self._ledger.begun:
             raise StateError(
                 f"parameter {managed.name} got a second gradient, and the first one was used by its update inside "
                 "backward already: call optimizer.step() after each backward, or make the optimizer without "

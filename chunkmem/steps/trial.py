@@ -94,20 +94,22 @@ class AheadTrial:
             self._states.appendleft(self._may_record)
 
     def end_step(self) -> None:
-        """A step is over, on all ranks. One that all skipped, for an overflow or without a batch, does not count.
+        """A step is over, on all ranks. One that is not like others, as all skipped it or one has gone on with it after
+        an error, does not count.
 
         Raises:
             RankError: a rank is missing, or somewhere else.
         """
-        if self._controller.is_excused or self._prefetch.was_empty or not self._states:
+        if self._prefetch.was_empty or not self._states:
             return
+        here = float(self._controller.is_excused), float(self._controller.now.has_compiled)
+        is_excused, has_compiled = self._ranks.max_over(here, label=_LABEL)
         state = self._states[0]
-        compiled = float(self._controller.now.has_compiled)
-        if state in (self._learned, self._may_record) or not any(self._ranks.max_over((compiled,), label=_LABEL)):
+        if is_excused or (has_compiled and state not in (self._learned, self._may_record)):
+            self._controller.excuse_iteration()
+        else:
             self._states.popleft()
             state()
-        else:
-            self._controller.excuse_iteration()
 
     def _learned(self) -> None:
         self._measure(self._prefetch.largest())
