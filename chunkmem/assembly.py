@@ -174,6 +174,7 @@ class Runtime:
                 settled=partial(self.entry_points.step, updates=False),
             )
         self.modules.server.before_use = self.entry_points.begin_outside
+        self.modules.copies.reading = self._reading_a_copy
         self.modules.compiled.on_change = self.forget_plans
         self.hooks = self.modules.hooks(self.entry_points)
         self.built = BuiltModels(
@@ -189,6 +190,15 @@ class Runtime:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError("what a manager has cannot be copied or pickled: make another manager from its config")
+
+    @contextlib.contextmanager
+    def _reading_a_copy(self) -> Iterator[None]:
+        """Surround the reading of weights by `copy.deepcopy` of a model, which all ranks call."""
+        self.require_open()
+        self.modules.surface.awaited.require()
+        self.registry.check()
+        with self.together("copy.deepcopy() of a managed model"):
+            yield
 
     def root(self, model: nn.Module | None) -> nn.Module:
         """Return `model`, or the only one; see `ModelRegistry.only_root`."""

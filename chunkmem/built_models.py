@@ -127,6 +127,8 @@ class BuiltModels:
             where = f"stage {number}, which rank {ranks.name(number % ranks.size)} has"
             self._modules.registry.add_elsewhere(self.elsewhere.leave(stage, modules, where=where))
         self._modules.registry.place([param for root in unpacked.roots for param in root.parameters()])
+        for root in unpacked.roots:
+            self._modules.copies.fit(root)
 
     def _pack(
         self,

@@ -36,6 +36,7 @@ from chunkmem.pipeline.epochs import Epochs
 from chunkmem.pipeline.options import PipelineOptions, blocks_of
 from chunkmem.pipeline.staged import StagedPipeline
 from chunkmem.plan.machine import Machine
+from chunkmem.repack.unwrap import unwrap
 from chunkmem.reporting import Reporting
 from chunkmem.runtime.device import ComputeDevice, give_back_freed_ram
 from chunkmem.runtime.disk_calls import DiskCalls
@@ -475,8 +476,31 @@ class ChunkManager(ModelBuilding, Reporting):
             where = checkpoint_path(path)
         save_pretrained(self.runtime, where, model, max_shard_nbytes=parse_nbytes(max_shard_size))
 
+    def unwrap(self, model: nn.Module | None = None) -> nn.Module:
+        """Make models ordinary PyTorch again, in place, and close the manager; return the one that was asked for.
+
+        It is the same object, with the same Parameters: on HOST, in the dtypes that they were built in, with the
+        weights of now; over ranks, which all call it, with all weights on each. Take `optimizer.state_dict()` before,
+        to load it into an optimizer of torch's. All models of the manager become ordinary. HOST needs room for the
+        weights in addition to what it has.
+
+        Args:
+            model: may be left out if the manager has one.
+
+        Raises:
+            StateError: gradients wait for their step, somebody keeps memory of parameters, or there are pipeline
+                stages. Nothing has been changed.
+        """
+        self.runtime.require_open()
+        root = self.runtime.root(model)
+        error = self._saver.finish()
+        if error is not None:
+            raise error
+        unwrap(self.runtime)
+        return root
+
     def close(self) -> None:
-        """Free every slab. The models cannot be used afterwards: take `state_dict()` before. Idempotent.
+        """Free every slab. The models cannot be used afterwards: take `state_dict()` before, or `unwrap` them.
 
         Raises:
             CheckpointError: a checkpoint that was still being written is not complete, and nobody has asked.

@@ -34,6 +34,8 @@ from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.borders import Borders
 from chunkmem.nn.compiled import CompiledModules
+from chunkmem.nn.copies import ModelCopies
+from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.gradient_hooks import GradientHooks
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradients import GradientBook
@@ -142,6 +144,7 @@ class Modules:
     regions: RegionActivations
     parked: ParkedTensors
     compiled: CompiledModules
+    copies: ModelCopies
 
     def hooks(self, calls: RootCalls) -> ModuleHooks:
         """Make what modules are fitted with; `calls` hears of those from outside."""
@@ -173,6 +176,14 @@ class Modules:
         self.host.fit(on_host)
         for root in roots:
             self.compiled.fit(root, (self.borders, hooks))
+        self.copies.parts = self._fitted(hooks)
+        for packed in added:
+            self.copies.fit(packed.root)
+
+    def _fitted(self, hooks: ModuleHooks) -> list[FittedModules]:
+        """Return what all parts have fitted, the last one first."""
+        parts = self.copies, self.compiled, self.host, self.surface, hooks, self.borders
+        return [part.fitted for part in parts]
 
     def unfit(self, hooks: ModuleHooks) -> None:
         """Undo `fit` for all models: modules and Parameters are ordinary again, and Parameters have no memory.
@@ -182,6 +193,7 @@ class Modules:
         for packed in self.registry.models:
             self.server.remove(packed.parameters)
             self.gradient_hooks.unwatch(packed.parameters)
+        self.copies.fitted.undo()
         self.compiled.unfit()
         self.host.unfit()
         self.surface.unfit()
@@ -193,8 +205,8 @@ class Modules:
 
     def unfit_ordinary(self, hooks: ModuleHooks) -> None:
         """Undo `fit` for modules without managed parameters: other models may have them, and nothing is served."""
-        for part in (self.compiled, self.host, self.surface, hooks, self.borders):
-            part.fitted.undo(besides={module for module in part.fitted if self.registry.has_parameter_in(module)})
+        for fitted in self._fitted(hooks):
+            fitted.undo(besides={module for module in fitted if self.registry.has_parameter_in(module)})
 
     def mark_as(self, other: Modules) -> None:
         """Have modules be units and regions, and compute on HOST, when they are packed, as users have asked there."""
@@ -292,6 +304,7 @@ def make_modules(
     )
     backward = BackwardTracker(pager, access, sharding.units, turn, regions=regions, is_rehearsal=is_rehearsal)
     server = ParameterServer(pager, access, backward, turn, saved=saved, is_shared=sharding.shards is not None)
+    read = partial(_read, pager, sharding, updater)
     return Modules(
         registry,
         turn,
@@ -301,7 +314,7 @@ def make_modules(
         GradientHooks(gradients, backward, turn, updates=updater.in_backward),
         server,
         ModuleSurface(
-            read=partial(_read, pager, sharding, updater),
+            read=read,
             lazy=partial(_lazy, pager, sharding, updater),
             write=partial(_write, pager, sharding, updater),
             saving=server.saving,
@@ -314,6 +327,7 @@ def make_modules(
         regions,
         ParkedTensors(pager, chunks, device=device),
         CompiledModules(is_accelerator=memory.compute.is_accelerator, is_rehearsal=is_rehearsal),
+        ModelCopies(registry, read=read),
     )
 
 

@@ -135,6 +135,12 @@ class ManagedParameter:
         with torch._C.DisableTorchFunctionSubclass():
             self.param.grad = value
 
+    def like(self, value: torch.Tensor) -> torch.nn.Parameter:
+        """Return an ordinary parameter of the same class with these values."""
+        param = torch.nn.Parameter(value, self.requires_grad)
+        param.__class__ = self._open_class
+        return param
+
     def serve(self, served_class: ServedClass) -> None:
         """Close the parameter, for the first time: from now on it serves itself; see [Note: Open parameters]."""
         self._closed_class = served_class(self._open_class)

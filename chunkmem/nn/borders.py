@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from chunkmem.nn.compiled import CompiledCall
 from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.frames import in_backward
+from chunkmem.nn.parameter_reads import not_picklable
 from chunkmem.nn.precision import precision_of
 
 
@@ -56,6 +57,9 @@ class Borders:
         self._of: WeakKeyDictionary[nn.Module, _Border] = WeakKeyDictionary()
         self._running: list[tuple[_Border, torch.dtype]] = []
         """Calls under way, each with the dtype it returns."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise not_picklable()
 
     def fit(self, root: nn.Module, homes: Mapping[nn.Module, torch.dtype], dtype: torch.dtype) -> None:
         """Cast around `root`, around modules that do not compute in `dtype`, the low one, and around all below these.

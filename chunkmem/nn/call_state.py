@@ -43,7 +43,9 @@ _OPAQUE = (type, ModuleType, str, bytes, int, float, complex, torch.dtype, torch
 _OPAQUE_PACKAGES = frozenset({"torch", "chunkmem"})
 _PLAIN = frozenset({type(None), bool, int, float, str})
 """Most attributes are of these types, and lead nowhere."""
-_NOT_CALLED = frozenset({"_apply", "compile", "_save_to_state_dict", "extra_repr", "__prepare_scriptable__"})
+_NOT_CALLED = frozenset({
+    "_apply", "compile", "_save_to_state_dict", "extra_repr", "__prepare_scriptable__", "__deepcopy__", "__reduce_ex__",
+})  # fmt: skip
 """Methods that no forward calls; managed modules have their own as attributes."""
 
 

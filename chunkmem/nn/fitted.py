@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,6 +44,18 @@ class FittedModules:
             handle.remove()
         if module in self._handles:
             self._handles[module] = []
+
+    def take_out(self, module: nn.Module, attributes: dict[str, Any]) -> None:
+        """Take out of the attributes of a module, of which these are a copy, what was set and registered here."""
+        for name, value in self._before.get(module, {}).items():
+            if value is _ABSENT:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = value
+        keys = {handle.id for handle in self._handles.get(module, ())}
+        for name, value in attributes.items() if keys else ():
+            if isinstance(value, OrderedDict) and "_hooks" in name and not keys.isdisjoint(value):
+                attributes[name] = OrderedDict((key, hook) for key, hook in value.items() if key not in keys)
 
     def undo(self, *, besides: Collection[nn.Module] = ()) -> None:
         """Take all hooks and attributes away again, but for those of some modules; no other one is fitted any more."""

@@ -23,7 +23,7 @@ from chunkmem.nn.compiled import CompiledCall
 from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.frames import Frame, in_backward
 from chunkmem.nn.guard import AccessGuard
-from chunkmem.nn.parameter_reads import IN_UNIT, ParameterReads, not_copyable
+from chunkmem.nn.parameter_reads import IN_UNIT, ParameterReads, not_picklable
 from chunkmem.nn.regions import RegionActivations
 from chunkmem.nn.saved_tensors import ChunkHooks
 from chunkmem.nn.turn import Turn
@@ -128,7 +128,7 @@ class ModuleHooks:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         # Every fitted module refers to it, those without parameters of their own too.
-        raise not_copyable()
+        raise not_picklable()
 
     @property
     def is_running(self) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from chunkmem.errors import LayoutError, StateError
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.fitted import FittedModules
-from chunkmem.nn.parameter_reads import is_managed
+from chunkmem.nn.parameter_reads import is_managed, not_picklable
 from chunkmem.nn.values import tensors_in
 from chunkmem.types import Tier
 
@@ -61,6 +61,9 @@ class HostModules:
         self._marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.fitted = FittedModules()
         """What was fitted so far."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise not_picklable()
 
     def mark(self, module: nn.Module) -> None:
         """Have a module, and all modules below it, compute on HOST once it is packed.

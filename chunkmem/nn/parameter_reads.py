@@ -34,11 +34,11 @@ def check_own(parameters: Mapping[str, object], managed: Mapping[str, ManagedPar
             )
 
 
-def not_copyable() -> StateError:
-    """Return the error for `deepcopy`, `pickle` and `torch.save` of a managed module."""
+def not_picklable() -> StateError:
+    """Return the error for `pickle` and `torch.save` of a managed module."""
     return StateError(
-        "a managed model cannot be copied or pickled: its parameters live in chunks. Take manager.state_dict() and "
-        "load it into a model built again"
+        "a managed model cannot be pickled: its parameters live in chunks. Take manager.state_dict() and load it into "
+        "a model built again, or pickle copy.deepcopy(model), which is an ordinary model"
     )
 
 
@@ -92,4 +92,4 @@ class ParameterReads(dict[str, nn.Parameter | None]):
         dict.__delitem__(self, name)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise not_copyable()
+        raise not_picklable()

@@ -732,12 +732,14 @@ def test_a_hook_that_was_torn_down_keeps_nobody_out() -> None:
     in_time()
 
 
-def test_a_copy_of_the_model_is_refused_as_elsewhere() -> None:
+def test_a_copy_of_the_model_is_an_ordinary_one() -> None:
     with chunkmem.ChunkManager(config(8 << 20, **ON_HOST)) as manager:
-        model = Twin(manager, Worded).model
-        for part in (model, model.words):
-            with pytest.raises(StateError, match="cannot be copied or pickled"):
-                copy.deepcopy(part)
+        twin = Twin(manager, Worded)
+        twin.steps(0)
+        ordinary = copy.deepcopy(twin.model)
+        assert_equal(dict(ordinary.state_dict()), manager.state_dict())
+        assert torch.equal(ordinary(features(1).cpu()), twin.model(features(1)).cpu())
+        assert type(copy.deepcopy(twin.model.words).weight) is nn.Parameter
 
 
 def test_what_a_user_keeps_of_it_stays_as_it_is_in_plain_pytorch() -> None:

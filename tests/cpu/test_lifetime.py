@@ -46,7 +46,6 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "to memory format": lambda model: model.to(memory_format=torch.channels_last),
     "to shared memory": lambda model: model.share_memory() if not torch.accelerator.is_available() else model.half(),
     "a part": lambda model: model.blocks.half(),
-    "deepcopy": copy.deepcopy,
     "pickle": pickle.dumps,
     "save": lambda model: torch.save(model, io.BytesIO()),
     "replace": lambda model: setattr(model.inner, "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
@@ -83,6 +82,9 @@ SERVED: dict[str, Callable[[Any], Any]] = {
     "apply": lambda model: model.apply(lambda module: None),
     "another child": lambda model: model.add_module("more", nn.Linear(2, 2)),
     "another parameter": lambda model: model.inner.register_parameter("more", nn.Parameter(torch.ones(2))),
+    "a copy": lambda model: copy.deepcopy(model).to("cpu")(features(3).to("cpu")).sum().backward(),
+    "a copy of a part": lambda model: nn.init.zeros_(copy.deepcopy(model.inner).weight),
+    "a pickle of what has no parameters": lambda model: pickle.loads(pickle.dumps(model.act))(features(3)),
     "a copy of what has no parameters": lambda model: copy.deepcopy(model.act)(features(3)),
     "a shallow copy": lambda model: copy.copy(model)(features(3)).sum().item() and None,
 }
@@ -141,6 +143,8 @@ AFTER: dict[str, Callable[[Twin, torch.Tensor, Any], Any]] = {
     "state": lambda twin, loss, state: twin.manager.state_dict(),
     "state of the model": lambda twin, loss, state: twin.model.state_dict(),
     "load": lambda twin, loss, state: twin.manager.load_state_dict({}, strict=False),
+    "copy": lambda twin, loss, state: copy.deepcopy(twin.model),
+    "unwrap": lambda twin, loss, state: twin.manager.unwrap(),
     "load into the model": lambda twin, loss, state: twin.model.load_state_dict(
         {"inner.weight": torch.ones(16, 16)}, False
     ),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.hostile.models import LanguageModel
-from tests.hostile_ranks.harness import NOT_OWNED, Either, Leaves, Refused, User, script
+from tests.hostile_ranks.harness import DIVERGED, NOT_OWNED, Either, Leaves, User, script
 
 
 @script()
@@ -176,10 +176,21 @@ def a_penalty_on_weights(user: User) -> None:
         user.update()
 
 
-@script(expect=Refused("StateError", "a managed model cannot be copied"))
+@script()
 def weights_copied_for_an_average(user: User) -> None:
     user.train(0)
-    copy.deepcopy(user.model)
+    before = copy.deepcopy(user.model)
+    user.train(1)
+    now = copy.deepcopy(user.model.blocks)
+    user.record(dict(before.state_dict()), dict(now.state_dict()))
+
+
+@script(expect=DIVERGED)
+def weights_copied_on_one_rank(user: User) -> None:
+    user.train(0)
+    if user.rank == 0:
+        copy.deepcopy(user.model)
+    user.train(1)
 
 
 @script(expect=NOT_OWNED)

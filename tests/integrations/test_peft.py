@@ -234,12 +234,17 @@ def test_prompts_around_a_managed_model_are_refused() -> None:
             chunkmem.AdamW([p for p in model.parameters() if p.requires_grad], manager=manager)
 
 
-def test_copies_of_modules_in_chunks_are_refused() -> None:
-    with manager_of(AMPLE_NBYTES) as manager:
-        model = manager.wrap(llama())
-        settings = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
-        with pytest.raises(chunkmem.StateError, match="a managed model cannot be copied"):
-            peft.get_peft_model(model, settings)
+def test_copies_of_modules_in_chunks_are_trained() -> None:
+    """`modules_to_save`: the original stays in its chunk, and the copy is an ordinary module."""
+
+    def scenario(side: Side) -> Any:
+        base = side.ready(llama())
+        torch.manual_seed(6)
+        model = peft.get_peft_model(base, ADAPTERS["lora and a trained head"]())
+        seen = train(model, side.adamw([param for param in model.parameters() if param.requires_grad]))
+        return {"seen": seen, "weights": dict(model.state_dict())}
+
+    same(scenario)
 
 
 def test_an_adapter_in_bf16_is_not_loaded_by_peft(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.libraries import LR, Side, decaying, llama, same
-from tests.helpers.twins import cpu_only
+from tests.helpers.libraries import AMPLE_NBYTES, LR, Side, decaying, llama, manager_of, same, tokens
+from tests.helpers.twins import assert_equal, cpu_only
 
 trl = pytest.importorskip("trl", minversion="1.16")
 datasets = pytest.importorskip("datasets")
@@ -163,3 +163,16 @@ def test_an_adapter_that_trl_makes(tmp_path: Path) -> None:
         return train(trainer)
 
     same(scenario)
+
+
+def test_a_reference_that_trl_copies() -> None:
+    """An ordinary model, frozen; the one that is trained stays managed."""
+    from trl.models import create_reference_model
+
+    with manager_of(AMPLE_NBYTES) as manager:
+        model = manager.wrap(llama())
+        reference = create_reference_model(model)
+        assert not any(param.requires_grad for param in reference.parameters())
+        assert_equal(dict(reference.state_dict()), manager.state_dict())
+        assert torch.equal(reference(tokens(2)).logits, model(tokens(2)).logits)
+        assert all(param.requires_grad for param in model.parameters())
