@@ -10,8 +10,8 @@ float32 if the module owns
 
 The parameters it owns are kept in float32. Its children follow the same rule by themselves: tensors that go from a
 module to another are cast to the dtype of the callee, and what comes back to that of the caller, see `nn.borders`.
-A module that holds no floats at all (an activation, a dropout) computes in what it is given. The caller of a model is
-in float32.
+A module that holds no floats at all (an activation, a dropout) computes in what it is given. One that has excluded
+modules in it, and no others with parameters, computes as they do. The caller of a model is in float32.
 
 [Note: Master copies] Updates of bf16 and fp16 weights go to a float32 copy that they are rounded from, or small ones
 would be lost. It is made while packing, with the exact values of what was built, in whatever dtype that was. What is
@@ -120,7 +120,8 @@ def _homes_of(
 ) -> dict[nn.Module, torch.dtype]:
     """Return what each module computes in: what it would by itself, unless owners of one parameter differ."""
     homes = {
-        module: _as_built(module) if module in skipped else _by_itself(module, dtype, packed) for module in modules
+        module: _as_built(module, skipped) if _is_as_built(module, skipped) else _by_itself(module, dtype, packed)
+        for module in modules
     }
     owners: dict[int, list[nn.Module]] = defaultdict(list)
     for module in homes:
@@ -142,8 +143,22 @@ def _by_itself(module: nn.Module, dtype: torch.dtype, packed: Collection[int]) -
     return _common_low_dtype(module.buffers(recurse=False), default=dtype)
 
 
-def _as_built(module: nn.Module) -> torch.dtype:
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+def _is_as_built(module: nn.Module, skipped: Collection[nn.Module]) -> bool:
+    """Tell whether a module stays in the dtype that it was built in: it is excluded, or is around nothing else.
+
+    One that has no tensors of its own may read those of modules in it (`F.linear(x, self.layer.weight)`).
+    """
+    if module in skipped:
+        return True
+    if next(module.buffers(recurse=False), None) is not None:
+        return False
+    owners = [below for below in module.modules() if any(True for _ in below.parameters(recurse=False))]
+    return bool(owners) and all(below in skipped for below in owners)
+
+
+def _as_built(module: nn.Module, skipped: Collection[nn.Module]) -> torch.dtype:
+    is_whole = module not in skipped
+    own = [*module.parameters(recurse=is_whole), *module.buffers(recurse=is_whole)]
     return _common_low_dtype(own, default=torch.float32)
 
 

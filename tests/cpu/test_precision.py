@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import chunkmem
 from chunkmem.estimate.rehearse import Setting, rehearse
@@ -219,6 +220,57 @@ def test_excluded_modules_stay_in_float32() -> None:
         optimizer.zero_grad()
     assert head.weight.dtype is torch.float32
     assert model[0].weight.dtype is torch.bfloat16
+
+
+class ReadsChild(nn.Module):
+    """Has no parameters of its own, and uses those of a child, as a head that is normalised by hand does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.act = nn.Linear(16, 16), nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(functional.linear(x, functional.normalize(self.layer.weight), self.layer.bias))
+
+
+class ReadsList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(16, 16) / 4) for _ in range(2))
+        self.inner = nn.ModuleDict({"reads": ReadsChild()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = x @ weight
+        return self.inner["reads"](x) + x @ self.inner["reads"].layer.weight
+
+
+@pytest.mark.parametrize("kind", [ReadsChild, ReadsList])
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_excluded_modules_that_read_weights_of_their_children(kind: type[nn.Module], low: torch.dtype) -> None:
+    """What is around excluded modules alone computes as they do: it was given bf16, and torch refused."""
+    settings = {
+        "precision": "bf16" if low is torch.bfloat16 else "fp16",
+        "memory": {"device": 1 << 20, "host": 8 << 20},
+    }
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(settings)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            with manager.exclude():
+                head = kind()
+            model = nn.Sequential(nn.Linear(8, 16), head, nn.Linear(16, 2))
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager)
+        x = torch.randn(3, 8)
+        first, _, last = (nn.Linear(8, 16).to(low), head, nn.Linear(16, 2).to(low))
+        first.load_state_dict(model[0].state_dict())
+        last.load_state_dict(model[2].state_dict())
+        expected = last(head(first(x.to(low)).float()).to(low)).float()
+        assert torch.equal(model(x), expected)
+        for _ in range(3):
+            manager.backward(model(x).sum())
+            assert all(param.grad is not None and param.grad.dtype is torch.float32 for param in head.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_the_norm_is_summed_in_float32() -> None:
