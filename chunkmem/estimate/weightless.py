@@ -158,8 +158,12 @@ class RehearsedChunk:
     def abandon(self) -> None:
         """The parameters stay where they are."""
 
-    def take_written(self) -> bool:
+    def was_written(self) -> bool:
         """Nothing is kept of what is written."""
+        return False
+
+    def take_written(self) -> bool:
+        """The same."""
         return False
 
 
