@@ -287,9 +287,10 @@ class EntryPoints:
             self._modules.gradients.shared.end_step()
         self.ordinary.follow()
         self._controller.end_step()
+        had_batch = self._sharding.units.is_in_step
         self._sharding.units.end_step()
         if self._trial is not None:
-            self._trial.end_step()
+            self._trial.end_step(had_batch=had_batch)
 
     def _state_frozen(self) -> None:
         """Have the ranks compare which parameters are frozen."""

@@ -252,7 +252,8 @@ class ModuleHooks:
         self._saved.replace()
         access.push(frame, fitted.unseen)
         if fitted.region is not None and not recomputing:
-            self._regions.enter(fitted.name, fitted.region, module, args, kwargs, start=start)
+            come_to = None if fitted.unit is None else partial(self._units.come_to, fitted.unit)
+            self._regions.enter(fitted.name, fitted.region, module, args, kwargs, start=start, come_to=come_to)
         if is_root:
             frame.guard = self._calls.make_guard()
             if frame.guard is not None:

@@ -59,12 +59,27 @@ class CallRecord:
 class RegionCall:
     """One call of a region. Lives as long as autograd keeps something that it saved in it."""
 
-    __slots__ = ("__weakref__", "around", "chunk", "given", "handled", "module", "name", "record", "storages")
+    __slots__ = (
+        "__weakref__",
+        "around",
+        "chunk",
+        "come_to",
+        "given",
+        "handled",
+        "module",
+        "name",
+        "record",
+        "storages",
+    )
 
-    def __init__(self, name: str, record: CallRecord, module: nn.Module) -> None:
+    def __init__(
+        self, name: str, record: CallRecord, module: nn.Module, *, come_to: Callable[[], None] | None = None
+    ) -> None:
         self.name = name
         self.module = weakref.ref(module)
         self.record = record
+        self.come_to = come_to
+        """Over ranks, called before it is recomputed; see `Regions.enter`."""
         self.storages: dict[int, SavedStorage] = {}
         """What was saved in it, by identity, until it is looked over."""
         self.given: frozenset[int] = frozenset()

@@ -134,6 +134,7 @@ class RegionActivations(OwnHooks):
         *,
         start: int,
         number: int | None = None,
+        come_to: Callable[[], None] | None = None,
     ) -> bool:
         """A call of a region begins; return whether it is recomputed in backward.
 
@@ -144,6 +145,7 @@ class RegionActivations(OwnHooks):
             args, kwargs: with these.
             start: how many moments came before its weights.
             number: among the calls of all steps of this kind; None: that of calls so far.
+            come_to: called before it is recomputed: backward has come to its unit, as if the call had been kept.
         """
         self._depth += 1
         if self._depth > 1 or not torch.is_grad_enabled():
@@ -158,7 +160,7 @@ class RegionActivations(OwnHooks):
         if record.is_auto:
             record.is_recomputed = number not in self._kept
         self.records.append(record)
-        self._open = RegionCall(name, record, module)
+        self._open = RegionCall(name, record, module, come_to=come_to)
         self._open.handled = sys.exception()
         torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
         if record.is_recomputed:
@@ -293,6 +295,13 @@ class RegionActivations(OwnHooks):
 
     def begin_recomputation(self, call: RegionCall) -> None:
         """A call is about to be recomputed."""
+        if call.come_to is not None:
+            took_turn = self._turn.take_in_hook()
+            try:
+                call.come_to()
+            finally:
+                if took_turn:
+                    self._turn.give_back()
         self._begin_backward(call)
         call.record.again.append(self.now())
         self._recomputing.append(call.record)

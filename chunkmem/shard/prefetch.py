@@ -59,6 +59,8 @@ class PrefetchSchedule:
         """All ranks have room for two units at a time."""
         self.was_empty = True
         """Nothing was exchanged in the step before: no rank had a batch."""
+        self.complete = 0
+        """The first rank that had all of the last step, and did not only take part in what others exchanged."""
         self._is_alike = False
         """This step has been like the one before so far."""
         self._of_others: dict[bytes, tuple[list[tuple[str, Groups]], bool]] = {}
@@ -156,6 +158,7 @@ class PrefetchSchedule:
         """
         self._drop()
         complete = self._shards.ranks.end_step()
+        self.complete = 0 if complete is None else complete
         if complete is not None:  # ranks that only took part do not know the order of units
             own = (self._log, num_backwards)
             self._log, num_backwards = self._shards.ranks.broadcast_object(own, source=complete, label=_ORDER)

@@ -90,7 +90,7 @@ class Units:
         """No other backward is thought to follow the running one before the step."""
         self._num_backwards = 0
         """Since the last step."""
-        self._is_in_step = False
+        self.is_in_step = False
         """A model has been called with gradients since the last step: what is called now is no evaluation."""
 
     def accumulate(self, num_backwards: int) -> None:
@@ -210,8 +210,17 @@ class Units:
 
     def _run_in(self, unit: Unit) -> None:
         """Forward has come to a unit."""
-        if self._is_in_step and not self._in_backward:
+        if self.is_in_step and not self._in_backward:
             self._runs[unit] = self._runs.get(unit, 0) + 1
+
+    def come_to(self, unit: Unit) -> None:
+        """Backward comes to a call in a unit that runs again first, as it may not on other ranks.
+
+        So the unit comes by the same exchange as if the call had been kept. In the root there is nothing to come to: a
+        call of several units begins with its own. Raises what `enter` does.
+        """
+        if not unit.is_root:
+            self.announce(unit)
 
     def announce(self, unit: Unit | None) -> None:
         """Backward continues in a unit. Raises what `enter` does."""
@@ -288,7 +297,7 @@ class Units:
 
     def begin_root(self, *, grad_enabled: bool) -> None:
         """A model is called from outside."""
-        self._is_in_step = self._is_in_step or grad_enabled
+        self.is_in_step = self.is_in_step or grad_enabled
 
     def replay_without_batch(self, label: str) -> None:
         """Wait for the other ranks, and take part in what they do until then. Raises what `enter` does."""
@@ -303,7 +312,7 @@ class Units:
         if num_backwards and not self._is_declared:
             self._expected = num_backwards
         self._num_backwards = 0
-        self._is_in_step = False
+        self.is_in_step = False
 
     def reset(self) -> None:
         """Drop what interrupted calls left open, if they did."""
@@ -352,7 +361,7 @@ class Units:
 
     def _gather(self, unit: Unit, reader: object) -> None:
         assert self.prefetch is not None
-        self.prefetch.gather(unit.groups, reader=reader, is_part=self._is_in_step or self._in_backward)
+        self.prefetch.gather(unit.groups, reader=reader, is_part=self.is_in_step or self._in_backward)
 
     def _close_backward(self) -> None:
         self._last, self._is_last, self._in_backward = None, False, False

@@ -24,6 +24,7 @@ from chunkmem.steps.cached_plan import CachedPlan
 from chunkmem.steps.factory import CachedPlanFactory
 from chunkmem.steps.iteration_end import IterationEnd
 from chunkmem.steps.known import KnownSteps
+from chunkmem.steps.plan_cache import Key
 from chunkmem.steps.plan_log import LOG
 from chunkmem.steps.region_choice import RegionChoices
 from chunkmem.steps.regions import Regions
@@ -284,7 +285,12 @@ class StepController(KnownSteps):
     @property
     def is_choosing_regions(self) -> bool:
         """Which regions this kind of step recomputes is not decided yet."""
-        return self._regions.is_auto and self._choices.kept(self.now.key) is None
+        return self._regions.is_auto and self._choices.kept(self._training_key) is None
+
+    @property
+    def _training_key(self) -> Key:
+        """Of the step that runs, or ran last, on whichever rank."""
+        return self.now.key if self._is_lone else self.key_of(0, Mode.TRAIN)
 
     def choose_regions(self) -> frozenset[int]:
         """Return the calls of regions that steps like the one just recorded had better not recompute."""
@@ -305,7 +311,7 @@ class StepController(KnownSteps):
 
     def keep_regions(self, kept: frozenset[int]) -> None:
         """Have steps of this kind recompute all calls of regions but these; what was recorded is of another kind."""
-        self._choices.keep(self.now.key, kept)
+        self._choices.keep(self._training_key, kept)
         self.now.is_excused = self.now.is_excused or bool(kept)
 
     def _trace_of(self, recorder: Recorder) -> Trace:

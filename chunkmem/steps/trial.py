@@ -3,7 +3,8 @@
 [Note: Trial] All ranks go through the same states, one a step, since every one of them comes to the end of each step.
 
 1. The first step shows what is exchanged, and when. After it the links are measured.
-2. If regions may be recomputed or not, a step that recomputes all is recorded, and rank 0 chooses.
+2. If regions may be recomputed or not, a step that recomputes all is recorded, and the first rank that had all of it
+   chooses.
 3. One is recorded that gathers when it needs to. If a plan for the same step with exchanges that overlap computing fits
    both tiers on all ranks, the next one gathers ahead, and is recorded, too.
 4. One follows the plan for that. After it the two plans are compared by how long computing stalls, as simulated:
@@ -93,20 +94,24 @@ class AheadTrial:
             self._controller.may_record = False
             self._states.appendleft(self._may_record)
 
-    def end_step(self) -> None:
+    def end_step(self, *, had_batch: bool) -> None:
         """A step is over, on all ranks. One that is not like others, as all skipped it or one has gone on with it after
         an error, does not count.
+
+        Args:
+            had_batch: this rank had one; else what its controller knows is of an earlier step.
 
         Raises:
             RankError: a rank is missing, or somewhere else.
         """
         if self._prefetch.was_empty or not self._states:
             return
-        here = float(self._controller.is_excused), float(self._controller.now.has_compiled)
-        is_excused, has_compiled = self._ranks.max_over(here, label=_LABEL)
+        here = had_batch and self._controller.is_excused, had_batch and self._controller.now.has_compiled
+        is_excused, has_compiled = self._ranks.max_over(tuple(map(float, here)), label=_LABEL)
         state = self._states[0]
         if is_excused or (has_compiled and state not in (self._learned, self._may_record)):
-            self._controller.excuse_iteration()
+            if had_batch:
+                self._controller.excuse_iteration()
         else:
             self._states.popleft()
             state()
@@ -121,8 +126,9 @@ class AheadTrial:
     def _chosen(self) -> None:
         kept: frozenset[int] = frozenset()
         if self._controller.is_choosing_regions:
-            chosen = self._controller.choose_regions() if self._ranks.rank == 0 else kept
-            kept = self._ranks.broadcast_object(chosen, label="choosing which regions are recomputed")
+            source = self._prefetch.complete
+            chosen = self._controller.choose_regions() if self._ranks.rank == source else kept
+            kept = self._ranks.broadcast_object(chosen, label="choosing which regions are recomputed", source=source)
             self._controller.keep_regions(kept)
         if not kept:  # the step that was recorded is like those to come
             self._states.popleft()()
