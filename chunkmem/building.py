@@ -61,7 +61,7 @@ class ModelBuilding:
     def wrap(
         self, model: nn.Module, *, param_init_fn: Callable[[nn.Module], object] | None = None, skip_init: bool = False
     ) -> nn.Module:
-        """Pack the parameters of a model that exists; return the same object.
+        """Pack the parameters of a model that exists; return the same object. Over ranks, rank 0's values count.
 
         What is on the meta device is initialised meanwhile, module by module: by `reset_parameters()`, in a model of
         transformers by `_init_weights`, and then by `param_init_fn`.
@@ -81,6 +81,7 @@ class ModelBuilding:
             raise LayoutError(f"manager.wrap() takes a torch.nn.Module, not a {type(model).__name__}")
         if self.config.with_tiling_linear:
             self._tile(model, self._configured_numel)
+        self.runtime.built.send(model)
         self.runtime.built.add([model], [], initialisers=Initialisers(param_init_fn, skip_init))
         return model
 

@@ -18,7 +18,7 @@ from chunkmem.nn.elsewhere import Elsewhere, Unpacked
 from chunkmem.nn.hooks import ModuleHooks
 from chunkmem.nn.initialisers import Initialisers
 from chunkmem.nn.meta import BuiltOnMeta, has_meta_tensors
-from chunkmem.nn.ordinary import same_random_numbers
+from chunkmem.nn.ordinary import same_random_numbers, send_parameters
 from chunkmem.nn.packing import move_ordinary_tensors
 from chunkmem.optim.update import GroupUpdater
 from chunkmem.parts import Modules, Sharding
@@ -161,6 +161,12 @@ class BuiltModels:
             move_ordinary_tensors(module, excluded, self._device, on_host=self._modules.registry.on_host)
         if isinstance(built, BuiltOnMeta):
             built.tell(self._modules.surface.awaited, [managed for packed in added for managed in packed.parameters])
+
+    def send(self, model: nn.Module) -> None:
+        """Have all ranks train rank 0's parameters of a model that each has built; see `send_parameters`."""
+        known = self._modules.registry
+        for ranks in several_ranks(self._ranks):
+            send_parameters([param for param in model.parameters() if known.find(param) is None], ranks)
 
     @contextlib.contextmanager
     def random_numbers(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ such as a batch norm's running means, are sent again at its end, as DistributedD
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from chunkmem.comm.ranks import Ranks
 from chunkmem.nn.values import storage_id
@@ -42,6 +44,22 @@ def same_random_numbers(ranks: Ranks) -> Iterator[None]:
     finally:
         if torch.initial_seed() == seed:
             torch.set_rng_state(own)
+
+
+def send_parameters(params: Iterable[nn.Parameter], ranks: Ranks) -> None:
+    """Have all ranks train what rank 0 has in the parameters of a model that each of them has built.
+
+    Those on the meta device have no values yet.
+
+    Raises:
+        ConfigError: they are no copies of one model.
+        RankError: a rank is missing, or somewhere else.
+    """
+    forms = [(param, is_lazy(param)) for param in params]
+    told = "".join("lazy" if lazy else f"{tuple(p.shape)} {p.dtype} {p.is_meta}\n" for p, lazy in forms)
+    ranks.agree("the layout of the chunks", hashlib.sha256(told.encode()).hexdigest()[:16])
+    sent = [param for param, lazy in forms if not lazy and not param.is_meta and _is_dense(param)]
+    ranks.broadcast_tensors(sent, label="parameters of a model that is wrapped")
 
 
 class OrdinaryTensors:
