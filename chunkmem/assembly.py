@@ -110,6 +110,7 @@ class Runtime:
         require_method(exchange)
         rows = mesh_of(mesh, process_group=process_group)
         self.ranks = Ranks(process_group, mesh=rows, timeout_s=config.distributed.timeout_s)
+        self.ranks.require_whole()
         for ranks in several_ranks(self.ranks):
             for path, value in flattened(config.to_dict()).items():
                 ranks.agree(f"{path} of the configuration", json.dumps(value))

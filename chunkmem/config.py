@@ -372,6 +372,12 @@ def _with_policy(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "activations": {**section, "policy": policy}}
 
 
+def num_processes_said() -> int:
+    """Return how many processes there are of this program, as torchrun tells each of them in WORLD_SIZE; else 1."""
+    said = os.environ.get("WORLD_SIZE", "")
+    return int(said) if said.isdecimal() else 1
+
+
 def flattened(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
     """Return the values of nested sections by their key paths."""
     found: dict[str, Any] = {}

@@ -92,6 +92,8 @@ class EntryPoints:
     def begin_root(self, root: nn.Module) -> None:
         """A model is called from outside: drop what an interrupted call left, and look the parameters over."""
         require_open(self._memory.pager)
+        if self._after_first_step is not None:
+            self._sharding.ranks.require_whole()  # there may be others by now
         self._compiles.begin()
         modules, units = self._modules, self._sharding.units
         modules.access.require_whole_steps(f"a call of {type(root).__name__}")

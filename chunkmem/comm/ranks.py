@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.connection import Connection, group_of, within
@@ -17,6 +18,7 @@ from chunkmem.comm.failure_detector import named
 from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.mesh import Mesh
 from chunkmem.comm.notes import Notes
+from chunkmem.config import num_processes_said
 from chunkmem.errors import ConfigError, StateError
 
 _K = TypeVar("_K")
@@ -68,6 +70,22 @@ class Ranks(Connection):
     def is_first(self) -> bool:
         """This is the first of all ranks that train the model."""
         return self.rank == 0 and (self.stages is None or self.stages.rank == 0)
+
+    def require_whole(self) -> None:
+        """Raise a `ConfigError` if this rank trains alone, and is one of several processes that do not know it."""
+        if self.process_group is not None:
+            return
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"torch.distributed was initialised after this manager was made: each of the {dist.get_world_size()} "
+                "ranks would train a model of its own; call init_process_group() before ChunkManager()"
+            )
+        if (size := num_processes_said()) > 1:
+            raise ConfigError(
+                f"WORLD_SIZE is {size}, and torch.distributed is not initialised: each of the {size} processes would "
+                "train a model of its own; call torch.distributed.init_process_group() before ChunkManager(), or take "
+                "WORLD_SIZE out of the environment where that is meant"
+            )
 
     def require_one(self, call: str) -> None:
         """Raise a `StateError` if there are others: what a call returns would need them whenever it is used."""
