@@ -394,7 +394,10 @@ def open_memory(tiers: Tiers, backend: StorageBackend) -> Memory:
         return BoundChunk(ChunkStorage(backend, device=device, dtype=dtype), device=device)
 
     store = ChunkStore(tiers.pools, tiers.compute.clock)
-    return Memory(tiers.compute, tiers.caps, Pager(store, meter=tiers.meter), make_home)
+    pager = Pager(store, meter=tiers.meter)
+    if tiers.compute.is_accelerator:
+        pager.follow_stream = tiers.compute.current_stream
+    return Memory(tiers.compute, tiers.caps, pager, make_home)
 
 
 def _checked(config: object) -> Config:

@@ -7,7 +7,7 @@ import ctypes
 import mmap
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,8 @@ class ComputeDevice:
         self.is_cuda = device.type == "cuda"
         """CUDA, or ROCm: host memory can be registered for direct copies, and events can block."""
         self.runs_cuda_kernels = self.is_cuda and torch.version.hip is None
+        self._streams: list[torch.Stream] = []
+        """Those that something was computed on, the last one last."""
 
     @classmethod
     def default(cls, index: int | None = None) -> ComputeDevice:
@@ -174,8 +176,35 @@ class ComputeDevice:
         return torch.Stream(self.device)
 
     def current_stream(self) -> torch.Stream:
-        """Return the calling thread's current stream on the accelerator."""
+        """Return the calling thread's current stream, behind all that others were given; [Note: Streams of a program].
+
+        [Note: Streams of a program] For plans, one lane computes. A program may compute on several streams, such as two
+        towers that it joins by `wait_stream`. It orders what it makes itself, but knows nothing of chunks: of weights
+        that are on their way to a slab, or leave it, as a module on one stream has returned while another computes. So
+        whoever accesses a chunk asks for the stream, and if that is not the one of the access before, it waits for that
+        one. The streams take turns, and an event on the current one is the end of all.
+        """
+        stream = self._current_stream()
+        if not self._streams or self._streams[-1] != stream:
+            if self._streams:
+                stream.wait_stream(self._streams[-1])
+            self._streams = [*(each for each in self._streams if each != stream), stream]
+        return stream
+
+    def _current_stream(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)
+
+    def computing_streams(self) -> Sequence[torch.Stream]:
+        """Return the streams that something was computed on: each may be given freed memory, the current one last."""
+        self.current_stream()
+        return self._streams
+
+    def free_in_order(self) -> None:
+        """Memory goes back to torch's allocator: whichever stream that gives it to comes after what is computed now."""
+        if len(self._streams) > 1:
+            current = self.current_stream()
+            for other in self._streams[:-1]:
+                other.wait_stream(current)
 
     def timing_event(self) -> torch.Event:
         """Return a new event that has a time once it was recorded.

@@ -48,6 +48,8 @@ class Pager:
         self.policy: StepPolicy = OnDemand()
         """Of the step that runs."""
         self.speculative: SpeculativeUpdates = NoSpeculativeUpdates()
+        self.follow_stream: Callable[[], object] | None = None
+        """Called by each access to DEVICE, on an accelerator: see [Note: Streams of a program] in `runtime.device`."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called when an access that was announced to the policy has failed: it has not happened."""
         store.on_copy = lambda *copy: self.policy.copied(*copy)
@@ -78,6 +80,7 @@ class Pager:
         Raises:
             CapacityError: everything that may leave `tier` is not enough; nothing has been moved.
         """
+        self._follow()
         replica = chunk.replicas.get(tier)
         if tier is Tier.DEVICE and (replica is None or replica.pins == 0):
             self.policy.event(Kind.HOLD, chunk, reader)
@@ -86,6 +89,10 @@ class Pager:
         except BaseException:
             self.on_failure()
             raise
+
+    def _follow(self) -> None:
+        if self.follow_stream is not None:
+            self.follow_stream()
 
     def _hold(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> Replica:
         replica = chunk.replicas.get(tier)
@@ -132,6 +139,7 @@ class Pager:
 
         Raises: what `pin` does.
         """
+        self._follow()
         replica = chunk.replicas.get(Tier.DEVICE)
         if replica is None or replica.pins == 0:
             self.policy.event(Kind.HOLD, chunk, reader)
@@ -146,6 +154,7 @@ class Pager:
 
     def exchange(self, chunks: Sequence[Chunk], *, reader: object) -> None:
         """Announce that chunks, which are pinned, begin to be exchanged with other ranks."""
+        self._follow()
         for chunk in _on_device(chunks):
             self.policy.event(Kind.EXCHANGE, chunk, reader)
 
@@ -170,6 +179,7 @@ class Pager:
 
     def unpin(self, chunk: Chunk, tier: Tier) -> None:
         """Undo one `pin`."""
+        self._follow()
         if self._let_go(chunk, tier) and tier is Tier.DEVICE:
             self.policy.event(Kind.RELEASE, chunk, None)
             if chunk.is_remote:
@@ -203,6 +213,7 @@ class Pager:
 
         Raises: what `pin` does.
         """
+        self._follow()
         tier: Tier | None = Tier.HOST
         if chunks[0].compute_tier is Tier.DEVICE:
             self.policy.event(Kind.UPDATE, chunks[0], reader)
@@ -250,6 +261,7 @@ class Pager:
 
     def consume(self, chunk: Chunk) -> None:
         """The content is used up, also if this raises what moving other chunks has; see `ChunkStore.consume`."""
+        self._follow()
         try:
             if chunk.compute_tier is Tier.DEVICE:
                 self.policy.event(Kind.CONSUME, chunk, None)
@@ -258,6 +270,7 @@ class Pager:
 
     def use(self, chunk: Chunk, tier: Tier, *, reader: object) -> Replica:
         """Bring `chunk` to `tier` for a write that is over before the next access: like `pin` and `unpin`."""
+        self._follow()
         if tier is Tier.DEVICE:
             self.policy.event(Kind.WRITE, chunk, reader)
         replica = chunk.replicas.get(tier)
@@ -289,6 +302,7 @@ class Pager:
         `is_of_step`: steps to come do the same, and plan for it.
         """
         self._require_open(reader)
+        self._follow()
         if tier is Tier.DEVICE and is_of_step:
             self.policy.event(Kind.CREATE, chunk, reader)
         if saved is not None:

@@ -136,6 +136,7 @@ class DevicePool:
     def __init__(self, ledger: Ledger, compute: ComputeDevice, *, capacity: int) -> None:
         self.ledger = ledger
         self.poison = False
+        self._compute = compute
         self._device = compute.device
         self.maps_slabs = False
         """On a CPU: have slabs mapped by themselves; [Note: Mapped slabs]."""
@@ -167,7 +168,7 @@ class DevicePool:
         if self.room_nbytes is None and self._capacity == 0:
             with self.changing():
                 self.ledger.release(role, slab.nbytes)
-                slab.give_up(self.wait)
+                self._give_up(slab)
             return
         self.ledger.release(role, slab.nbytes)
         self.ledger.charge(CACHE, slab.nbytes)
@@ -193,6 +194,7 @@ class DevicePool:
         """Count such memory no more, which `empty` gives back to the allocator. No copy is at work on it."""
         with self.changing(), runtime_mode():
             self.ledger.release(role, slab.nbytes)
+            self._compute.free_in_order()
             empty()
 
     def trim(self, total_nbytes: int | None = None) -> None:
@@ -236,6 +238,10 @@ class DevicePool:
 
     def _discard(self, slab: Slab) -> None:
         with self.changing():
-            slab.give_up(self.wait)
+            self._give_up(slab)
             self._kept.remove(slab)
             self.ledger.release(CACHE, slab.nbytes)
+
+    def _give_up(self, slab: Slab) -> None:
+        self._compute.free_in_order()
+        slab.give_up(self.wait)

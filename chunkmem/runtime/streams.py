@@ -104,7 +104,8 @@ class StreamLanes:
         if event.done():
             return None
         ready = self._clock.timestamp()
-        _hold_back(self._compute.current_stream(), event)
+        for stream in self._compute.computing_streams():
+            _hold_back(stream, event)
         return Interval(ready, event.end)
 
     def drain(self) -> None:

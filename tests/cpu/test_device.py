@@ -57,6 +57,36 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return see
 
 
+class Waiting:
+    """A stream, and those that it has waited for."""
+
+    def __init__(self) -> None:
+        self.waited: list[Waiting] = []
+
+    def wait_stream(self, other: Waiting) -> None:
+        self.waited.append(other)
+
+
+def test_streams_of_a_program_take_turns(seen: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a chunk is accessed on comes after the one before; freed memory may go to any of them."""
+    seen("xpu")
+    first, second = Waiting(), Waiting()
+    device = ComputeDevice.default()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: first)
+    assert device.current_stream() is device.current_stream() is first
+    device.free_in_order()
+    assert first.waited == []
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: second)
+    assert device.current_stream() is device.current_stream() is second
+    assert (first.waited, second.waited) == ([], [first])
+    assert list(device.computing_streams()) == [first, second]
+    device.free_in_order()
+    assert first.waited == [second]
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: first)
+    assert list(device.computing_streams()) == [second, first]
+    assert first.waited == [second, second]
+
+
 @pytest.mark.usefixtures("no_cuda")
 @pytest.mark.parametrize("kind", OTHERS)
 def test_any_accelerator_is_computed_on_and_asked_for_its_memory(seen: Callable[[str], None], kind: str) -> None:

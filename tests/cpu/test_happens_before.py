@@ -5,6 +5,7 @@ See [Note: Happens before]. COMPUTE is a lane of its own here, as on an accelera
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,12 +30,12 @@ from tests.cpu.test_precision import chunked as chunked_low
 from tests.cpu.test_precision import plain as plain_low
 from tests.cpu.test_zoo import matrix
 from tests.helpers.happens_before import HappensBefore
-from tests.helpers.loops import LOOPS, WIDTH, Dropped, Loop, Side
+from tests.helpers.loops import LOOPS, WIDTH, Dropped, Loop, Side, mlp, trained
 from tests.helpers.orders import Reading
 from tests.helpers.overlapped import Run
 from tests.helpers.rehearsal import cap_nbytes
 from tests.helpers.scenes import FOLLOWED, Scene, Undisturbed, unread_until_covered
-from tests.helpers.simulated import ClockedEvent, ClockedLanes
+from tests.helpers.simulated import ClockedEvent, ClockedLanes, SimulatedAccelerator
 from tests.helpers.spread import spread
 from tests.helpers.training import (
     AMPLE_NBYTES,
@@ -260,6 +261,40 @@ def test_no_race_where_host_is_too_small(name: str, tmp_path: Path) -> None:
     assert checker.was_active(Actor.DISK_WRITE)
 
 
+class Towers(nn.Module):
+    """Two, with a few layers in common. The second one computes on a stream of its own, beside the first."""
+
+    def __init__(self, checker: HappensBefore | None) -> None:
+        super().__init__()
+        self.first, self.common, self.second = mlp(2), mlp(2), mlp(2)
+        self.checker = checker
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        forked = None if self.checker is None else self.checker.clocks.now(Actor.COMPUTE)
+        first = self.common(self.first(x))
+        with contextlib.nullcontext() if forked is None else self.checker.second_stream(forked):
+            second = self.common(self.second(x))
+        return first * second
+
+
+def two_streams(checker: HappensBefore) -> None:
+    towers = trained(lambda side: Towers(None if side.manager is None else checker))
+    run_loop(checker, towers, **opts(mem_cache_capacity=8))
+
+
+def test_no_race_on_several_streams_of_the_program() -> None:
+    """A plan's waits were put on the stream that was current; another one read the same weights before they had come.
+
+    H2D       ─ weights ─┐
+    COMPUTE              └ first tower ...
+    COMPUTE_2   second tower, with some of the weights of the first
+    """
+    with HappensBefore() as checker:
+        two_streams(checker)
+    checker.assert_ordered()
+    assert checker.was_active(Actor.COMPUTE_2)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("on_host", [False, True])
@@ -372,6 +407,11 @@ def without_events_of_slabs(alloc: Callable[..., None]) -> Callable[..., None]:
     return mutant
 
 
+def nothing_followed(self: SimulatedAccelerator) -> Any:
+    self._streams = [self._current_stream()]
+    return self._streams[-1]
+
+
 def wrong_guesses(checker: HappensBefore) -> None:
     """The plan begins all updates ahead, but too many have been in vain: the step makes them."""
     run = Run(overlap=True, make_lanes=checker.lanes, never_off=False)
@@ -417,6 +457,7 @@ MUTANTS = (
     Mutant("the lanes do not drain", ClockedLanes, "drain", lambda _: nothing),
     Mutant("slabs do not rest", Slab, "rest", lambda _: nothing),
     Mutant("nobody waits for updates", ClockedEvent, "wait", of_updates, BESIDE),
+    Mutant("streams are not followed", SimulatedAccelerator, "current_stream", lambda _: nothing_followed, two_streams),
     Mutant("speculative updates begin at once", CopyOrder, "_update_comes_after", lambda _: nothing, BESIDE),
 )
 

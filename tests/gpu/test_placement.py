@@ -56,12 +56,37 @@ def build() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(NUM_LAYERS)))
 
 
+class Towers(nn.Module):
+    """Two halves of the layers, each on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = build()
+        self.first, self.second = layers[: NUM_LAYERS // 2], layers[NUM_LAYERS // 2 :]
+        self.stream = torch.cuda.Stream()
+
+    def forward(self, x: Tensor) -> Tensor:
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            second = self.second(x)
+        x.record_stream(self.stream)
+        first = self.first(x)
+        current.wait_stream(self.stream)
+        second.record_stream(current)
+        return first * second
+
+
 def batch(step: int) -> Tensor:
     return torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
 
 
 def train(
-    device_nbytes: int, *, make_lanes: Callable[[ComputeDevice], Lanes] | None = None, asynchronous: bool = True
+    device_nbytes: int,
+    *,
+    make_lanes: Callable[[ComputeDevice], Lanes] | None = None,
+    asynchronous: bool = True,
+    build: Callable[[], nn.Module] = build,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the losses and the weights after some steps, `device_nbytes` being for chunks and activations."""
     keys = {
@@ -86,7 +111,7 @@ def train(
         return losses, manager.state_dict(model)
 
 
-def train_plain() -> tuple[list[Tensor], dict[str, Tensor]]:
+def train_plain(build: Callable[[], nn.Module] = build) -> tuple[list[Tensor], dict[str, Tensor]]:
     model = build().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     losses = []
@@ -128,3 +153,9 @@ def test_streams_held_back_at_random_change_no_bit(seed: int) -> None:
 
     assert_same(train(TIGHT, make_lanes=sleepy), train_plain())
     assert made[0].num_sleeps > NUM_STEPS * NUM_LAYERS
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_streams_of_a_program_change_no_bit(seed: int) -> None:
+    found = train(TIGHT, make_lanes=lambda compute: SleepyLanes(compute, seed), build=Towers)
+    assert_same(found, train_plain(Towers))

@@ -21,6 +21,8 @@ class AccessOrder:
         self.memory = ShadowMemory(self.clocks)
         self.caller = Actor.HOST
         """Who runs what touches memory of HOST alone."""
+        self.computing = Actor.COMPUTE
+        """The current stream of the program's."""
         self._lane: Actor | None = None
         """Who runs all operators at present, if it is a copy."""
         self.runtime_depth = 0
@@ -62,12 +64,12 @@ class AccessOrder:
         if of_compute and self.runtime_depth and self._lane is None:
             self._computed.add([result for result in results if not self._is_slab(result)])
         if tiers:
-            actor = (Actor.COMPUTE if of_compute else self.caller) if self._lane is None else self._lane
+            actor = (self.computing if of_compute else self.caller) if self._lane is None else self._lane
             operation = self.launch(actor, label)
             self.memory.access(operation, spans[0], writes=False)
             self.memory.access(operation, spans[1], writes=True)
         if of_compute and self._lane is None and (blocks or Tier.HOST.name in tiers):
-            self.clocks.wait(self.caller, self.clocks.of(Actor.COMPUTE))
+            self.clocks.wait(self.caller, self.clocks.of(self.computing))
 
     def transferred(self, label: str, stored: Sequence[tuple[int, int]], memory: torch.Tensor, *, fills: bool) -> None:
         """A thread has read what is stored on DISK, which `fills` memory of HOST, or written it."""
@@ -93,7 +95,7 @@ class AccessOrder:
         self.memory.remove(address)
 
     def _computes_in(self, address: int, nbytes: int, label: str) -> None:
-        self.memory.access(self.launch(Actor.COMPUTE, label), [(address, nbytes)], writes=True)
+        self.memory.access(self.launch(self.computing, label), [(address, nbytes)], writes=True)
 
 
 class _Storages:

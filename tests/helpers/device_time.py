@@ -53,6 +53,9 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         self._device.current = self._before.pop()
 
+    def wait_stream(self, other: Stream) -> None:
+        self.end_s = max(self.end_s, other.end_s)
+
     def run(self, duration_s: float) -> None:
         """Append what takes so long."""
         self.end_s = max(self.end_s, self._device.host_s) + duration_s
@@ -115,7 +118,7 @@ class TimedDevice(SimulatedAccelerator):
     def stream(self) -> Any:
         return Stream(self)
 
-    def current_stream(self) -> Any:
+    def _current_stream(self) -> Any:
         return self.current
 
     def timing_event(self) -> Any:

@@ -34,7 +34,7 @@ when it is allocated and when it is given up: torch's allocator orders its reuse
 DISK is a file that is really read and written. Its bytes are cells as those of memory are, by their place in the file.
 
 What it cannot see: memory other than slabs (activations, tensors of users); operators inside of tensor subclasses that
-take themselves apart, unless the runtime runs them; several computing streams or threads of autograd; what other ranks
+take themselves apart, unless the runtime runs them; several threads of autograd; what other ranks
 do to this one's memory but for exchanges; how CUDA's own streams and events behave, as lanes here only stand for them.
 A view counts from its
 first byte to its last. Waits of users (`loss.item()`) order nothing here: the runtime must not rely on them. It may on
@@ -61,7 +61,7 @@ from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from tests.helpers.access_order import AccessOrder
 from tests.helpers.ordered_exchange import ordered
 from tests.helpers.simulated import ClockedLanes, DeviceSlabs, FollowedTransfers, HostSlabs, SimulatedAccelerator
-from tests.helpers.vector_clocks import Actor, Race
+from tests.helpers.vector_clocks import Actor, Clock, Race
 
 _WITHOUT_MEMORY = frozenset(
     f"aten::{name}"
@@ -86,7 +86,7 @@ class HappensBefore(AccessOrder):
     def __enter__(self) -> Self:
         self._entered = contextlib.ExitStack()
         patch = self._entered.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(ComputeDevice, "default", lambda index=None: SimulatedAccelerator())
+        patch.setattr(ComputeDevice, "default", lambda index=None: SimulatedAccelerator(self))
         patch.setattr("chunkmem.parts.load_kernels", lambda **_: load_kernels())
         patch.setattr("chunkmem.speeds.cached_machine", lambda compute, caps: SLOW)
         patch.setattr("chunkmem.runtime.tiers.DevicePool", lambda *args, **keys: DeviceSlabs(self, *args, **keys))
@@ -100,9 +100,23 @@ class HappensBefore(AccessOrder):
     def __exit__(self, *_: object) -> None:
         self._entered.close()
 
-    def lanes(self, _compute: object = None) -> ClockedLanes:
+    def lanes(self, compute: Any = None) -> ClockedLanes:
         """Return lanes whose order is followed."""
-        return ClockedLanes(self)
+        return ClockedLanes(self, SimulatedAccelerator(self) if compute is None else compute)
+
+    @contextlib.contextmanager
+    def second_stream(self, forked: Clock) -> Iterator[None]:
+        """Inside, a second stream computes, after what had been computed at a time; what is computed next waits for it.
+
+        HOST       with torch.Stream() as second: second.wait_event(forked) ... first.wait_stream(second)
+        """
+        self.clocks.wait(Actor.COMPUTE_2, forked)
+        self.computing = Actor.COMPUTE_2
+        try:
+            yield
+        finally:
+            self.computing = Actor.COMPUTE
+        self.clocks.wait(Actor.COMPUTE, self.clocks.of(Actor.COMPUTE_2))
 
     def exchange(self, method: type[ExchangeMethod]) -> type[ExchangeMethod]:
         """Return a way to exchange chunks whose order is followed."""

@@ -28,12 +28,27 @@ _FILE = 1 << 60
 """Where the bytes of DISK are taken to be, past all memory."""
 
 
+@dataclass(frozen=True)
+class SimulatedStream:
+    """What of a stream its order needs."""
+
+    order: AccessOrder
+    actor: Actor
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        self.order.clocks.wait(self.actor, self.order.clocks.of(other.actor))
+
+
 class SimulatedAccelerator(ComputeDevice):
     """RAM that plays an accelerator, with a stream that computes. Only chunks count of its memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, order: AccessOrder | None = None) -> None:
         super().__init__(torch.device("cpu"))
         self.is_accelerator = True
+        self._order = AccessOrder() if order is None else order
+
+    def _current_stream(self) -> Any:
+        return SimulatedStream(self._order, self._order.computing)
 
     @cached_property
     def clock(self) -> HostClock:
@@ -84,9 +99,10 @@ class ClockedEvent:
 class ClockedLanes(BlockingLanes):
     """Lanes that do everything at once, and tell in what order it would have to be done."""
 
-    def __init__(self, order: AccessOrder) -> None:
+    def __init__(self, order: AccessOrder, compute: SimulatedAccelerator) -> None:
         super().__init__(ComputeDevice(torch.device("cpu")))
         self._order = order
+        self._compute = compute
         self._last: dict[Lane, ClockedEvent] = {}
 
     def copy(
@@ -131,12 +147,14 @@ class ClockedLanes(BlockingLanes):
                 self._order.clocks.wait(actor, event.clock)
 
     def compute_event(self) -> Event:
-        event = self._event(Actor.COMPUTE, "the end of what is computed")
+        self._compute.current_stream()
+        event = self._event(self._order.computing, "the end of what is computed")
         event.started_s = event.ended_s = time.perf_counter()
         return event
 
     def compute_waits(self, event: Event) -> Interval | None:
-        self._hold_back(Actor.COMPUTE, [event])
+        for stream in self._compute.computing_streams():
+            self._hold_back(stream.actor, [event])
         return None
 
     def drain(self) -> None:

@@ -30,6 +30,8 @@ class Actor(IntEnum):
     """What a library does between ranks, on a stream of its own."""
     DISK_READ = 6
     DISK_WRITE = 7
+    COMPUTE_2 = 8
+    """Another stream of the program's."""
 
 
 THREADS = (Actor.HOST_UPDATE, Actor.DISK_READ, Actor.DISK_WRITE)
