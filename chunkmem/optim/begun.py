@@ -8,7 +8,9 @@ HOST is full. What has been updated then cannot be undone, and nobody but the st
     who reads weights of 0 to 3, discards gradients, saves      |  StateError
 
 So a step notes what it has decided and done, and `step()` goes on from there. Until then no weight of its optimizer is
-read, as some are of before the step and others of after it. The same holds from an update inside backward to its step.
+read, as some are of before the step and others of after it, and `zero_grad()` is refused: it could complete the step,
+but who repeats the batch after an error would train on it twice. The same holds from an update inside backward to its
+step.
 """
 
 from __future__ import annotations

@@ -292,7 +292,7 @@ class RuleOptimizer(GroupwiseOptimizer):
         )
 
     def _update(self, begun: BegunStep, left: list[ManagedParameter]) -> None:
-        if self._host.is_shared:  # the others update their groups without waiting for this rank
+        if not self._host.ranks.are_one:  # the others update their groups without waiting for this rank
             self._hold(begun, weights=True)
         self._update_managed(begun, left)
         while begun.excluded:

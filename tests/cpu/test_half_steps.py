@@ -16,7 +16,11 @@ from torch import Tensor
 
 import chunkmem
 from chunkmem.errors import StateError, TierIOError
+from chunkmem.runtime.chunk import Chunk
+from chunkmem.runtime.plan_executor import PlanExecutor
+from chunkmem.trace.model import Kind
 from tests.helpers.ranks import Team
+from tests.helpers.spread import spread
 from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config, cpu_only, features
 
 
@@ -140,6 +144,45 @@ def test_a_backward_that_had_updated_some_groups(tmp_path: Path) -> None:
         twin.optimizer.zero_grad()
         twin.steps(2, 3)
         assert_equal(twin.left(), plain_after(0, 1, 2, 3).left())
+
+
+@contextmanager
+def failing_consumption(number: int) -> Iterator[None]:
+    """Have the n-th gradient that is used up move something that cannot be moved, as a plan may at any moment."""
+    num_calls, event = 0, PlanExecutor.event
+
+    def failing(self: PlanExecutor, kind: Kind, chunk: Chunk, reader: object) -> None:
+        nonlocal num_calls
+        num_calls += kind is Kind.CONSUME
+        if kind is Kind.CONSUME and num_calls == number:
+            raise TierIOError("on purpose")
+        event(self, kind, chunk, reader)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlanExecutor, "event", failing)
+        yield
+    assert num_calls >= number
+
+
+@pytest.mark.few(2)
+@spread(number=[1, 2, 4], call=["zero_grad() again", "the batch again", "step() again"])
+def test_gradients_that_are_used_up_all_the_same(number: int, call: str, ours: Any) -> None:
+    """Each later backward added to gradients that nobody knew of: a KeyError."""
+    ours.steps(2, 3)
+    ours.loss(features(4)).backward()
+    with failing_consumption(number), pytest.raises(TierIOError, match="on purpose"):
+        if call == "step() again":
+            ours.optimizer.step()
+        else:
+            ours.optimizer.zero_grad()
+    if call == "step() again":
+        ours.update()
+    else:
+        if call == "zero_grad() again":
+            ours.optimizer.zero_grad()
+        ours.steps(4)
+    ours.steps(5, 6)
+    assert_equal(ours.left(), plain_after(*range(7)).left())
 
 
 class FailsInside(torch.optim.SGD):
