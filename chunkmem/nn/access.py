@@ -117,8 +117,14 @@ class AccessTracker:
     def push(self, frame: Frame, announced: Iterable[ManagedParameter]) -> None:
         """A module begins to run; `announced` are parameters it will use without looking them up."""
         self.stack.append(frame)
+        if frame.module is not None:
+            self.entered(frame)
         for managed in announced:
             self.read(frame, managed)
+
+    def entered(self, call: object) -> None:
+        """The forward of a module begins, or its backward; see `StepPolicy.entered`."""
+        self._pager.policy.entered(call)
 
     def pop(self, module: nn.Module) -> Frame | None:
         """A module is left. Frames above its own were interrupted and are dropped; None if it has no frame."""

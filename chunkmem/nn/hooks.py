@@ -296,6 +296,8 @@ class ModuleHooks:
                 held = self._backward.watch(frame, result)
             else:
                 self._access.references(frame, handed={})
+            if self._backward.is_recorded and not frame.recomputing:
+                self._note_backward(frame.name, frame.first_node, result)
         finally:
             try:
                 # Only now: until then, hooks tell where tensors of this call are saved.
@@ -310,6 +312,12 @@ class ModuleHooks:
         if not self._access.stack and not frame.recomputing:
             with self._turn.taken():
                 self._regions.settle()
+
+    def _note_backward(self, name: str, first_node: int, result: Any) -> None:
+        """In a recorded step, say when the backward of a call begins: with the gradient of what it has made."""
+        for tensor in tensors_in(result):
+            if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= first_node:
+                tensor.register_hook(lambda _grad: self._access.entered(f"{name} backward"))
 
 
 def _check_is_part(whole: FittedModule, fitted: FittedModule, *, is_unit: bool) -> None:

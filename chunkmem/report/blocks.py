@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from chunkmem.errors import TraceError
 from chunkmem.plan.balance import Block
-from chunkmem.report.clock import FORWARD, STEP, phases
-from chunkmem.report.modules import layer_of, layer_runs
+from chunkmem.report.clock import BACKWARD, FORWARD, STEP, phases
+from chunkmem.report.modules import layer_named, layer_of
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import Role
 
@@ -25,13 +25,21 @@ class _Cost:
     groups: set[int] = field(default_factory=set)
     """Whose weights its forward reads."""
 
+    def add(self, seconds: float, *, is_forward: bool) -> None:
+        """Add the time of a part of its forward or backward."""
+        if is_forward:
+            self.forward_s += seconds
+        else:
+            self.backward_s += seconds
+
 
 def blocks_of(trace: Trace, *, numels: Mapping[str, int] | None = None) -> tuple[Block, ...]:
     """Return the layers of the recorded model, in the order in which forward comes to them.
 
-    A layer without parameters counts to the one before it, and so does what no module computes. Chunks that hold
-    parameters of several layers count for each of them in part. A layer that reads a chunk in which no gradient of its
-    own lands, such as a tied head, shares those weights with the first one whose gradients do.
+    A layer without parameters counts to the one before it, and so does what no module computes. What a layer computes
+    before it reads a parameter, in forward or in backward, is its own: modules are entered within moments. Chunks that
+    hold parameters of several layers count for each of them in part. A layer that reads a chunk in which no gradient of
+    its own lands, such as a tied head, shares those weights with the first one whose gradients do.
 
     Args:
         trace: times are those of its machine, of all calls of a layer in the step.
@@ -57,20 +65,28 @@ def blocks_of(trace: Trace, *, numels: Mapping[str, int] | None = None) -> tuple
 
 
 def _timed(trace: Trace) -> dict[str, _Cost]:
-    names = {at: run.name for run in layer_runs(trace) for at in range(run.first, run.stop)}
     computed = [(at, phase) for phase, start, stop in phases(trace) if phase != STEP for at in range(start, stop)]
     # Some have a gradient, and are never called: their parent reads their parameters.
-    costs = {names[at]: _Cost() for at, phase in computed if phase == FORWARD and at in names}
-    name = next(iter(costs), "")
+    named = (layer_named(trace.moments[at]) for at, phase in computed if phase == FORWARD)
+    costs = {name: _Cost() for name in named if name}
+    name, now, before = next(iter(costs), ""), FORWARD, ""
+    if costs:
+        costs[name].forward_s += trace.before_s
     for at, phase in computed if costs else ():
-        name = names[at] if names.get(at) in costs else name
-        moment, cost = trace.moments[at], costs[name]
-        if phase != FORWARD:
-            cost.backward_s += moment.duration_s
-            continue
-        cost.forward_s += moment.duration_s
-        if moment.kind is Kind.HOLD and moment.chunk.role is Role.PARAM:
-            cost.groups.add(moment.chunk.group)
+        moment = trace.moments[at]
+        name = said if (said := layer_named(moment)) in costs else name
+        now, before = (phase if phase != before else now), phase
+        if phase == FORWARD and moment.kind is Kind.HOLD and moment.chunk.role is Role.PARAM:
+            costs[name].groups.add(moment.chunk.group)
+        passed = 0.0
+        for entry in (*moment.entered, None):
+            until = 1.0 if entry is None else max(passed, entry.share)
+            costs[name].add((until - passed) * moment.duration_s, is_forward=now == FORWARD)
+            passed = until
+            if entry is not None:
+                path, _, what = entry.label.partition(" ")
+                name = layer if (layer := layer_of(path)) in costs else name
+                now = FORWARD if what == "forward" else BACKWARD
     return costs
 
 

@@ -40,6 +40,11 @@ def submodule_runs(trace: Trace) -> list[ModuleRun]:
     ]
 
 
+def layer_named(moment: Moment) -> str:
+    """Return the layer whose module a moment names; empty if it names none."""
+    return layer_of(_path(moment))
+
+
 def layer_of(path: str) -> str:
     """Return the layer that a module belongs to: itself, if it is in no list."""
     return _split(path)[0]

@@ -204,6 +204,10 @@ class PlanExecutor(PlanActions):
 
     # Events.
 
+    def entered(self, call: object) -> None:
+        """See `StepPolicy.entered`: nothing is planned for it."""
+        return
+
     def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
         """Something happens; do what the plan says for it.
 

@@ -30,6 +30,10 @@ class StepPolicy(Protocol):
         """Something is about to happen to a chunk on DEVICE; of a RELEASE, it has. `str(reader)` says for whom."""
         ...
 
+    def entered(self, call: object) -> None:
+        """A module is entered: `str(call)` is "blocks.3 forward"; or its backward begins: "blocks.3 backward"."""
+        ...
+
     def before_demand(self) -> None:
         """Something is about to be moved on demand, or changed past the events: who follows a plan leaves it."""
         ...
@@ -89,6 +93,9 @@ class OnDemand:
     def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
         return
 
+    def entered(self, call: object) -> None:
+        return
+
     def before_demand(self) -> None:
         return
 
@@ -140,6 +147,9 @@ class BetweenSteps:
     @property
     def is_planned(self) -> bool:
         return self.policy.is_planned
+
+    def entered(self, call: object) -> None:
+        return
 
     def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
         if not self._hears:

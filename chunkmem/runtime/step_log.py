@@ -161,6 +161,12 @@ class StepLog:
                 found.pop(moment, None)
         return found
 
+    def computes_from_s(self) -> list[float]:
+        """Return when each of `began` began to compute, after what it waited for; ask as for `durations`."""
+        stalled_s = self._stalled_s()
+        times_s = self._times_s(None)
+        return [began_s + stalled_s.get(moment, 0.0) for (moment, _), began_s in zip(self.began, times_s, strict=False)]
+
     def timeline(
         self,
         trace: Trace | None,

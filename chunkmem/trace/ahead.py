@@ -121,5 +121,5 @@ def _merged(moments: Sequence[Moment]) -> list[Moment]:
         if is_needed:
             left.append(moment)
         elif left:
-            left[-1] = replace(left[-1], duration_s=left[-1].duration_s + moment.duration_s)
+            left[-1] = left[-1].longer(moment.duration_s, moment.entered)
     return left

@@ -50,6 +50,8 @@ class Mark(enum.Enum):
     """Bytes a second, whose infinity is null in a file."""
     SORTED = "sorted"
     """A mapping that is written in the order of its keys; others keep their own."""
+    LEFT_OUT = "left out"
+    """A last field that is left out of a row where it is empty, so that it could be added to rows that are in files."""
 
 
 Positive = Annotated[int, Mark.POSITIVE]
@@ -181,14 +183,20 @@ class _Row:
     columns: Sequence[Codec]
     split: Callable[[Any], Iterable[Any]]
     join: Callable[..., Any]
+    may_lack_last: bool = False
+    """See `Mark.LEFT_OUT`."""
 
     def plain(self, value: Any, tables: Tables) -> list[Any]:
-        return [codec.plain(each, tables) for codec, each in zip(self.columns, self.split(value), strict=True)]
+        values = list(self.split(value))
+        if self.may_lack_last and not values[-1]:
+            values.pop()
+        return [codec.plain(each, tables) for codec, each in zip(self.columns, values, strict=False)]
 
     def read(self, row: Sequence[Any], tables: Tables, *, first: int = 0) -> Any:
         kept: list[Any] = []
+        columns = self.columns[:-1] if self.may_lack_last and len(row) - first < len(self.columns) else self.columns
         try:
-            for position, codec in enumerate(self.columns, first):
+            for position, codec in enumerate(columns, first):
                 kept.append(codec.read(row[position], tables))
         except Wrong as wrong:
             raise wrong.under(f"[{first + len(kept)}]") from None
@@ -201,7 +209,9 @@ def _row_of(hint: Any) -> _Row | None:
         hints = typing.get_type_hints(hint, include_extras=True)
         columns = [codec_of(each) for each in hints.values()]
         make: Any = hint
-        return _Row(columns, lambda value: [getattr(value, name) for name in hints], make)
+        *_, last = hints.values()
+        may_lack_last = Mark.LEFT_OUT in typing.get_args(last)
+        return _Row(columns, lambda value: [getattr(value, name) for name in hints], make, may_lack_last)
     if typing.get_origin(hint) is tuple and ... not in typing.get_args(hint):
         return _Row([codec_of(each) for each in typing.get_args(hint)], lambda value: value, lambda *values: values)
     return None
@@ -215,7 +225,12 @@ def _columns_of(hint: Any) -> _Row:
 
 def _row_codec(row: _Row) -> Codec:
     length = len(row.columns)
-    return Codec(row.plain, lambda value, tables: row.read(_list(value, length=length), tables))
+
+    def read(value: object, tables: Tables) -> Any:
+        has_last = isinstance(value, list) and len(value) == length
+        return row.read(_list(value, length=length - (row.may_lack_last and not has_last)), tables)
+
+    return Codec(row.plain, read)
 
 
 def _one_of_several(kinds: Sequence[type]) -> Codec:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Annotated
 
 from chunkmem.errors import TraceError
 from chunkmem.sizes import format_nbytes
-from chunkmem.trace.codec import Label, Positive, Seconds
+from chunkmem.trace.codec import Label, Mark, Positive, Seconds
 from chunkmem.trace.saved import Saved
 from chunkmem.types import ChunkId, Role
 
@@ -56,6 +57,16 @@ class Mode(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """A module is entered: its forward begins, or its backward."""
+
+    label: Label
+    """Which: "blocks.3 forward"."""
+    share: float
+    """Of the time of the moment that it is in: what has passed by then."""
+
+
+@dataclass(frozen=True, slots=True)
 class Moment:
     """The interval from one event to the next."""
 
@@ -70,9 +81,20 @@ class Moment:
     """Peak bytes of non-model data on DEVICE: activations, gradients in flight, temporaries."""
     sampled_peak_nbytes: int = 0
     """The same as the sampling thread saw it; 0 if none ran."""
+    entered: Annotated[tuple[Entry, ...], Mark.LEFT_OUT] = field(default=(), compare=False)
+    """Modules that are entered in it: what they compute before they read a parameter is in no moment of their own."""
 
     def __str__(self) -> str:
         return self.label or f"{self.kind.value} {self.chunk}"
+
+    def longer(self, seconds: float, entered: Sequence[Entry] = ()) -> Moment:
+        """Return it with so many seconds more at its end, in which modules are `entered`."""
+        total_s = self.duration_s + seconds
+        if not total_s:
+            return self
+        own = (Entry(each.label, each.share * self.duration_s / total_s) for each in self.entered)
+        more = (Entry(each.label, (self.duration_s + each.share * seconds) / total_s) for each in entered)
+        return replace(self, duration_s=total_s, entered=(*own, *more))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +142,7 @@ class Trace(
     error=TraceError,
     again="record it again",
     tables=("chunks", "labels"),
-    optional=("regions",),
+    optional=("regions", "before_s"),
 ):
     """The moments of one step, which is the body of a loop: after the last comes the first again."""
 
@@ -136,6 +158,8 @@ class Trace(
     """Groups that another rank owns: [Note: Remote groups]."""
     regions: tuple[Region, ...] = ()
     """In the order of their forward."""
+    before_s: Seconds = 0.0
+    """Computed before the first moment: by the first modules, before they read a parameter."""
 
     def __post_init__(self) -> None:
         held: set[ChunkId] = set()
@@ -164,6 +188,8 @@ class Trace(
                 raise TraceError(f"moment {index} ({moment}): {moment.kind.value} of {moment.chunk} while it is held")
             if moment.duration_s < 0 or moment.non_model_peak_nbytes < 0:
                 raise TraceError(f"moment {index} ({moment}): durations and bytes are 0 or more")
+            if not all(0 <= entry.share <= 1 for entry in moment.entered):
+                raise TraceError(f"moment {index} ({moment}): modules are entered at shares from 0 to 1 of its time")
         if held:
             raise TraceError(f"{min(held, key=str)} is still held at the trace's end")
         if any(nbytes <= 0 for nbytes in self.chunk_nbytes.values()):

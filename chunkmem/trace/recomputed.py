@@ -230,11 +230,8 @@ class _Edit:
 
 
 def _with_folded(moment: Moment, folded: _Folded) -> Moment:
-    return replace(
-        moment,
-        duration_s=moment.duration_s + folded.duration_s,
-        non_model_peak_nbytes=max(moment.non_model_peak_nbytes, folded.non_model_peak_nbytes),
-    )
+    peak_nbytes = max(moment.non_model_peak_nbytes, folded.non_model_peak_nbytes)
+    return replace(moment.longer(folded.duration_s), non_model_peak_nbytes=peak_nbytes)
 
 
 def _plain(trace: Trace, region: Region) -> list[int]:

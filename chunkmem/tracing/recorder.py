@@ -11,7 +11,7 @@ from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.timestamps import Clock, Interval, Timestamp
 from chunkmem.trace.loop import as_loop
-from chunkmem.trace.model import Kind, Mode, Moment, Region, Trace
+from chunkmem.trace.model import Entry, Kind, Mode, Moment, Region, Trace
 from chunkmem.types import ChunkId, Tier
 
 
@@ -48,6 +48,8 @@ class Recorder(OnDemand):
         self._left_nbytes = 0
         self._events: list[tuple[Kind, ChunkId, str]] = []
         self._peaks: list[tuple[int, int]] = []
+        self._entered: list[tuple[int, str, Timestamp]] = []
+        """(moment, label, when); the moment is -1 before the first one."""
         self._held: set[ChunkId] = set()
 
     def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
@@ -61,6 +63,10 @@ class Recorder(OnDemand):
         self._close_moment()
         self._events.append((kind, chunk.id, label_of(kind, chunk.id, reader)))
         self.step_log.begin(len(self._events) - 1, kind, chunk)
+
+    def entered(self, call: object) -> None:
+        """A module is entered."""
+        self._entered.append((len(self._events) - 1, str(call), self.step_log.clock.timestamp()))
 
     def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
         """A copy was made on demand."""
@@ -104,8 +110,9 @@ class Recorder(OnDemand):
         if len(self._peaks) < len(self._events):  # asked before the end
             self._close_moment()
         durations = self.step_log.durations()
+        entered, before_s = self._entries(durations)
         moments = tuple(
-            Moment(kind, chunk, label, durations[at], self._left_nbytes + peak, sampled)
+            Moment(kind, chunk, label, durations[at], self._left_nbytes + peak, sampled, tuple(entered.get(at, ())))
             for at, ((kind, chunk, label), (peak, sampled)) in enumerate(zip(self._events, self._peaks, strict=True))
         )
         wanted = {moment.chunk for moment in moments}
@@ -121,5 +128,18 @@ class Recorder(OnDemand):
             self._sampling_interval_s,
             frozenset(c.id.group for c in chunks.values() if c.is_remote and c.compute_tier is Tier.DEVICE),
             tuple(regions),
+            before_s,
         )
         return as_loop(trace)
+
+    def _entries(self, durations: Mapping[int, float]) -> tuple[dict[int, list[Entry]], float]:
+        """Return the entries in each moment, and the seconds from the first one to the first moment."""
+        begins_s = self.step_log.computes_from_s()
+        found: dict[int, list[Entry]] = {}
+        for at, label, when in self._entered:
+            if at >= 0:
+                share = (when.at_s - begins_s[at]) / durations[at] if durations[at] else 0.0
+                found.setdefault(at, []).append(Entry(label, min(max(share, 0.0), 1.0)))
+        first = self._entered[0] if self._entered and begins_s else None
+        before_s = begins_s[0] - first[2].at_s if first is not None and first[0] < 0 else 0.0
+        return found, max(0.0, before_s)

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkmem.errors import TraceError
-from chunkmem.trace.model import Kind, Mode, Moment, Trace
+from chunkmem.trace.model import Entry, Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Role
 from tests.helpers.cpu_time import cpu_s
 
@@ -46,6 +46,27 @@ SMALL_TEXT = (
     '"moments":[["hold",0,0,0.1,300,280],["create",1,1,1e-07,500,0],["release",0,0,0.0,0,0],["update",0,2,2.5,0,0],'
     '["consume",1,3,0.0,0,0]],"sampling_interval_s":0.002,"remote_groups":[]}'
 )
+
+
+def test_entries_are_in_rows_that_have_some() -> None:
+    """A file from before there were any, or of a moment that has none, has rows without."""
+    entries = (Entry("blocks.1 forward", 0.25), Entry("blocks.2 forward", 1.0))
+    trace = replace(SMALL, moments=(replace(SMALL.moments[0], entered=entries), *SMALL.moments[1:]), before_s=0.5)
+    values = trace_to_dict(trace)
+    assert values["moments"][0] == ["hold", 0, 0, 0.1, 300, 280, [[1, 0.25], [2, 1.0]]]
+    assert values["labels"][:3] == ["fc forward", "blocks.1 forward", "blocks.2 forward"]
+    read = trace_from_dict(json.loads(json.dumps(values)))
+    assert (read.moments[0].entered, read.moments[1].entered, read.before_s) == (entries, (), 0.5)
+    values["moments"][0][6][0][1] = 1.5
+    with pytest.raises(TraceError, match="modules are entered at shares from 0 to 1"):
+        trace_from_dict(values)
+
+
+def test_a_moment_that_is_longer_has_its_entries_when_they_were() -> None:
+    first, later = Entry("a forward", 0.5), Entry("b forward", 0.5)
+    found = replace(SMALL.moments[0], duration_s=1.0, entered=(first,)).longer(3.0, (later,))
+    assert (found.duration_s, found.entered) == (4.0, (Entry("a forward", 0.125), Entry("b forward", 0.625)))
+    assert replace(SMALL.moments[2], entered=(first,)).longer(0.0).entered == (first,)
 
 
 @st.composite
@@ -395,7 +416,7 @@ def test_a_message_is_one_line_whatever_is_in_labels_and_paths(tmp_path: Path) -
             ("lanes",),
             [],
             "this has a key 'lanes', which no chunkmem trace has; allowed: format, version, chunks, labels, mode, "
-            "layout, chunk_nbytes, moments, sampling_interval_s, remote_groups, regions",
+            "layout, chunk_nbytes, moments, sampling_interval_s, remote_groups, regions, before_s",
         ),
         (
             ("sampling_interval_s",),
