@@ -147,6 +147,9 @@ class EntryPoints:
     def make_guard(self) -> AccessGuard | None:
         """Steps that are recorded run under a check, as does the first; it would cost too much in every one."""
         inputs = self._modules.regions.inputs
+        # torch's formulas of norms for forward-mode AD take another way under such a mode, to other last bits.
+        if torch.autograd.forward_ad._current_level >= 0:
+            return None
         if not self._controller.is_recording and not inputs.in_first_step:
             return None
         watch, declared = self._controller.watch, self._modules.declared

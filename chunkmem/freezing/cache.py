@@ -273,6 +273,10 @@ class FrozenCache:
         """Samples that are kept."""
         return len(self._values)
 
+    def __bool__(self) -> bool:
+        """There is a cache (`if cache:`), be it that nothing is kept yet."""
+        return True
+
     @property
     def num_on_disk(self) -> int:
         """Of those, the ones that are not on HOST."""

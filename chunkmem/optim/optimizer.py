@@ -76,6 +76,7 @@ class RuleOptimizer(GroupwiseOptimizer):
         try:
             self._host.adopt(self.param_groups[-1]["params"])
             self._rule.check(self.param_groups[-1])
+            self._require_tiles_together()
             wanted = self._wanted(self.param_groups[-1:])
             self._updater.claims.require_room(self._wanted(self.param_groups), self)
         except Exception:

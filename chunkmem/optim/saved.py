@@ -23,6 +23,7 @@ from chunkmem.optim.masters import MASTER_KEY, check_masters, masters_to_save
 from chunkmem.optim.rule import StateSpec, UpdateRule
 from chunkmem.optim.speculative import Intent
 from chunkmem.optim.state import OptimizerState, ParameterState
+from chunkmem.optim.tiles import require_together
 from chunkmem.types import Role
 
 
@@ -58,6 +59,7 @@ class StatefulOptimizer(ChunkedOptimizer):
         self._complete = False
         self._states = self._no_states()
         super().__init__(params, defaults)
+        self._require_tiles_together()
         self._complete = True
         host.add_optimizer(self)
 
@@ -234,6 +236,9 @@ class StatefulOptimizer(ChunkedOptimizer):
         own = {managed: held.count.clone() for managed, held in counts.items() if self._host.owns(managed)}
         self._states.steps.update(own)
         self._states.note(counts)
+
+    def _require_tiles_together(self) -> None:
+        require_together((model.root for model in self._host.registry.models), self.param_groups)
 
     def _params(self) -> Iterator[torch.Tensor]:
         return (param for group in self.param_groups for param in group["params"])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from chunkmem.errors import CheckpointError
+from chunkmem.errors import CheckpointError, ConfigError
 from chunkmem.nn.tiled import TiledLinear
 from chunkmem.optim.masters import MASTER_KEY
 
@@ -51,6 +51,23 @@ class _Row:
         if self.layer is None or not is_whole:
             return {index: value.clone() if isinstance(value, torch.Tensor) else value for index in self.tiled}
         return dict(zip(self.tiled, self.layer.split(self.name, value), strict=True))
+
+
+def require_together(roots: Iterable[nn.Module], groups: Iterable[Mapping[str, Any]]) -> None:
+    """Check that tiles of a weight are in one of an optimizer's parameter groups, as a checkpoint has the whole.
+
+    Raises:
+        ConfigError: those of one are in several.
+    """
+    group_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
+    for name, layer in (found for root in roots for found in root.named_modules()):
+        for key, tiles in layer.tiles().items() if isinstance(layer, TiledLinear) else ():
+            found = sorted({group_of[id(tile)] for tile in tiles if id(tile) in group_of})
+            if len(found) > 1:
+                raise ConfigError(
+                    f"tiles of {name}.{key} are in parameter groups {' and '.join(map(str, found))}, and a checkpoint "
+                    "has one weight: put all tiles of a layer into one group, or do not tile it"
+                )
 
 
 def untile_optimizer_state(

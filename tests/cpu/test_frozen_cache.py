@@ -137,6 +137,7 @@ def test_more_modules_begin_where_fewer_had_ended() -> None:
     with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
         chain = frozen_chain(manager)
         cache = chunkmem.FrozenCache(manager, host=NUM_SAMPLES * VALUE_NBYTES)
+        assert (len(cache), bool(cache)) == (0, True)  # `if cache:` asks whether there is one
         first = cache(chain[:1], X, IDS)
         assert torch.equal(cache(chain[:1], X, IDS), first)
         whole = cache(chain, X, torch.tensor(IDS))

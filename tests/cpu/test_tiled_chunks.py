@@ -292,6 +292,40 @@ def test_the_optimizer_state_as_that_of_the_untiled_model(precision: str) -> Non
         chunkmem.tile_optimizer_state(twin.model, twin.optimizer, untiled)
 
 
+@pytest.mark.parametrize("how", ["made", "converted", "any class", "added"])
+def test_tiles_of_a_weight_in_several_groups_are_refused_at_once(how: str) -> None:
+    """Training went well, and at the end of the epoch no checkpoint could be written, for a reason without a name."""
+    with chunkmem.ChunkManager(config(SMALL_NBYTES)) as manager:
+        model = Twin(manager, Tiled).model
+        layer = next(module for module in model.modules() if isinstance(module, chunkmem.TiledLinear))
+        name = next(key for key, module in model.named_modules() if module is layer)
+        tiles = {id(tile) for tile in layer.tiles()["weight"][1:]}
+        params = list(model.parameters())
+        groups: list[dict[str, Any]] = [
+            {"params": [param for param in params if id(param) not in tiles]},
+            {"params": [param for param in params if id(param) in tiles], "lr": 1e-4},
+        ]
+
+        def add() -> None:
+            optimizer = chunkmem.AdamW(groups[0]["params"], manager=manager)
+            try:
+                optimizer.add_param_group(groups[1])
+            finally:
+                assert len(optimizer.param_groups) == 1
+
+        make: dict[str, Callable[[], Any]] = {
+            "made": lambda: chunkmem.AdamW(groups, manager=manager),
+            "converted": lambda: manager.optimizer(torch.optim.Adam(groups)),
+            "any class": lambda: chunkmem.Optimizer(torch.optim.RMSprop, groups, manager=manager),
+            "added": add,
+        }
+        with pytest.raises(chunkmem.ConfigError, match=rf"tiles of {name}\.weight are in parameter groups 0 and 1"):
+            make[how]()
+        groups[0]["params"] = [param for param in params if param.ndim > 1]
+        groups[1]["params"] = [param for param in params if param.ndim == 1]
+        chunkmem.AdamW(groups, manager=manager)
+
+
 def test_the_optimizer_state_is_of_tiles() -> None:
     """It resumes in chunks and in plain PyTorch, over the same tiles."""
     plain = Twin(None, Tiled)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call
 
 import chunkmem
@@ -107,3 +108,23 @@ def test_what_the_errors_advise_works(use: Callable[[Any], Any]) -> None:
         twin = Twin(manager, Blocks)
         assert_equal([use(twin.model), twin.steps(0, 1), use(twin.model), twin.steps(2)], expected)
         assert_equal(twin.left(), plain.left())
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(16), lambda: nn.GroupNorm(2, 16), lambda: nn.BatchNorm1d(16)])
+def test_forward_mode_ad_through_norms(norm: Callable[[], nn.Module]) -> None:
+    """Under a dispatch mode, as recorded steps have one, torch's formulas take another way: other last bits."""
+
+    def scenario(twin: Twin) -> Any:
+        seen = []
+        for seed in range(4):
+            with forward_ad.dual_level(), torch.no_grad():
+                out = twin.model(forward_ad.make_dual(features(seed), features(seed + 1)))
+                seen += list(forward_ad.unpack_dual(out))
+            seen += twin.steps(seed)
+        return seen
+
+    def build() -> nn.Module:
+        return Blocks(norm(), num_blocks=2)
+
+    with chunkmem.ChunkManager(config(CAP_NBYTES)) as manager:
+        assert_equal(scenario(Twin(manager, build)), scenario(Twin(None, build)))
