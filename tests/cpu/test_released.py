@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import chunkmem
 from tests.helpers.ranks import Team
 from tests.helpers.scales import Scales
-from tests.helpers.shared_training import WIDTH, Block, Frozen, Net, Task, make_config
+from tests.helpers.shared_training import WIDTH, Block, Frozen, Net, Task, batch_of, loss_of, make_config, open_manager
+from tests.helpers.twins import assert_equal
 
 SIZES = [2, pytest.param(3, marks=pytest.mark.full)]
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -353,3 +354,38 @@ def test_a_rank_that_fails_while_it_builds(teams: dict[int, Team]) -> None:
     assert failed == "ZeroDivisionError "
     assert other.startswith("RankError ")
     assert "rank 1 does not answer" in other
+
+
+def give_back(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    """Train a step, then unwrap the model; steps of plain PyTorch on the same batches follow on each rank."""
+    torch.set_num_threads(1)
+    task = Task()
+    manager = open_manager(rank, task)
+    with manager.init():
+        model = Net()
+    optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+    loss_of(model, batch_of(task, rank, 0, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    states, weights = optimizer.state_dict(), manager.state_dict()
+    states.pop("master_weights", None)
+    model = manager.unwrap(model)
+    own = {key: value.clone() for key, value in model.state_dict().items()}
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    plain.load_state_dict(states)
+    losses = []
+    for step in range(2):
+        loss = loss_of(model, batch_of(task, 0, step, 0))
+        loss.backward()
+        plain.step()
+        plain.zero_grad()
+        losses.append(loss.item())
+    return weights, own, losses
+
+
+def test_a_model_over_ranks_is_given_back_whole(teams: dict[int, Team]) -> None:
+    """`unwrap`: each rank has all weights then, and trains on by itself."""
+    found = teams[2].run(give_back)
+    for weights, own, losses in found:
+        assert_equal(own, weights)
+        assert losses == found[0][2]
