@@ -40,12 +40,12 @@ from chunkmem.parts import (
     make_sharding,
     make_updater,
     margin_use_ratio,
-    require_open,
 )
 from chunkmem.plan.machine import Machine
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.disk_calls import DiskCalls
 from chunkmem.runtime.events import Lanes
+from chunkmem.runtime.interrupts import InterruptGuard
 from chunkmem.runtime.lanes import open_lanes
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.storage import ChunkStorage, HostStorage, StorageBackend, default_backend
@@ -106,6 +106,8 @@ class Runtime:
             disk_calls=disk_calls,
         )
         self.origin = Origin(process_group, mesh, make_others)
+        interrupts = (None if before is None else before.memory.interrupts) or InterruptGuard()
+        interrupts.install()
         compute = ComputeDevice.default(device_index) if before is None else before.tiers.compute
         require_method(exchange)
         rows = mesh_of(mesh, process_group=process_group)
@@ -122,7 +124,7 @@ class Runtime:
         else:
             self.scaler, self.tiers = before.scaler, before.tiers
         backend = default_backend()
-        self.memory = open_memory(self.tiers, backend)
+        self.memory: Memory = open_memory(self.tiers, backend, interrupts=interrupts)
         opts = config.client.opts
         blocking = not (opts.with_async_move and backend.moves_contents)
         lanes = (make_lanes or partial(open_lanes, blocking=blocking))(compute)
@@ -343,7 +345,7 @@ class Runtime:
 
     def require_open(self) -> None:
         """Raise a `StateError` if the manager is closed."""
-        require_open(self.memory.pager)
+        self.memory.require_open()
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -382,8 +384,8 @@ def _agreed_exchanges(
     return possible_exchanges(ranks, compute.device, memory_saving=saving, own=own)
 
 
-def open_memory(tiers: Tiers, backend: StorageBackend) -> Memory:
-    """Return chunks in real memory; `backend` has that of DEVICE change hands."""
+def open_memory(tiers: Tiers, backend: StorageBackend, *, interrupts: InterruptGuard | None = None) -> Memory:
+    """Return chunks in real memory; `backend` has that of DEVICE change hands, and `interrupts` keeps signals off."""
     tiers.device_pool.maps_slabs = backend.moves_contents
     device = tiers.compute.device
 
@@ -397,7 +399,9 @@ def open_memory(tiers: Tiers, backend: StorageBackend) -> Memory:
     pager = Pager(store, meter=tiers.meter)
     if tiers.compute.is_accelerator:
         pager.follow_stream = tiers.compute.current_stream
-    return Memory(tiers.compute, tiers.caps, pager, make_home)
+    if interrupts is not None:
+        interrupts.broken = pager.close
+    return Memory(tiers.compute, tiers.caps, pager, make_home, interrupts)
 
 
 def _checked(config: object) -> Config:

@@ -19,7 +19,7 @@ from chunkmem.nn.frames import in_backward
 from chunkmem.nn.guard import AccessGuard
 from chunkmem.nn.ordinary import OrdinaryTensors
 from chunkmem.optim.scaler import LossScaler
-from chunkmem.parts import Memory, Modules, Sharding, require_open
+from chunkmem.parts import Memory, Modules, Sharding
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.runtime.timestamps import Interval
 from chunkmem.steps.controller import StepController
@@ -91,7 +91,7 @@ class EntryPoints:
 
     def begin_root(self, root: nn.Module) -> None:
         """A model is called from outside: drop what an interrupted call left, and look the parameters over."""
-        require_open(self._memory.pager)
+        self._memory.require_open()
         if self._after_first_step is not None:
             self._sharding.ranks.require_whole()  # there may be others by now
         self._compiles.begin()
@@ -184,7 +184,7 @@ class EntryPoints:
         All ranks come here with the same `options`, such as learning rates: each of them updates its own chunks.
         A step that `goes_on` after an error has its gradients, and other ranks do not wait for it any more.
         """
-        require_open(self._memory.pager)
+        self._memory.require_open()
         label = f"{'optimizer.step()' if updates else 'clipping of gradients'} with {options}"
         if self._modules.gradients.shared is not None:
             label += self._modules.gradients.shared.in_words()

@@ -514,5 +514,7 @@ class ChunkManager(ModelBuilding, Reporting):
             pager.store.close()
             self.runtime.end_groups()
             give_back_freed_ram()
+        if self.runtime.memory.interrupts is not None:
+            self.runtime.memory.interrupts.close()
         if error is not None:
             raise error

@@ -65,6 +65,7 @@ from chunkmem.optim.update import GroupUpdater
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.events import Lanes
+from chunkmem.runtime.interrupts import InterruptGuard
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.shadow import ShadowBuffers
 from chunkmem.runtime.store import ChunkStore
@@ -87,11 +88,19 @@ class Memory:
     pager: Pager
     make_home: Callable[[torch.dtype, Tier], BoundChunk]
     """Makes the side of a PARAM chunk that parameters are views of, on the tier where modules compute with it."""
+    interrupts: InterruptGuard | None = None
+    """Holds signals while chunks are moved; None: nothing moves."""
 
     @property
     def store(self) -> ChunkStore:
         """All chunks."""
         return self.pager.store
+
+    def require_open(self) -> None:
+        """Raise a `StateError` if the manager is closed; if it is not, hold the signals that there are handlers for."""
+        require_open(self.pager)
+        if self.interrupts is not None:
+            self.interrupts.install()
 
     def packer(self, states: Sequence[StateSpec], *, shows_progress: bool = False) -> Packer:
         """Return what makes chunks of parameters; `states` are those of the optimizer that the configuration names."""

@@ -52,9 +52,11 @@ class runtime_mode:  # it reads as torch.no_grad does
         torch._C._set_grad_enabled(False)
 
     def __exit__(self, *_: object) -> None:
-        for guard in reversed(self._guards):
-            guard.__exit__(None, None, None)
-        torch._C._set_grad_enabled(self._records_gradients)
+        try:
+            for guard in reversed(self._guards):
+                guard.__exit__(None, None, None)
+        finally:
+            torch._C._set_grad_enabled(self._records_gradients)
 
 
 def ram_nbytes() -> int:

@@ -173,11 +173,12 @@ class Worker:
 
     def issue(self, task: HostTask) -> Queued:
         """Have a task done after all before it."""
-        queued = self.last = Queued(task)
+        queued = Queued(task)
         # A profile shows the thread that started it, and others only if asked to: the range of the task itself would
         # be missing, so the one who issues it opens one too.
         with named_range(task.lane, task.label):
             self.queue.put(queued)
+        self.last = queued  # only now: who waits for what was never queued waits for ever
         return queued
 
     def wait(self) -> None:
