@@ -336,7 +336,10 @@ class Units:
         self._in_backward = True
         self._num_backwards += 1
         declared, self.declared = self.declared, None
-        self._is_last = self._num_backwards == self._expected if declared is None else declared
+        if declared is None:
+            self._is_last = self._num_backwards == self._expected
+        else:  # others may have more to come, and say so
+            self._is_last = self.agree("the last backward before the step", holds=declared)
         self._reduced = set()
 
     def is_held(self, unit: Unit) -> bool:

@@ -45,6 +45,16 @@ def fewer_micro_batches_than_declared(user: User) -> None:
     train_with(user, [3, 3 - user.rank % 2, 3])
 
 
+@script(expect=EQUAL_BUT_FOR_ORDER)
+def each_rank_says_which_of_its_micro_batches_is_the_last(user: User) -> None:
+    _ = user.opt
+    for step, count in enumerate([2 + user.rank % 2, 2, 3 - user.rank % 2, 1 + user.rank, user.rank]):
+        for micro in range(count):
+            keys = {} if user.manager is None else {"last": micro == count - 1}
+            user.backward(user.loss(10 * step + micro), **keys)
+        user.update()
+
+
 @script()
 def no_batch_in_the_first_step(user: User) -> None:
     train_with(user, [0, 1, 1] if user.rank == 1 else [1, 1, 1])
