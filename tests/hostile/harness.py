@@ -7,17 +7,20 @@ for bit, or be refused with the error that it declares. `worker` runs scripts, `
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial, partialmethod
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.plan.machine import Machine, host_links
+from chunkmem.plan.machine import Machine, disk_links, host_links
 from tests.helpers.lanes import adversarial  # the one place where this suite takes lanes from
 from tests.hostile.models import WIDTH, Net
 
@@ -49,6 +52,42 @@ MODES = {
 ORDINARY = ("ample", "small", "adversarial")
 """The first is run with every script, the others in turn; all modes with `--full`. With some room there are prefetches,
 which late copies show most of."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A feature that every script can be run with, whatever it is about: with room for all, and at a small cap."""
+
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """Of the configuration, in addition to the script's."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the optimizers."""
+    any_class: bool = False
+    """`chunkmem.Optimizer` over torch's class in place of the one that torch and chunkmem name alike."""
+    excludes: bool = False
+    """Every second `nn.Linear` and each norm is built in `manager.exclude()`."""
+    host_share: float | None = None
+    """HOST is this share of what a script takes of it, and there is a disk; None: ample, and none."""
+    own_bits: bool = False
+    """Its numbers are not those of plain PyTorch: the small cap is compared with room for all."""
+    refusals: str = r"(?!)"
+    """What it refuses by name, as its documentation says: found in the message of an error of `chunkmem.errors`."""
+    not_for: frozenset[str] = frozenset()
+    """Scripts that look at what the feature changes, as it should."""
+
+
+ALONE = r"in_backward|inside backward|in backward|options were changed between backward and step"
+WHOLE = r"whole matri|8bit|all parameters at once"
+RUNS_COUNTED = frozenset({"flops_counted", "forward_hooks_that_read_weights"})
+AXES = {
+    "disk": Axis(host_share=0.5),
+    **{policy: Axis({"activations": {"policy": policy}}) for policy in ("keep", "offload")},
+    **{policy: Axis({"activations": {"policy": policy}}, not_for=RUNS_COUNTED) for policy in ("recompute", "auto")},
+    "in backward": Axis(options={"in_backward": True}, refusals=ALONE),
+    "any class": Axis(any_class=True, refusals=WHOLE),
+    "8-bit states": Axis({"optimizer": {"params": {"states": "8bit"}}}, own_bits=True, refusals=WHOLE),
+    "excluded": Axis(excludes=True),
+}
 
 
 @dataclass(frozen=True)
@@ -133,10 +172,11 @@ class WrongError(Exception):
 class User:
     """One run of a script: in plain PyTorch (no manager), or in chunkmem."""
 
-    def __init__(self, manager: chunkmem.ChunkManager | None, *, bare: bool = False) -> None:
+    def __init__(self, manager: chunkmem.ChunkManager | None, *, bare: bool = False, axis: Axis | None = None) -> None:
         """`bare`: backward starts by `loss.backward()` and not by `manager.backward(loss)`."""
         self.manager = manager
         self.bare = bare
+        self.axis = Axis() if axis is None else axis
         self.models: list[Any] = []
         self.optimizers: list[Any] = []
         self.seen: list[Any] = []
@@ -161,7 +201,9 @@ class User:
 
     def building(self) -> AbstractContextManager[None]:
         """`manager.init()`."""
-        return nullcontext() if self.manager is None else self.manager.init()
+        if self.manager is None:
+            return nullcontext()
+        return partly_excluded(self.manager) if self.axis.excludes else self.manager.init()
 
     def build(self, build: Callable[[], nn.Module], *, seed: int | None = None) -> Any:
         """Build a model, from a seed of its own unless one is given."""
@@ -189,7 +231,12 @@ class User:
         if self.manager is None:
             optimizer = getattr(torch.optim, kind)(params, fused=True, **options)
         else:
-            optimizer = getattr(chunkmem, kind)(params, manager=self.manager, **options)
+            options = {**options, **self.axis.options}
+            optimizer = (
+                chunkmem.Optimizer(getattr(torch.optim, kind), params, manager=self.manager, fused=True, **options)
+                if self.axis.any_class
+                else getattr(chunkmem, kind)(params, manager=self.manager, **options)
+            )
         self.optimizers.append(optimizer)
         return optimizer
 
@@ -286,6 +333,24 @@ class User:
         }
 
 
+@contextmanager
+def partly_excluded(manager: chunkmem.ChunkManager) -> Iterator[None]:
+    """`manager.init()` in which some modules of every model are built in `manager.exclude()`."""
+    made = itertools.count()
+
+    def outside(make: Callable[..., None], module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        is_in = isinstance(module, nn.Linear) and next(made) % 2 == 0
+        with nullcontext() if is_in else manager.exclude():
+            make(module, *args, **kwargs)
+
+    kinds = (nn.Linear, nn.LayerNorm)
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(patch.object(kind, "__init__", partialmethod(partial(outside, kind.__init__))))
+        stack.enter_context(manager.init())
+        yield
+
+
 def copied(tree: Any) -> Any:
     """The same tree of copies: tensors, and what behaves like them, on the CPU; anything else as it is."""
     if isinstance(tree, dict):
@@ -299,16 +364,26 @@ def copied(tree: Any) -> Any:
 
 def config(device_nbytes: int, keys: tuple[tuple[str, Any], ...] = ()) -> chunkmem.Config:
     """Two tiers on any machine: an explicit cap on DEVICE, ample HOST."""
-    memory = {"device": device_nbytes, "host": AMPLE_NBYTES}
-    return chunkmem.Config.from_dict({"memory": memory, "default_chunk_size": CHUNK_NUMEL, **dict(keys)})
+    values: dict[str, Any] = {
+        "memory": {"device": device_nbytes, "host": AMPLE_NBYTES},
+        "default_chunk_size": CHUNK_NUMEL,
+    }
+    for key, value in keys:
+        values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
+    return chunkmem.Config.from_dict(values)
 
 
 def manager_for(
     device_nbytes: int, *, seed: int | None = None, keys: tuple[tuple[str, Any], ...] = ()
 ) -> chunkmem.ChunkManager:
     """A manager whose freed memory is overwritten with NaN; with a seed, its lanes hold copies back."""
-    speeds = Machine(device_nbytes, AMPLE_NBYTES, links=host_links(h2d_Bps=2e9, d2h_Bps=2e9, latency_s=1e-5))
+    chosen = config(device_nbytes, keys)
+    links, disk = host_links(h2d_Bps=2e9, d2h_Bps=2e9, latency_s=1e-5), chosen.memory.disk
+    if disk is not None:
+        links = {**links, **disk_links(read_Bps=1e9, write_Bps=1e9, latency_s=1e-5)}
+    disk_nbytes = 0 if disk is None else disk.capacity
+    speeds = Machine(device_nbytes, chosen.memory.host or 0, links=links, disk_nbytes=disk_nbytes)
     lanes = None if seed is None else adversarial(seed)
-    manager = chunkmem.ChunkManager(config(device_nbytes, keys), machine=speeds, make_lanes=lanes)
+    manager = chunkmem.ChunkManager(chosen, machine=speeds, make_lanes=lanes)
     manager.runtime.tiers.device_pool.poison = manager.runtime.tiers.host_pool.poison = True
     return manager

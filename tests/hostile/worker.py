@@ -23,8 +23,9 @@ from typing import IO, Any
 import torch
 
 import chunkmem
-from tests.hostile.harness import AMPLE_NBYTES, MODES, ORDINARY, SCRIPTS, SEED, Script, User, manager_for
+from tests.hostile.harness import AMPLE_NBYTES, AXES, MODES, ORDINARY, SCRIPTS, SEED, Axis, Script, User, manager_for
 from tests.hostile.judge import differences
+from tests.hostile_ranks.harness import short_roll_calls
 
 HERE = Path(__file__).parent
 NOT_SCRIPTS = {"__init__", "harness", "judge", "models", "worker"}
@@ -131,11 +132,45 @@ def run_modes(script: Script, modes: list[str], smallest: int, out: IO[str]) -> 
     write("plain", plain)
     for mode in modes:
         signal.alarm(TIMEOUT_S)
+        if mode in AXES:
+            with tempfile.TemporaryDirectory() as folder:
+                write(mode, run_axis(script, AXES[mode], expected, folder))
+            continue
         room = MODES[mode].room
         report = run_chunked(script, mode, AMPLE_NBYTES if room is None else int(room * smallest), expected)
         if room is None:
             smallest = smallest_nbytes(script, report)
         write(mode, report | {"smallest_nbytes": smallest})
+
+
+def run_axis(script: Script, axis: Axis, expected: Any, folder: str) -> Report:
+    """Run a script with a feature, with room for all and then under a small cap with late copies, and compare both."""
+    keys = (*script.keys, *axis.keys.items())
+    expected = None if axis.own_bits else expected
+    sizes = (AMPLE_NBYTES, AMPLE_NBYTES)
+    for seed in (None, 3):
+        memory: dict[str, Any] = {"device": sizes[0]}
+        if axis.host_share is not None and seed is not None:
+            memory |= {"host": int(axis.host_share * sizes[1])}
+        if axis.host_share is not None:
+            memory |= {"disk": {"path": folder, "capacity": AMPLE_NBYTES}}
+        manager = manager_for(sizes[0], seed=seed, keys=(*keys, ("memory", memory)))
+        try:
+            outcome = _outcome(script, User(manager, bare=not script.is_lowered, axis=axis))
+            expected = outcome if expected is None else expected
+            report: Report = {"differences": differences(outcome, expected)[:20]}
+        except Exception as error:
+            report = raised(error)
+        seen = manager.memory()
+        manager.close()
+        report["room"] = "ample" if seed is None else "small"
+        if report.get("error") or report["differences"]:
+            break
+        sizes = (
+            int(1.25 * seen.device.required_nbytes) or AMPLE_NBYTES,
+            seen.device.peak_nbytes + seen.host.peak_nbytes,
+        )
+    return report
 
 
 def in_children(script: Script, modes: Iterable[str] = ORDINARY) -> dict[str, Report]:
@@ -194,6 +229,18 @@ def run_share(rank: int, size: int, modes: dict[str, list[str]]) -> dict[str, di
     scripts = load()
     gc.freeze()  # a collection in a child would copy every page it visits
     return {name: in_children(scripts[name], modes[name]) for name in list(modes)[rank::size]}
+
+
+def run_on_a_rank(_: int, name: str) -> tuple[Report, Report]:
+    """Run a script in plain PyTorch, and in chunkmem on this rank, with the same batches as on others."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    script = load()[name]
+    plain, expected = run_plain(script)
+    with short_roll_calls():
+        report = run_chunked(script, "ample", AMPLE_NBYTES, expected)
+    gc.collect()  # what a failed script left in cycles would be freed in the middle of another one
+    return plain, report
 
 
 if __name__ == "__main__":
