@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Protocol
 
@@ -40,6 +41,15 @@ class GradientOwner(Protocol):
         Raises:
             StateError: there are no values.
         """
+        ...
+
+    @property
+    def may_page_out(self) -> bool:
+        """Tell whether locating one gradient may move others out of memory, to DISK."""
+        ...
+
+    def staying(self, source: GradientSource) -> AbstractContextManager[None]:
+        """Inside, a gradient stays where it was located."""
         ...
 
     shows_means: bool

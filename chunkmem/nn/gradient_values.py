@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -13,6 +14,7 @@ from chunkmem.nn.gradient_source import GradientSource, GradientState
 from chunkmem.nn.shared_gradients import SharedGradients
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
+from chunkmem.types import Tier
 
 
 class GradientValues(GradientSlots):
@@ -149,6 +151,15 @@ class GradientValues(GradientSlots):
         in_use = self._pager.in_memory(chunk, reader=reader) if not writing else None
         tiers = [in_use] if in_use is not None else self._pager.to_write(chunk, reader=reader)
         return [self._pager.store.views(chunk, tier)[source.position] for tier in tiers]
+
+    @property
+    def may_page_out(self) -> bool:
+        """Tell whether locating one gradient may move others out of memory, to DISK."""
+        return Tier.DISK in self._pager.store.pools
+
+    def staying(self, source: GradientSource) -> AbstractContextManager[None]:
+        """Inside, a gradient stays where it was located."""
+        return self._pager.staying(self.chunks[source.group]) if self.may_page_out else nullcontext()
 
     def zero(self, source: GradientSource) -> None:
         """Set a gradient to zero, over ranks this one's part of it; one that was consumed is zero from now on.

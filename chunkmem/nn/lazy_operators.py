@@ -6,7 +6,8 @@ new. Replicas of a chunk stay alike: an in-place operator runs on one, and the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -98,12 +99,15 @@ class _Call:
             self._require_all_stages()
         if self.func in _NORMS and len(self.args) + len(self.kwargs) <= 2 and self._is_over_ranks():
             return self._norm_over_ranks()
-        slots = {id(lazy): lazy.slots(writing=False)[0] for lazy in self.lazies}
-        if self.func in _REDUCTIONS and any(slot.device != device for slot in slots.values()):
-            return self._reduce(slots, device)
-        with runtime_mode():
-            result = self._run(slots, device)
-            return _without_memory_of(slots.values(), result)
+        if places := self._one_by_one():
+            return [self._part([place])[0] for place in places]
+        with ExitStack() as staying:
+            slots = {id(lazy): _located(lazy, staying)[0] for lazy in self.lazies}
+            if self.func in _REDUCTIONS and any(slot.device != device for slot in slots.values()):
+                return self._reduce(slots, device)
+            with runtime_mode():
+                result = self._run(slots, device)
+                return _without_memory_of(slots.values(), result)
 
     def _reduce(self, slots: dict[int, torch.Tensor], device: torch.device) -> Any:
         """Reduce each gradient where it is."""
@@ -126,17 +130,49 @@ class _Call:
             for lazy in into:
                 lazy.slots(writing=False)
             return self._result()
+        if places := self._one_by_one():
+            for place in places:
+                self._part([place])
+            return self._result()
         overwriting = self.func in _OVERWRITING
-        replicas = {id(lazy): lazy.slots(writing=True, overwriting=overwriting) for lazy in into}
-        slots = {id(lazy): lazy.slots(writing=False)[0] for lazy in self.lazies}
-        slots.update((key, found[0]) for key, found in replicas.items())
-        with runtime_mode():
-            for part in self._by_device(slots, into):
-                part._run(slots, slots[id(part.lazies[0])].device)
-            for first, *others in replicas.values():
-                for other in others:
-                    other.copy_(first)
+        with ExitStack() as staying:
+            replicas = {id(lazy): _located(lazy, staying, writing=True, overwriting=overwriting) for lazy in into}
+            slots = {id(lazy): _located(lazy, staying)[0] for lazy in self.lazies}
+            slots.update((key, found[0]) for key, found in replicas.items())
+            with runtime_mode():
+                self._run_by_device(slots, into)
+                for first, *others in replicas.values():
+                    for other in others:
+                        other.copy_(first)
         return self._result()
+
+    def _one_by_one(self) -> Sequence[int]:
+        """Return the places in the lists of a call that is made for each on its own; empty: for all at once.
+
+        So it is where bringing one gradient from DISK may move others there: not all may fit memory at a time.
+        """
+        if "_foreach_" not in self.func._schema.name or not any(lazy.source.owner.may_page_out for lazy in self.lazies):
+            return ()
+        num = len(self._lists()[0])
+        return range(num) if num > 1 else ()
+
+    def _lists(self) -> list[Sequence[Any]]:
+        return [value for _, value in _named(self.func, self.args, self.kwargs) if isinstance(value, (list, tuple))]
+
+    def _part(self, places: Collection[int]) -> Any:
+        """Run the operator on what its lists have in some places."""
+        args, kwargs = self._in_places(places)
+        is_lazy = any(True for _ in _lazies_in((args, kwargs)))
+        return run_operator(self.func, args, kwargs) if is_lazy else self.func(*args, **kwargs)
+
+    def _in_places(self, places: Collection[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        num = len(self._lists()[0])
+
+        def chosen(value: Any) -> Any:
+            is_list = isinstance(value, (list, tuple)) and len(value) == num
+            return [value[place] for place in places] if is_list else value
+
+        return tuple(chosen(value) for value in self.args), {key: chosen(value) for key, value in self.kwargs.items()}
 
     def _require_all_stages(self) -> None:
         """Raise a `StateError` for a norm of whole gradients, which is to be part of a total, on a pipeline stage.
@@ -212,31 +248,30 @@ class _Call:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if tensor is not None:
                     owner.require_present(tensor)
-        slots = {id(lazy): lazy.slots(writing=False)[0] for lazy in self.lazies}
-        with runtime_mode():
-            self._run(slots, self.lazies[0].device)
+        if places := self._one_by_one():
+            for place in places:
+                self._part([place])
+            return self._result()
+        with ExitStack() as staying:
+            slots = {id(lazy): _located(lazy, staying)[0] for lazy in self.lazies}
+            with runtime_mode():
+                self._run(slots, self.lazies[0].device)
         return self._result()
 
-    def _by_device(self, slots: dict[int, torch.Tensor], into: list[SlotTensor]) -> Iterator[_Call]:
-        """Yield the parts of a call over lists whose gradients are on one device each; by itself if all of it is."""
-        lists = [value for _, value in _named(self.func, self.args, self.kwargs) if isinstance(value, (list, tuple))]
+    def _run_by_device(self, slots: dict[int, torch.Tensor], into: list[SlotTensor]) -> None:
+        """Run a call over lists in parts, whose gradients are on one device each; at once if all are."""
+        lists = self._lists()
         if len({slots[id(lazy)].device for lazy in into}) == 1 or not lists:
-            yield self
+            self._run(slots, slots[id(self.lazies[0])].device)
             return
-        length = len(lists[0])
         devices = [slots[id(value)].device if isinstance(value, SlotTensor) else value.device for value in lists[0]]
         for device in dict.fromkeys(devices):
-
-            def part(value: Any, device: torch.device = device) -> Any:
-                if not isinstance(value, (list, tuple)) or len(value) != length:
-                    return value
-                return [one for one, where in zip(value, devices, strict=True) if where == device]
-
-            chosen = tuple(part(value) for value in self.args), {key: part(v) for key, v in self.kwargs.items()}
-            if any(True for _ in _lazies_in(chosen)):
-                yield _Call(self.func, *chosen)
+            args, kwargs = self._in_places([place for place, where in enumerate(devices) if where == device])
+            if any(True for _ in _lazies_in((args, kwargs))):
+                part = _Call(self.func, args, kwargs)
+                part._run(slots, slots[id(part.lazies[0])].device)
             else:
-                self.func(*chosen[0], **chosen[1])
+                self.func(*args, **kwargs)
 
     def _run(self, slots: dict[int, torch.Tensor], device: torch.device) -> Any:
         """Call the operator with all gradients on `device`; what else it writes to gets its changes."""
@@ -267,6 +302,13 @@ class _Call:
         if num_returned == 0:
             return None
         return self.written[0] if num_returned == 1 else tuple(self.written[:num_returned])
+
+
+def _located(lazy: SlotTensor, staying: ExitStack, **how: bool) -> list[torch.Tensor]:
+    """Return where a gradient is, which stays there until `staying` is closed: locating others may move it."""
+    found = lazy.slots(**{"writing": False, **how})
+    staying.enter_context(lazy.source.owner.staying(lazy.source))
+    return found
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:

@@ -358,6 +358,18 @@ class Pager:
             self.store.drop(chunk, Tier.DISK)
         return [tier for tier in TIERS if chunk.ready(tier)]
 
+    @contextmanager
+    def staying(self, chunk: Chunk) -> Iterator[None]:
+        """Inside, the content of a chunk stays in the memory where it is, whatever else is brought there."""
+        tiers = [tier for tier in TIERS if tier is not Tier.DISK and chunk.ready(tier)]
+        for tier in tiers:
+            self._pin(chunk, tier, elastic=True)
+        try:
+            yield
+        finally:
+            for tier in tiers:
+                self._let_go(chunk, tier)
+
     def restore(self, chunk: Chunk) -> bool:
         """Make content that was dropped everywhere again, below DEVICE if there is room; False if there is none."""
         if chunk.newest_tier() is not None or not chunk.can_be_rounded:

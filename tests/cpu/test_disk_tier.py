@@ -194,6 +194,27 @@ def gradients_read(twin: Twin) -> Any:
     return found
 
 
+def gradients_in_lists(twin: Twin) -> Any:
+    """Operators over all gradients at once, of which memory has room for a few."""
+    found: list[Any] = []
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for seed in range(4):
+        scaler.scale(twin.loss(features(seed))).backward()
+        scaler.unscale_(twin.optimizer)
+        grads = [parameter.grad for parameter in twin.model.parameters()]
+        found += torch._foreach_norm(grads)
+        torch._foreach_mul_(grads, 0.5)
+        torch._foreach_add_(grads, [grad.clone() for grad in grads])
+        found.append(torch.nn.utils.clip_grad_norm_(twin.model.parameters(), 0.01, foreach=True))
+        first, last = grads[0].flatten()[:4], grads[-1].flatten()[:4]
+        first.add_(last)
+        found.append([torch.stack([first, last]), *torch._foreach_abs(grads)])
+        scaler.step(twin.optimizer)
+        scaler.update()
+        twin.optimizer.zero_grad()
+    return found
+
+
 def zeroed(twin: Twin) -> Any:
     losses = []
     for seed in range(4):
@@ -251,7 +272,7 @@ TOUCHES = (clamped, scaled, replaced, averaged, as_numpy)
 @pytest.mark.parametrize(
     "scenario",
     [
-        *(saved_and_loaded, evaluated, accumulated, clipped, gradients_read, zeroed),
+        *(saved_and_loaded, evaluated, accumulated, clipped, gradients_read, gradients_in_lists, zeroed),
         *map(weights_touched, TOUCHES),
     ],
     ids=lambda each: each.__name__,
