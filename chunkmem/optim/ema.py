@@ -170,13 +170,14 @@ class EMA:
                 with self._chunks.opened(group, writes=True) as slots:
                     for managed in members:
                         before, average = updater.read_weight(managed), slots[managed.position]
-                        is_narrower = before.dtype is not average.dtype  # without master weights, as if frozen
+                        # Without master weights, as if frozen, or frozen next to others that are trained.
+                        is_narrower = before.dtype is not average.dtype or managed in updater.rounded
                         if is_narrower and not self._is_swapped:
                             self._unrounded[managed] = average.clone()
                         updater.write_weight(managed, average)
                         with runtime_mode():
                             average.copy_(self._unrounded.pop(managed, before) if self._is_swapped else before)
-                updater.mark_updated(members)
+                updater.mark_written(members)
             self._host.send_on_host("averages")
             self._plain.swap()
 
