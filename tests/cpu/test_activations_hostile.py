@@ -16,7 +16,6 @@ import chunkmem
 from chunkmem.runtime.chunk import NO_CONTENT
 from chunkmem.types import Role
 from tests.helpers.lanes import adversarial
-from tests.helpers.spread import spread
 from tests.helpers.twins import (
     AMPLE_NBYTES,
     WIDTH,
@@ -770,7 +769,9 @@ WRITING: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@spread(model=WRITING, policy=["recompute", "auto", "offload", "keep"])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("model", WRITING)
+@pytest.mark.parametrize("policy", ["recompute", "keep", "auto", "offload"])
 def test_writes_to_inputs_of_blocks(model: str, policy: str) -> None:
     """Those that are recomputed begin with a copy. Steps are planned all the same."""
     same(WRITING[model], lambda t: train(t, lambda seed: t.loss(features(seed))), activations={"policy": policy})

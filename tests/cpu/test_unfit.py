@@ -106,7 +106,8 @@ def test_nothing_is_left_on_a_model(precision: str, on_host: bool) -> None:
         assert all(torch.equal(value, state[key]) for key, value in manager.state_dict().items())
 
 
-@spread(precision=["fp32", "bf16"], compiled=[False, True], disk=[False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+@spread(precision=["fp32", "bf16"], disk=[False, True])
 def test_training_goes_on_in_plain_pytorch(precision: str, compiled: bool, disk: bool, tmp_path: Path) -> None:
     """Of `unwrap` and of a deep copy: with the weights, buffers and optimizer states that there were."""
 
