@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -9,10 +11,14 @@ import pytest
 import torch
 
 import chunkmem
+from tests.helpers.excluded import partly_excluded
+from tests.helpers.ranks import Team
 from tests.helpers.training import (
+    AMPLE_NBYTES,
     STEPS,
     VARIANTS,
     Chunked,
+    Outcome,
     Plain,
     Trainer,
     Variant,
@@ -56,25 +62,73 @@ def test_training_is_plain_pytorch_bit_for_bit(case: ZooModel, variant: Variant,
     assert_same(train_chunked(case, variant, STEPS, capped(case, device_nbytes)), train_plain(case, variant))
 
 
-def in_backward() -> list[Any]:
+class AnyClass(Chunked):
+    """`chunkmem.Optimizer` in place of `chunkmem.AdamW`."""
+
+    def optimizer(self, params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
+        return chunkmem.Optimizer(torch.optim.AdamW, params, manager=self.manager, fused=True, **options)
+
+
+class Excluding(Chunked):
+    """Some modules stay ordinary ones."""
+
+    def building(self) -> AbstractContextManager[Any]:
+        return partly_excluded(self.manager)
+
+
+FEATURES: dict[str, Callable[[chunkmem.ChunkManager], Chunked]] = {
+    "in backward": lambda manager: Chunked(manager, in_backward=True),
+    "any class": AnyClass,
+    "excluded": Excluding,
+}
+
+
+def with_features() -> list[Any]:
     cases = []
     for case in ZOO:
         for variant in variants_of(case):
-            if variant.micro_batches == 1:
-                marks = () if variant.name in ("plain", "checkpoint") else pytest.mark.full
-                cases.append(pytest.param(case, variant, id=f"{case.name}-{variant.name}", marks=marks))
+            for feature in FEATURES:
+                if variant.micro_batches == 1 or feature != "in backward":
+                    marks = () if variant.name in ("plain", "checkpoint") else pytest.mark.full
+                    name = f"{case.name}-{variant.name}-{feature}"
+                    cases.append(pytest.param(case, variant, feature, id=name, marks=marks))
     return cases
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize(("case", "variant"), in_backward())
-def test_updates_inside_backward_have_the_same_bits(case: ZooModel, variant: Variant) -> None:
-    """With room for all gradients, and in as little of DEVICE as updates at the step need."""
+@pytest.mark.few(6)
+@pytest.mark.parametrize(("case", "variant", "feature"), with_features())
+def test_features_have_the_same_bits(case: ZooModel, variant: Variant, feature: str) -> None:
+    """With room for all, and in as little of DEVICE as training without them needs."""
     sizes = footprint(case, variant)
     for cap_nbytes in (4 * sizes.param_nbytes, sizes.required_nbytes):
         with chunkmem.ChunkManager(capped(case, cap_nbytes)) as manager:
-            trainer = Trainer(case, variant, Chunked(manager, in_backward=True))
-            assert_same(trainer.run(), train_plain(case, variant))
+            assert_same(Trainer(case, variant, FEATURES[feature](manager)).run(), train_plain(case, variant))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
+def test_states_in_8_bits_do_not_depend_on_room(case: ZooModel, variant: Variant) -> None:
+    outcomes = []
+    for cap_nbytes in (AMPLE_NBYTES, footprint(case, PLAIN).required_nbytes):
+        config = {**capped(case, cap_nbytes).to_dict(), "optimizer": {"params": {"states": "8bit"}}}
+        outcomes.append(train_chunked(case, variant, STEPS, chunkmem.Config.from_dict(config)))
+    assert_same(*outcomes)
+
+
+def on_a_rank(_: int, name: str, variant: Variant) -> Outcome:
+    case = next(case for case in ZOO if case.name == name)
+    with chunkmem.ChunkManager(capped(case, AMPLE_NBYTES)) as manager:
+        return Trainer(case, variant, Chunked(manager)).run()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
+def test_two_ranks_with_the_same_batches_are_as_one(case: ZooModel, variant: Variant, pair: Team) -> None:
+    """The mean of two equal gradients is each of them."""
+    for outcome in pair.run(on_a_rank, case.name, variant):
+        assert_same(outcome, train_plain(case, variant))
 
 
 def below_smallest() -> list[Any]:

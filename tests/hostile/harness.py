@@ -7,20 +7,18 @@ for bit, or be refused with the error that it declares. `worker` runs scripts, `
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial, partialmethod
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 import chunkmem
 from chunkmem.plan.machine import Machine, disk_links, host_links
+from tests.helpers.excluded import partly_excluded
 from tests.helpers.lanes import adversarial  # the one place where this suite takes lanes from
 from tests.hostile.models import WIDTH, Net
 
@@ -331,24 +329,6 @@ class User:
             "states": [copied(dict(sorted(state["state"].items()))) for state in states],
             "lrs": [copied([group["lr"] for group in state["param_groups"]]) for state in states],
         }
-
-
-@contextmanager
-def partly_excluded(manager: chunkmem.ChunkManager) -> Iterator[None]:
-    """`manager.init()` in which some modules of every model are built in `manager.exclude()`."""
-    made = itertools.count()
-
-    def outside(make: Callable[..., None], module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        is_in = isinstance(module, nn.Linear) and next(made) % 2 == 0
-        with nullcontext() if is_in else manager.exclude():
-            make(module, *args, **kwargs)
-
-    kinds = (nn.Linear, nn.LayerNorm)
-    with ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(patch.object(kind, "__init__", partialmethod(partial(outside, kind.__init__))))
-        stack.enter_context(manager.init())
-        yield
 
 
 def copied(tree: Any) -> Any:
