@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from chunkmem.nn.live_chunks import LiveChunks
 from chunkmem.nn.region_calls import CallRecord, RegionCall
@@ -41,7 +42,7 @@ def begin(live: LiveChunks, fill: float) -> tuple[Chunk, torch.UntypedStorage, R
     """Have a call of the region save a storage; return its chunk, the storage, and what autograd keeps."""
     values = torch.full((NUMEL,), fill)
     storage = values.untyped_storage()
-    call, saved = RegionCall("block", CallRecord("block", "offload", 0, False)), SavedStorages()
+    call, saved = RegionCall("block", CallRecord("block", "offload", 0, False), nn.Identity()), SavedStorages()
     nbytes = saved.hold([SavedStorage(storage)])
     call.chunk = live.begin(call, saved, nbytes, reader="block forward", what="activations")
     return call.chunk, storage, call
