@@ -42,8 +42,10 @@ class BegunStep:
     """`step()` has changed something, and goes on if it is called again."""
     holds_weights: bool = False
     """Some weights are new, and nobody may read any until it is over."""
+    closure: Callable[[], Any] | None = None
+    """That `step()` has called, and does not call again."""
     result: Any = None
-    """What the closure has returned, which is called once."""
+    """What the closure has returned."""
     pending: list[ManagedParameter] = field(default_factory=list)
     """What `step()` updates on this rank; `updated` is part of it from then on."""
     anywhere: list[ManagedParameter] = field(default_factory=list)
@@ -82,6 +84,14 @@ class BegunStep:
                 f"the gradients of {len(changed)} parameters, among them {changed[0].name}, were discarded or replaced "
                 "between backward and step(), and had been used by updates inside backward already: call zero_grad() "
                 "after step(), or make the optimizer without in_backward"
+            )
+
+    def require_closure(self, closure: Callable[[], Any]) -> None:
+        """Raise a `StateError` if a step that goes on after an error is given another closure than it began with."""
+        if (self.is_stepping or self.closure is not None) and closure != self.closure:
+            raise StateError(
+                "optimizer.step(closure) after an error in optimizer.step() is given another closure, which would not "
+                "be called: call optimizer.step() without one first, which goes on with the gradients that are there"
             )
 
     def require_new(self, call: str) -> None:

@@ -111,12 +111,14 @@ class RuleOptimizer(GroupwiseOptimizer):
                 options or gradients have changed since they were used.
 
         After any other error, `step()` again goes on where it was, with the options that it began with; the closure is
-        not called again.
+        not called again, and another one is refused.
         """
         self._host.require_open()
         scaler = self._host.scaler
         self._updater.ledger.require_sound("optimizer.step()")
         begun = self._begun
+        if begun is not None and closure is not None:
+            begun.require_closure(closure)
         if begun is None or not begun.is_stepping:
             self._require_clipped("optimizer.step()")
             for group in self.param_groups:
@@ -131,6 +133,7 @@ class RuleOptimizer(GroupwiseOptimizer):
             elif begun.updated:
                 self._updater.ahead.end_step()
             elif self._is_trainable() and not self._host.is_shared:
+                self._end()
                 raise StateError("step() without a gradient: call manager.backward(loss) or loss.backward() before it")
         if scaler is not None and begun.is_scaled:
             scaler.step(overflow=begun.overflows)
@@ -139,8 +142,9 @@ class RuleOptimizer(GroupwiseOptimizer):
 
     def _begin(self, closure: Callable[[], Any] | None) -> BegunStep:
         """Return a step that has changed nothing so far, or what backward has updated. Raises what `step` does."""
-        result = None
-        if closure is not None:
+        called = self._begun if self._begun is not None and self._begun.closure is not None else None
+        result = None if called is None else called.result
+        if closure is not None and called is None:
             with torch.enable_grad():
                 result = closure()
         options, begun = options_in_words(self.param_groups), self._begun
@@ -153,7 +157,9 @@ class RuleOptimizer(GroupwiseOptimizer):
             except StateError:
                 self._end()
                 raise
-        begun.result = result
+        begun.closure, begun.result = closure if called is None else called.closure, result
+        if begun.closure is not None:  # its gradients are there: called again, it would add to them
+            self._begun = begun
         return begun
 
     def _has_gradients(self, begun: BegunStep) -> bool:

@@ -129,6 +129,40 @@ def test_nothing_was_updated(ours: Any) -> None:
     assert_equal(ours.left(), plain_after(0, 1, 2, 3).left())
 
 
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_closure_is_called_once(number: int, ours: Any) -> None:
+    """It does not discard gradients: called again, it would add to those of its first call."""
+    num_calls = 0
+
+    def closure() -> float:
+        nonlocal num_calls
+        num_calls += 1
+        loss = ours.loss(features(2))
+        loss.backward()
+        return float(loss.detach())
+
+    with failing_update(ours.manager, number), pytest.raises(TierIOError, match="on purpose"):
+        ours.optimizer.step(closure)
+    with pytest.raises(StateError, match="another closure, which would not be called"):
+        ours.optimizer.step(lambda: closure())
+    assert ours.optimizer.step(closure) > 0
+    assert num_calls == 1
+    ours.optimizer.zero_grad()
+    ours.steps(3)
+    assert_equal(ours.left(), plain_after(0, 1, 2, 3).left())
+
+
+def test_a_closure_of_a_step_that_was_given_up(ours: Any) -> None:
+    """Nothing was updated, and its gradients are discarded: the next closure is called."""
+    with failing_update(ours.manager, 1), pytest.raises(TierIOError, match="on purpose"):
+        ours.optimizer.step(lambda: ours.loss(features(7)).backward())
+    ours.optimizer.zero_grad()
+    ours.optimizer.step(lambda: ours.loss(features(2)).backward())
+    ours.optimizer.zero_grad()
+    ours.steps(3)
+    assert_equal(ours.left(), plain_after(0, 1, 2, 3).left())
+
+
 def test_a_backward_that_had_updated_some_groups(tmp_path: Path) -> None:
     """The batch cannot be repeated: `zero_grad()` says so, and a checkpoint is the way back."""
     with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
