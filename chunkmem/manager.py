@@ -497,6 +497,7 @@ class ChunkManager(ModelBuilding, Reporting):
         if error is not None:
             raise error
         unwrap(self.runtime)
+        self.close()
         return root
 
     def close(self) -> None:
@@ -512,8 +513,8 @@ class ChunkManager(ModelBuilding, Reporting):
         if was_open:
             self.runtime.modules.unfit_ordinary(self.runtime.hooks)
             pager.store.close()
-            self.runtime.end_groups()
             give_back_freed_ram()
+        self.runtime.end_groups()
         if self.runtime.memory.interrupts is not None:
             self.runtime.memory.interrupts.close()
         if error is not None:

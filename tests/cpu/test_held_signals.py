@@ -324,6 +324,14 @@ def test_handlers_are_put_back_when_the_last_manager_closes() -> None:
     assert handlers() == before
 
 
+def test_handlers_are_put_back_when_models_are_ordinary_again() -> None:
+    """A script that trains on in plain PyTorch has no manager to close any more."""
+    before = handlers()
+    manager = chunkmem.ChunkManager(config(6 * SLAB))
+    manager.unwrap(Twin(manager, Blocks).model)
+    assert handlers() == before
+
+
 def test_a_handler_that_is_installed_later_is_held_from_the_next_call_on() -> None:
     """As a notebook does for each cell, and for a manager that another thread has made."""
     made: list[chunkmem.ChunkManager] = []
