@@ -396,9 +396,8 @@ def open_memory(tiers: Tiers, backend: StorageBackend, *, interrupts: InterruptG
         return BoundChunk(ChunkStorage(backend, device=device, dtype=dtype), device=device)
 
     store = ChunkStore(tiers.pools, tiers.compute.clock)
-    pager = Pager(store, meter=tiers.meter)
-    if tiers.compute.is_accelerator:
-        pager.follow_stream = tiers.compute.current_stream
+    follow_stream = tiers.compute.current_stream if tiers.compute.is_accelerator else None
+    pager = Pager(store, meter=tiers.meter, follow_stream=follow_stream)
     if interrupts is not None:
         interrupts.broken = pager.close
     return Memory(tiers.compute, tiers.caps, pager, make_home, interrupts)

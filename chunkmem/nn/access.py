@@ -118,13 +118,13 @@ class AccessTracker:
         """A module begins to run; `announced` are parameters it will use without looking them up."""
         self.stack.append(frame)
         if frame.module is not None:
-            self.entered(frame)
+            self._pager.policy.entered(frame)
         for managed in announced:
             self.read(frame, managed)
 
-    def entered(self, call: object) -> None:
-        """The forward of a module begins, or its backward; see `StepPolicy.entered`."""
-        self._pager.policy.entered(call)
+    def entered_backward(self, name: str) -> None:
+        """The backward of a call of a module begins; see `StepPolicy.entered`."""
+        self._pager.policy.entered(f"{name} backward")
 
     def pop(self, module: nn.Module) -> Frame | None:
         """A module is left. Frames above its own were interrupted and are dropped; None if it has no frame."""

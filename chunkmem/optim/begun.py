@@ -131,10 +131,11 @@ class StepLedger:
         self.half_updated = ""
         """What was being updated when that failed."""
 
-    def end(self, params: Iterable[ManagedParameter]) -> None:
+    def end(self, params: Collection[ManagedParameter]) -> None:
         """The steps of `params` are over."""
-        for managed in params if self.begun or self.half_scaled else ():
+        for managed in params if self.begun else ():
             self.begun.pop(managed, None)
+        for managed in params if self.half_scaled else ():
             self.half_scaled.pop(managed, None)
 
     @contextmanager

@@ -29,9 +29,24 @@ from chunkmem.types import TIERS, Tier
 class Pager:
     """Knows no future itself: what is not where it is needed is brought with blocking copies."""
 
-    def __init__(self, store: ChunkStore, *, meter: NonModelMeter | None = None) -> None:
-        """Serve the chunks of `store`; `meter` says what else takes room under the cap on DEVICE, None: nothing."""
+    def __init__(
+        self,
+        store: ChunkStore,
+        *,
+        meter: NonModelMeter | None = None,
+        follow_stream: Callable[[], object] | None = None,
+    ) -> None:
+        """Serve chunks.
+
+        Args:
+            store: that has them.
+            meter: says what else takes room under the cap on DEVICE; None: nothing.
+            follow_stream: called before each access to DEVICE; None where only one stream computes. See [Note: Streams
+                of a program] in `runtime.device`.
+        """
         self.store = store
+        # Asked in place: as a method it would be six more calls a module and step.
+        self._follow_stream = follow_stream
         self._leaving = Leaving(store)
         self._evictor = Evictor(store, self._leaving, notice_writes=self.notice_writes, meter=meter)
         self.pinned_nbytes = dict.fromkeys(store.pools, 0)
@@ -48,8 +63,6 @@ class Pager:
         self.policy: StepPolicy = OnDemand()
         """Of the step that runs."""
         self.speculative: SpeculativeUpdates = NoSpeculativeUpdates()
-        self.follow_stream: Callable[[], object] | None = None
-        """Called by each access to DEVICE, on an accelerator: see [Note: Streams of a program] in `runtime.device`."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called when an access that was announced to the policy has failed: it has not happened."""
         store.on_copy = lambda *copy: self.policy.copied(*copy)
@@ -80,7 +93,8 @@ class Pager:
         Raises:
             CapacityError: everything that may leave `tier` is not enough; nothing has been moved.
         """
-        self._follow()
+        if self._follow_stream is not None:
+            self._follow_stream()
         replica = chunk.replicas.get(tier)
         if tier is Tier.DEVICE and (replica is None or replica.pins == 0):
             self.policy.event(Kind.HOLD, chunk, reader)
@@ -89,10 +103,6 @@ class Pager:
         except BaseException:
             self.on_failure()
             raise
-
-    def _follow(self) -> None:
-        if self.follow_stream is not None:
-            self.follow_stream()
 
     def _hold(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> Replica:
         replica = chunk.replicas.get(tier)
@@ -139,7 +149,8 @@ class Pager:
 
         Raises: what `pin` does.
         """
-        self._follow()
+        if self._follow_stream is not None:
+            self._follow_stream()
         replica = chunk.replicas.get(Tier.DEVICE)
         if replica is None or replica.pins == 0:
             self.policy.event(Kind.HOLD, chunk, reader)
@@ -154,7 +165,8 @@ class Pager:
 
     def exchange(self, chunks: Sequence[Chunk], *, reader: object) -> None:
         """Announce that chunks, which are pinned, begin to be exchanged with other ranks."""
-        self._follow()
+        if self._follow_stream is not None:
+            self._follow_stream()
         for chunk in _on_device(chunks):
             self.policy.event(Kind.EXCHANGE, chunk, reader)
 
@@ -179,7 +191,8 @@ class Pager:
 
     def unpin(self, chunk: Chunk, tier: Tier) -> None:
         """Undo one `pin`."""
-        self._follow()
+        if self._follow_stream is not None:
+            self._follow_stream()
         if self._let_go(chunk, tier) and tier is Tier.DEVICE:
             self.policy.event(Kind.RELEASE, chunk, None)
             if chunk.is_remote:
@@ -213,7 +226,8 @@ class Pager:
 
         Raises: what `pin` does.
         """
-        self._follow()
+        if self._follow_stream is not None:
+            self._follow_stream()
         tier: Tier | None = Tier.HOST
         if chunks[0].compute_tier is Tier.DEVICE:
             self.policy.event(Kind.UPDATE, chunks[0], reader)
@@ -261,7 +275,8 @@ class Pager:
 
     def consume(self, chunk: Chunk) -> None:
         """The content is used up, also if this raises what moving other chunks has; see `ChunkStore.consume`."""
-        self._follow()
+        if self._follow_stream is not None:
+            self._follow_stream()
         try:
             if chunk.compute_tier is Tier.DEVICE:
                 self.policy.event(Kind.CONSUME, chunk, None)
@@ -270,7 +285,8 @@ class Pager:
 
     def use(self, chunk: Chunk, tier: Tier, *, reader: object) -> Replica:
         """Bring `chunk` to `tier` for a write that is over before the next access: like `pin` and `unpin`."""
-        self._follow()
+        if self._follow_stream is not None:
+            self._follow_stream()
         if tier is Tier.DEVICE:
             self.policy.event(Kind.WRITE, chunk, reader)
         replica = chunk.replicas.get(tier)
@@ -302,7 +318,8 @@ class Pager:
         `is_of_step`: steps to come do the same, and plan for it.
         """
         self._require_open(reader)
-        self._follow()
+        if self._follow_stream is not None:
+            self._follow_stream()
         if tier is Tier.DEVICE and is_of_step:
             self.policy.event(Kind.CREATE, chunk, reader)
         if saved is not None:
