@@ -116,8 +116,10 @@ class Replacement:
         manifest, kept = self.path / MANIFEST, self.folder / _OLD_MANIFEST
         was_there = manifest.exists()
         if was_there:
-            with naming(kept):
-                kept.write_bytes(manifest.read_bytes())
+            with naming(kept), kept.open("wb") as file:
+                file.write(manifest.read_bytes())
+                file.flush()
+                os.fsync(file.fileno())  # put back without its content, it would be no manifest after a crash
         self._may_be_there = True
         try:
             os.replace(self.folder / MANIFEST, manifest)

@@ -158,6 +158,28 @@ def test_a_call_that_fails(before: Callable[[Path], None], tmp_path: Path) -> No
     assert {name for name, how in outcomes if how == "told"} >= {"rename", "fsync", "mkdir"}
 
 
+def test_what_may_be_put_back_is_on_the_disk_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest without its content, put back by a rename, would be no checkpoint after a crash of the machine."""
+    path = tmp_path / "saved"
+    save(path, 1)
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        fsync(descriptor)
+
+    def noted_replace(one: Path, other: Path) -> None:
+        done.append(f"replace {other}")
+        replace(one, other)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", noted_fsync)
+        patched.setattr(os, "replace", noted_replace)
+        save(path, 2)
+    assert "sync .metadata.before" in done[: done.index(f"replace {path / '.metadata'}")]
+
+
 def test_a_name_that_can_neither_be_synced_nor_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "saved"
     save(path, 1)
