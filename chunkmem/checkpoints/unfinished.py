@@ -3,8 +3,8 @@
 [Note: Unfinished folders] What is written for a place stands in a folder whose name nobody else has, so that two who
 write for one place do not meet until they put it there. Beside it lies a file that its owner has locked (`flock`). The
 kernel gives the lock back when the owner ends, however it does: a folder whose lock can be taken was left by somebody
-who was killed, and whoever writes for the same place next removes it. The lock is taken before the folder is made, and
-its file is removed after the folder is, so a folder that has a living owner is never without it.
+who was killed, and the next process that writes for the same place removes it. The lock is taken before the folder is
+made, and its file is removed after the folder is, so a folder that has a living owner is never without it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class FileLock:
                 raise
             if is_there:
                 return cls(path, descriptor)
-            os.close(descriptor)  # whoever had it has removed it meanwhile
+            os.close(descriptor)  # its last owner has removed it meanwhile
 
     def give_back(self) -> None:
         """Remove the file, and have the lock no more."""
@@ -135,7 +135,7 @@ class Unfinished:
             name = f".{_start(stem)}{uuid.uuid4().hex[:16]}"
             try:
                 lock = FileLock.take(where / f"{name}.lock")
-                if lock is None:  # whoever removes what was left has come first, and has taken it for that
+                if lock is None:  # another process has just taken it, to remove what was left
                     continue
             except NoLocksError:
                 lock = None
@@ -154,7 +154,7 @@ class Unfinished:
             lock.give_back()
 
     def discard(self) -> None:
-        """Remove the folder, as far as that is possible; whoever comes next does so, too."""
+        """Remove the folder, as far as that is possible; the next process that writes there does so, too."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.give_back()
 

@@ -60,7 +60,7 @@ class AccessTracker:
         self.refuse_updated: Callable[[str, Collection[ManagedParameter]], None] = lambda reader, params: None
         """Raises the error for a reader of some of them."""
         self.require_whole_steps: Callable[[str], None] = lambda call: None
-        """Raises an error if a step has failed and goes on: the call begins what comes after it."""
+        """Raises an error if a step has failed and is to be continued: the call begins what comes after it."""
         self._held: dict[int, None] = {}
         """Groups that are pinned for somebody who keeps references; see [Note: References]."""
         pager.holder = self

@@ -127,7 +127,7 @@ class CallState:
 
         Args:
             name: of the call.
-            has_copy: tells whether whoever recomputes has a copy of an input, as that was.
+            has_copy: tells whether there is a copy of an input as it was, to recompute from.
 
         Raises:
             StateError: it wrote to a tensor that cannot be brought back.

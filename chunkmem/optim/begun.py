@@ -7,10 +7,10 @@ HOST is full. What has been updated then cannot be undone, and nobody but the st
     BegunStep      |      {0} |   {0, 1} |                {0, 1}, and by which options, multiplier, ...
     who reads weights of 0 to 3, discards gradients, saves      |  StateError
 
-So a step notes what it has decided and done, and `step()` goes on from there. Until then no weight of its optimizer is
-read, as some are of before the step and others of after it, and `zero_grad()` is refused: it could complete the step,
-but who repeats the batch after an error would train on it twice. The same holds from an update inside backward to its
-step.
+So a step notes what it has decided and done, and `step()` continues from there. Until then no weight of its optimizer
+is read, as some are of before the step and others of after it, and `zero_grad()` is refused: it could complete the
+step, but who repeats the batch after an error would train on it twice. The same holds from an update inside backward
+to its step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BegunStep:
     """Parameters that need no state with these."""
     updated: dict[ManagedParameter, None] = field(default_factory=dict)
     is_stepping: bool = False
-    """`step()` has changed something, and goes on if it is called again."""
+    """`step()` has changed something, and continues if it is called again."""
     holds_weights: bool = False
     """Some weights are new, and nobody may read any until it is over."""
     closure: Callable[[], Any] | None = None
@@ -87,7 +87,7 @@ class BegunStep:
             )
 
     def require_closure(self, closure: Callable[[], Any]) -> None:
-        """Raise a `StateError` if a step that goes on after an error is given another closure than it began with."""
+        """Raise a `StateError` if a step that continues after an error is given another closure than it began with."""
         if (self.is_stepping or self.closure is not None) and closure != self.closure:
             raise StateError(
                 "optimizer.step(closure) after an error in optimizer.step() is given another closure, which would not "
@@ -95,7 +95,7 @@ class BegunStep:
             )
 
     def require_new(self, call: str) -> None:
-        """Raise a `StateError` if `step()` has failed, and goes on."""
+        """Raise a `StateError` if `step()` has failed, and is to be continued."""
         if self.is_stepping:
             raise StateError(
                 f"{call} after an error in optimizer.step(), which had changed some of the gradients: call "
@@ -125,9 +125,9 @@ class StepLedger:
     def __init__(self) -> None:
         """Begin with none."""
         self.begun: dict[ManagedParameter, BegunStep] = {}
-        """By parameter that has been updated, or waits for a `step()` that goes on: nobody may read it."""
+        """By parameter that has been updated, or waits for a `step()` that continues: nobody may read it."""
         self.half_scaled: dict[ManagedParameter, str] = {}
-        """By parameter: the call that has failed while it changed gradients, and goes on. No other may be added."""
+        """By parameter: the call that has failed while it changed gradients, and is to be repeated before more come."""
         self.half_updated = ""
         """What was being updated when that failed."""
 
@@ -178,7 +178,7 @@ class StepLedger:
             )
 
     def require_none_failed(self, call: str) -> None:
-        """Raise a `StateError` if a `step()` has failed and goes on: `call` begins what comes after it."""
+        """Raise a `StateError` if a `step()` has failed and is to be continued: `call` begins what comes after it."""
         if self.begun:
             self.require_over(call, [managed for managed, begun in self.begun.items() if begun.is_stepping])
 
@@ -186,7 +186,7 @@ class StepLedger:
         """Backward is about to add to a gradient.
 
         Raises:
-            StateError: a call has failed that goes on with what there was.
+            StateError: a call has failed that continues with what there was.
         """
         if (call := self.half_scaled.get(managed)) is not None:
             raise StateError(
@@ -198,7 +198,7 @@ class StepLedger:
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """Surround what replaces all weights and states: if it succeeds, no step goes on."""
+        """Surround what replaces all weights and states: if it succeeds, no step is continued."""
         begun, half_updated = dict(self.begun), self.half_updated
         self.begun.clear()
         self.half_updated = ""

@@ -52,7 +52,7 @@ class GroupwiseOptimizer(StatefulOptimizer):
         return BegunStep(options, hypers, self._stateless(hypers))
 
     def _hold(self, begun: BegunStep, *, weights: bool) -> None:
-        """From here on the step goes on if it fails; with `weights`, some of which are new, nothing else is right."""
+        """Have the step be continued if it fails; with `weights`, some of which are new, nothing else is right then."""
         self._begun, begun.is_stepping = begun, True
         ledger = self._updater.ledger
         if weights and not begun.holds_weights:

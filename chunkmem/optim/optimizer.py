@@ -58,7 +58,7 @@ class RuleOptimizer(GroupwiseOptimizer):
         if in_backward:
             require_possible(self.max_grad_norm, scaler=host.scaler, num_ranks=host.ranks.size)
         self._clipping: Clipping | None = None
-        """What has failed, and goes on."""
+        """What has failed, and is to be continued."""
         super().__init__(params, defaults, rule=rule, host=host, in_backward=in_backward)
         self._updater.claim(self._wanted(self.param_groups), self, forget_plans=host.forget_plans)
         if self._in_backward:
@@ -110,8 +110,8 @@ class RuleOptimizer(GroupwiseOptimizer):
                 ranks nothing is updated then: all of them may have left out their batch. Or, with `in_backward`,
                 options or gradients have changed since they were used.
 
-        After any other error, `step()` again goes on where it was, with the options that it began with; the closure is
-        not called again, and another one is refused.
+        After any other error, `step()` again continues where it was, with the options that it began with; the closure
+        is not called again, and another one is refused.
         """
         self._host.require_open()
         scaler = self._host.scaler
@@ -213,7 +213,7 @@ class RuleOptimizer(GroupwiseOptimizer):
         begun.is_scaled = True
 
     def _clip(self, gradients: PendingGradients, max_norm: float, begun: BegunStep | None) -> torch.Tensor:
-        """Clip for a step, or for a user if there is none; go on if that has failed before."""
+        """Clip for a step, or for a user if there is none; continue if that has failed before."""
         clipping = gradients.clipping(max_norm) if self._clipping is None else self._clipping
         self._clipping = clipping
         if begun is not None and clipping.left:
@@ -225,7 +225,7 @@ class RuleOptimizer(GroupwiseOptimizer):
         return clipping.norm
 
     def _require_clipped(self, call: str, *, max_norm: float | None = None) -> None:
-        """Raise a `StateError` if clipping has failed and goes on, but not with `max_norm`."""
+        """Raise a `StateError` if clipping has failed and is to be continued, but not with `max_norm`."""
         if self._clipping is not None and self._clipping.max_norm != max_norm:
             raise StateError(
                 f"{call} after an error in optimizer.clip_grad_norm_({self._clipping.max_norm}), which has "

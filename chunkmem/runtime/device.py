@@ -183,7 +183,7 @@ class ComputeDevice:
         [Note: Streams of a program] For plans, one lane computes. A program may compute on several streams, such as two
         towers that it joins by `wait_stream`. It orders what it makes itself, but knows nothing of chunks: of weights
         that are on their way to a slab, or leave it, as a module on one stream has returned while another computes. So
-        whoever accesses a chunk asks for the stream, and if that is not the one of the access before, it waits for that
+        each access to a chunk asks for the stream, and if that is not the one of the access before, it waits for that
         one. The streams take turns, and an event on the current one is the end of all.
         """
         stream = self._current_stream()

@@ -56,7 +56,7 @@ class Whose(Enum):
     BACKWARD = auto()
     """Autograd's engine runs: it belongs to the runtime if that runs inside of it."""
     CALLER = auto()
-    """Whoever has called it: torch, or the standard library."""
+    """Its caller's: it is of torch, or of the standard library."""
 
 
 def whose(frame: FrameType) -> Whose:
