@@ -102,14 +102,14 @@ def _without_tail(step: Step) -> list[tuple[int, Moment]]:
     kept, entered = [], set[ChunkId]()
     stop = next((at for at, m in step.moments if at >= step.cut and m.kind is Kind.UPDATE), None)
     for at, moment in step.moments:
-        if at < step.cut or (stop is not None and at >= stop) or moment.chunk.role is Role.GRAD:
-            kept.append((at, moment))
-        elif moment.kind is Kind.HOLD:
+        is_module = at >= step.cut and moment.kind is not Kind.UPDATE and moment.chunk.role is not Role.GRAD
+        if is_module and moment.chunk in entered:  # also past an update inside backward
+            if moment.kind is Kind.RELEASE:
+                entered.remove(moment.chunk)
+        elif is_module and moment.kind is Kind.HOLD and (stop is None or at < stop):
             entered.add(moment.chunk)
-        elif moment.chunk not in entered:
+        else:
             kept.append((at, moment))
-        elif moment.kind is Kind.RELEASE:
-            entered.remove(moment.chunk)
     return kept
 
 
