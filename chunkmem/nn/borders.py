@@ -50,7 +50,7 @@ class Borders:
     """Fits modules with casts, and knows which of them are running."""
 
     def __init__(self, *, is_outermost: Callable[[nn.Module], bool] = lambda module: False) -> None:
-        """Make borders; `is_outermost` tells of a model that begins whether what seems to run was interrupted."""
+        """Make borders; `is_outermost` tells of a module that begins whether what seems to run was interrupted."""
         self._is_outermost = is_outermost
         self.fitted = FittedModules()
         """What was fitted so far."""
@@ -111,11 +111,14 @@ class Borders:
             self._make_static(child, outside)
 
     def _cast_in(self, border: _Border, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if border.is_shareable and not self._running:  # a model that is not managed calls, or backward recomputes
-            if not in_backward():
-                border.is_foreign = True
-            if border.is_foreign:
-                return None
+        if border.is_shareable:
+            recomputing = in_backward()
+            if self._running and not recomputing and self._is_outermost(module):
+                self._running.clear()
+            if not self._running:  # a model that is not managed calls, or backward recomputes
+                border.is_foreign = border.is_foreign or not recomputing
+                if border.is_foreign:
+                    return None
         border.is_foreign = False
         self._enter(border, module)
         return _cast_arguments(border.inside, module, args, kwargs)

@@ -255,6 +255,27 @@ def test_modules_that_a_plain_model_has_too(precision: str, policy: str) -> None
         twin.model(features(0))
 
 
+def test_a_plain_model_after_ctrl_c_in_the_managed_one_that_has_the_same_module() -> None:
+    """The interrupted call, which has no end, seemed to be the caller: what the module returned came in bf16."""
+    table = Table().to(compute_device())
+    expected = table(features(1))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    options = config(SMALL_NBYTES).to_dict() | {"precision": "bf16"}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(options)) as manager:
+        twin = Twin(manager, lambda: Shared(nn.Tanh(), table))
+        twin.steps(0)
+        handle = twin.model.layers[0].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            twin.loss(features(1))
+        handle.remove()
+        assert table(features(1)).dtype is torch.float32
+        assert torch.equal(table(features(1)), expected)
+        twin.steps(1)
+
+
 def test_a_module_that_lives_for_ever_keeps_no_manager_alive() -> None:
     act = nn.Tanh()
     manager = chunkmem.ChunkManager(config(SMALL_NBYTES))
