@@ -39,6 +39,7 @@ class Recorder(OnDemand):
                 outside chunks, or outputs that are kept; asked when the step is over. Later steps have them from their
                 first moment on.
         """
+        super().__init__()
         self.mode = mode
         self.step_log = StepLog(clock)
         self._take_peaks = take_peaks

@@ -26,6 +26,7 @@ class Planned(OnDemand):
     is_planned = True  # type: ignore[assignment]
 
     def __init__(self, world: World, actions: str) -> None:
+        super().__init__()
         self._store = world.store
         self._actions = actions
         self.filled_nbytes = 0
