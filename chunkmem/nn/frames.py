@@ -60,7 +60,9 @@ class Frame:
         """The tensors that were in them at entry, by id."""
 
     def __str__(self) -> str:
-        return f"{self.name} {'recomputation' if self.recomputing else 'forward'}" if self.module else self.name
+        if self.module is None:
+            return self.name
+        return f"{self.name} {'recomputation' if self.recomputing else 'forward'}"
 
 
 def in_backward() -> bool:
