@@ -31,10 +31,10 @@ def report_of(request: pytest.FixtureRequest) -> ReportOf:
     """Run the scripts that this session asks for, a share for each processor, once."""
     items = [item for item in request.session.items if item.path == Path(__file__)]
     params = [item.callspec.params for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
-    chosen = {(param["name"], param["mode"]) for param in params}
+    chosen = [(param["name"], param["mode"]) for param in params if "mode" in param]
     modes = {  # with ample room each, which tells the smallest cap
         name: [mode for mode in (*MODES, *AXES) if (name, mode) in chosen or mode == "ample"]
-        for name in dict.fromkeys(param["name"] for param in params)
+        for name in dict.fromkeys(name for name, _ in chosen)
     }
     with Team(NUM_WORKERS, gloo=False) as team:
         shares = team.run(run_share, NUM_WORKERS, modes, timeout_s=ALL_S)
