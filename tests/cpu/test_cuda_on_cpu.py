@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from chunkmem.runtime import build
+from chunkmem.runtime.own_folder import default_cache_dir
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not build.cpu_recipe().compiler, reason="needs a C++ compiler")
@@ -92,7 +93,7 @@ print("done")
 def test_the_kernels_have_the_bits_of_the_reference_and_few_launches() -> None:
     """They are compiled where the package's own are, once for as long as their code stays as it is."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(build.default_cache_dir())],
+        [sys.executable, "-c", PROGRAM, str(default_cache_dir())],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
