@@ -17,7 +17,7 @@ the chunk stays until as many are gone as the calls announced so far had left.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping
 from functools import partial
 
 import torch
@@ -36,7 +36,7 @@ from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import kept_tensors, tensors_in
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.shard.units import Units
+from chunkmem.shard.units import Unit, Units
 
 _NOTHING = Findings({}, frozenset())
 
@@ -129,6 +129,7 @@ class BackwardTracker:
         if frame.module is None:  # an operator: its parameters' gradients may land much later
             found = Findings(found.saved, frozenset(frame.groups))
         if frame.unit is not None:  # else it ends by nodes, or waits for what is certain to come
+            frame.unit.is_read = True
             self._counted |= found.uncertain
         if frame.recomputing:
             self._references.recomputed(frame, left)
@@ -151,23 +152,38 @@ class BackwardTracker:
         )
         call.module = id(frame.module) if frame.module is not None else 0
         call.region = self._regions.current
+        self._note_end(call, frame)
+        for tensor in outputs:
+            self._make_hook(tensor, partial(self._announce, call))
+        self._watch_inputs(call, frame)
 
-        def announce(_grad: torch.Tensor, readers: Sequence[Callable[[], None]]) -> None:
+    def watch_unit(self, unit: Unit, result: object) -> None:
+        """A unit returns that has read none of its weights, as other ranks may have: announce its backward, too."""
+        for tensor in tensors_in(result):
+            if not tensor.requires_grad:
+                continue
+            made_at, readers = self._readers.get(tensor, (None, []))
+            if made_at == tensor._version:  # it returns what it was given, whose maker comes later in backward
+                readers.insert(0, partial(self._units.announce, unit))
+            else:
+                self._make_hook(tensor, partial(self._units.announce, unit))
+
+    def _make_hook(self, tensor: torch.Tensor, announce: Callable[[], None]) -> None:
+        """When the gradient of an output arrives, end calls that had it as an input, and announce who has made it."""
+        readers: list[Callable[[], None]] = []
+        self._readers[tensor] = tensor._version, readers
+
+        def on_gradient(_grad: torch.Tensor) -> None:
             took_turn = self._turn.take_in_hook()
             try:
                 for end in readers:
                     end()
-                self._announce(call)
+                announce()
             finally:
                 if took_turn:
                     self._turn.give_back()
 
-        self._note_end(call, frame)
-        for tensor in outputs:
-            readers: list[Callable[[], None]] = []
-            self._readers[tensor] = tensor._version, readers
-            tensor.register_hook(partial(announce, readers=readers))
-        self._watch_inputs(call, frame)
+        tensor.register_hook(on_gradient)
 
     @property
     def is_recorded(self) -> bool:

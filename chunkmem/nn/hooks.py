@@ -296,6 +296,8 @@ class ModuleHooks:
                 held = self._backward.watch(frame, result)
             else:
                 self._access.references(frame, handed={})
+            if frame.opened is not None and not frame.opened.is_read:
+                self._backward.watch_unit(frame.opened, result)
             if self._backward.is_recorded and not frame.recomputing:
                 self._note_backward(frame.name, frame.first_node, result)
         finally:
@@ -317,7 +319,7 @@ class ModuleHooks:
         """In a recorded step, say when the backward of a call begins: with the gradient of what it has made."""
         for tensor in tensors_in(result):
             if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= first_node:
-                tensor.register_hook(lambda _grad: self._access.entered_backward(name))
+                tensor.register_hook(lambda _grad: self._access.entered(f"{name} backward"))
 
 
 def _check_is_part(whole: FittedModule, fitted: FittedModule, *, is_unit: bool) -> None:

@@ -44,6 +44,8 @@ class Unit:
     """What is in no other unit; backward may come back to it at any time."""
     depth: int = field(default=0, init=False)
     """Calls of it that run."""
+    is_read: bool = field(default=True, init=False)
+    """A call in it has read some of its weights since it was entered, and tells when backward comes."""
     is_alone: bool = field(default=False, init=False)
     """DEVICE has no room for it in addition to units that were recomputed with it; the same on all ranks."""
 
@@ -161,6 +163,7 @@ class Units:
         if unit.depth == 0:
             self._shards.hold(unit.groups, reader=unit)
             unit.depth = 1
+            unit.is_read = unit.is_root or not unit.groups
             self._running.append(unit)
             self._run_in(unit)
             self._gather(unit, unit)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.hostile.models import Net, Tower
 from tests.hostile_ranks.harness import ALIKE, DIVERGED, PARTED, Either, User, script
-from tests.hostile_ranks.models import Routed, RoutedInside, Skipping
+from tests.hostile_ranks.models import Routed, RoutedInside, Skipping, UsedBySome
 
 
 @script(model=Routed, expect=DIVERGED)
@@ -30,6 +30,15 @@ def experts_chosen_alike(user: User) -> None:
 @script(model=RoutedInside)
 def experts_inside_of_units(user: User) -> None:
     user.train(0, 1, 2, 3)
+
+
+@script(model=UsedBySome)
+def units_of_which_one_rank_reads_nothing(user: User) -> None:
+    """Backward comes to them there, too: in the order of the units, also where several return what they were given."""
+    for step in range(6):
+        for index, layer in enumerate(user.model.layers):
+            layer.is_used = (step >> index & 1) == 0 or user.rank == index % 2
+        user.step(step)
 
 
 @script(model=None)

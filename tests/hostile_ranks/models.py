@@ -48,6 +48,27 @@ class RoutedInside(nn.Module):
         return self.head(x)
 
 
+class PastExperts(Layer):
+    """A layer whose batches go past all experts on some ranks: these read nothing in the unit, and return its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_used = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.is_used else x
+
+
+class UsedBySome(RoutedInside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(PastExperts() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.stem(x))
+
+
 class Skipping(Net):
     """Blocks that are named in `skipped` are left out; after `exit_after` blocks come none."""
 
