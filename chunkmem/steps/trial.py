@@ -124,11 +124,13 @@ class AheadTrial:
         self._controller.may_record = True
 
     def _chosen(self) -> None:
-        kept: frozenset[int] = frozenset()
-        if self._controller.is_choosing_regions:
-            source = self._prefetch.complete
-            chosen = self._controller.choose_regions() if self._ranks.rank == source else kept
-            kept = self._ranks.broadcast_object(chosen, label="choosing which regions are recomputed", source=source)
+        source = self._prefetch.complete
+        chosen: frozenset[int] | None = None
+        if self._ranks.rank == source and self._controller.is_choosing_regions:
+            chosen = self._controller.choose_regions()
+        # A rank that has had no batch so far does not know whether there is anything to choose.
+        kept = self._ranks.broadcast_object(chosen, label="choosing which regions are recomputed", source=source)
+        if kept is not None:
             self._controller.keep_regions(kept)
         if not kept:  # the step that was recorded is like those to come
             self._states.popleft()()

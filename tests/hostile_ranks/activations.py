@@ -82,7 +82,13 @@ def no_batch_in_turn(user: User) -> None:
     train_with(user, [int(step % user.size != user.rank) for step in range(7)])
 
 
+def no_batch_at_all(user: User) -> None:
+    """One rank never sees a region, nor that there is a choice to make."""
+    train_with(user, [int(user.rank > 0)] * 5)
+
+
 under_each_policy(layers_as_regions, RoutedInside)
 under_each_policy(experts_as_regions, None)
 under_each_policy(no_batch_early, Net)
 under_each_policy(no_batch_in_turn, Net)
+under_each_policy(no_batch_at_all, Net)
