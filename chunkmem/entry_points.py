@@ -105,8 +105,8 @@ class EntryPoints:
         grad_enabled = torch.is_grad_enabled()
         units.begin_root(grad_enabled=grad_enabled)
         self._state_frozen()
-        if modules.gradients.given:
-            modules.gradients.discard_unset()  # before what comes now is added to it
+        if self._sharding.reduction is not None:
+            modules.gradients.discard_unset()  # before what comes now is added to it, or reduced with it
         self._controller.begin_root(id(root), grad_enabled=grad_enabled, before_iteration=self._leave_to_autograd)
         modules.registry.check()
         modules.surface.check_copies()

@@ -77,6 +77,18 @@ def dropped_by_the_model(user: User) -> None:
 
 
 @script(model=RoutedInside, expect=EQUAL_BUT_FOR_ORDER)
+def dropped_by_the_model_before_a_declared_last(user: User) -> None:
+    """No mean was formed of what is dropped; the next backward forms one, of which that is no part."""
+    _ = user.opt
+    for step in range(3):
+        for seed, last in ((10 * step, False), (10 * step + 1, True)):
+            user.backward(user.loss(seed), **({} if user.manager is None else {"last": last}))
+            if not last:
+                user.model.zero_grad()
+        user.update()
+
+
+@script(model=RoutedInside, expect=EQUAL_BUT_FOR_ORDER)
 def dropped_by_zeros(user: User) -> None:
     """In plain PyTorch, what has no gradient stays without one; what had one is updated with zeros."""
     discarding(user, lambda: user.opt.zero_grad(set_to_none=False))
