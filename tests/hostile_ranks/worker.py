@@ -31,7 +31,7 @@ from tests.hostile_ranks.harness import (
 )
 
 HERE = Path(__file__).parent
-NOT_SCRIPTS = {"__init__", "harness", "judge", "models", "reference", "worker"}
+NOT_SCRIPTS = {"__init__", "fuzz_cases", "fuzz_worker", "harness", "judge", "models", "reference", "worker"}
 THEMES = tuple(
     sorted(p.stem for p in HERE.glob("*.py") if p.stem not in NOT_SCRIPTS and not p.stem.startswith("test_"))
 )
@@ -79,7 +79,7 @@ def _run_chunked(rank: int, script: Script, exchange: str, expected: Any) -> Rep
             left, shared = _outcome(script, user)
             with_plain = expected is not None and not isinstance(script.expect, Alike)
             found = differences(left, expected, tolerance=tolerance) if with_plain else []
-            return {"differences": found[:20], "digest": hashlib.sha256(b"".join(_bytes_of(shared))).hexdigest()}
+            return {"differences": found[:20], "digest": hashlib.sha256(b"".join(bytes_of(shared))).hexdigest()}
     except BaseException as error:  # KeyboardInterrupt and SystemExit are among what scripts do
         return raised(error)
 
@@ -93,15 +93,15 @@ def _outcome(script: Script, user: User) -> tuple[dict[str, Any], list[Any]]:
     return left, user.shared(left)
 
 
-def _bytes_of(tree: Any) -> Iterator[bytes]:
+def bytes_of(tree: Any) -> Iterator[bytes]:
     """Everything in a tree, in its order; tensors as their bits."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield str(key).encode()
-            yield from _bytes_of(value)
+            yield from bytes_of(value)
     elif isinstance(tree, list | tuple):
         for value in tree:
-            yield from _bytes_of(value)
+            yield from bytes_of(value)
     elif isinstance(tree, torch.Tensor):
         yield f"{tree.dtype} {tuple(tree.shape)}".encode()
         yield tree.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
