@@ -41,6 +41,7 @@ class Plain:
     """One process with the batches of all ranks; in bf16 with fp32 master weights."""
 
     def __init__(self, case: Case) -> None:
+        self.case = case
         torch.manual_seed(SEED)
         self.model = Model(case, contextlib.nullcontext)
         low = LowPlain(torch.bfloat16)
@@ -63,10 +64,16 @@ class Plain:
             for param, master in self.masters.items():
                 if master.grad is not None:
                     param.copy_(master)
-        evaluating = {"none": 0, "all ranks": size}.get(step.evaluation, 1)
+        evaluated = self.copied() if step.evaluation == "a copy" else self.model
         with torch.no_grad():
-            for rank in range(evaluating):
-                self.losses[rank].append(self.model.loss(rank, number, 9).item())
+            for rank in range({"none": 0, "all ranks": size}.get(step.evaluation, 1)):
+                self.losses[rank].append(evaluated.loss(rank, number, 9).item())
+
+    def copied(self) -> Model:
+        """What a deep copy is: ordinary, in the dtypes of construction."""
+        model = Model(self.case, contextlib.nullcontext)
+        model.load_state_dict(self.left()["weights"])
+        return model
 
     def gradients(self, rank: int, number: int, count: int, drops: str) -> list[Tensor | None]:
         self.model.zero_grad()
