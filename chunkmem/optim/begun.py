@@ -91,7 +91,7 @@ class BegunStep:
         if (self.is_stepping or self.closure is not None) and closure != self.closure:
             raise StateError(
                 "optimizer.step(closure) after an error in optimizer.step() is given another closure, which would not "
-                "be called: call optimizer.step() without one first, which goes on with the gradients that are there"
+                "be called: call optimizer.step() without one first, which takes the gradients that are there"
             )
 
     def require_new(self, call: str) -> None:
@@ -99,7 +99,7 @@ class BegunStep:
         if self.is_stepping:
             raise StateError(
                 f"{call} after an error in optimizer.step(), which had changed some of the gradients: call "
-                "optimizer.step() again, which goes on with the others, or optimizer.zero_grad()"
+                "optimizer.step() again, which updates the others, or optimizer.zero_grad()"
             )
 
     def left(self, has_gradient: Callable[[ManagedParameter], bool]) -> list[ManagedParameter]:
@@ -173,7 +173,7 @@ class StepLedger:
             raise StateError(
                 f"{call} after an error in optimizer.step(), which has updated {len(begun.updated)} of "
                 f"{len(begun.pending)} parameters so far (it is the step of {managed.name}, too): call "
-                "optimizer.step() again, which goes on with the others, or load what was saved last with "
+                "optimizer.step() again, which updates the others, or load what was saved last with "
                 "manager.load(path, optimizer)"
             )
 
@@ -191,7 +191,7 @@ class StepLedger:
         if (call := self.half_scaled.get(managed)) is not None:
             raise StateError(
                 f"parameter {managed.name} got a gradient after an error in {call}, which had changed some of those "
-                f"before it: call {call} again, which goes on with the others, or optimizer.zero_grad()"
+                f"before it: call {call} again, which updates the others, or optimizer.zero_grad()"
             )
         if (begun := self.begun.get(managed)) is not None and begun.is_stepping:
             self.require_over(f"a backward with a gradient of parameter {managed.name}", (managed,))

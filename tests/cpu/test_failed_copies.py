@@ -181,7 +181,7 @@ def refuses_all(training: Training) -> bool:
     try:
         training.state()
     except StateError:
-        with pytest.raises(StateError, match=r"call optimizer\.step\(\) again, which goes on with the others"):
+        with pytest.raises(StateError, match=r"call optimizer\.step\(\) again, which updates the others"):
             training.state()
         with pytest.raises(StateError, match=r"zero_grad\(\) after an error in optimizer\.step\(\)"):
             training.optimizer.zero_grad()
