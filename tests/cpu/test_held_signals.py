@@ -31,10 +31,12 @@ WARM = 3
 
 @pytest.fixture(autouse=True)
 def all_is_put_back() -> Iterator[None]:
-    """What torch and Python have for the whole process is as it was."""
-    before = signal.getsignal(signal.SIGINT), torch.is_grad_enabled()
+    """What torch and Python have for the whole process is as it was, and Ctrl-C raises also where it is ignored."""
+    of_the_process = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.default_int_handler, torch.is_grad_enabled()
     yield
     assert (signal.getsignal(signal.SIGINT), torch.is_grad_enabled()) == before
+    signal.signal(signal.SIGINT, of_the_process)
 
 
 class Loop:
