@@ -319,7 +319,7 @@ class ModuleHooks:
         """In a recorded step, say when the backward of a call begins: with the gradient of what it has made."""
         for tensor in tensors_in(result):
             if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= first_node:
-                tensor.register_hook(lambda _grad: self._access.entered(f"{name} backward"))
+                tensor.register_hook(lambda _grad: self._access.entered_backward(name))
 
 
 def _check_is_part(whole: FittedModule, fitted: FittedModule, *, is_unit: bool) -> None:
