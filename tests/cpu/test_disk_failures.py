@@ -133,7 +133,7 @@ def is_half(training: Training) -> bool:
 
 @pytest.mark.few(1)
 @cpu_only
-@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stride", [8, pytest.param(1, marks=pytest.mark.full)])
 @spread(
     call=["pwritev", "preadv"],
     kind=[FaultKind.ERROR, FaultKind.TORN],

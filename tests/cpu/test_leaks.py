@@ -102,6 +102,7 @@ def managers(rank: int, options: dict[str, Any], dimension: str) -> list[tuple[i
     return rounds(lambda: train(mesh, **options))
 
 
+@pytest.mark.full
 def test_pipelines_divided_again_and_again(pair: Team) -> None:
     """Each time left three process groups of torch, with their threads."""
     for found in pair.run(repartition):

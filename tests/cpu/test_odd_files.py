@@ -378,7 +378,7 @@ def test_the_root_of_a_mount_is_a_directory_like_others(tmp_path: Path) -> None:
 # Changes that no checksum of chunkmem's tells.
 
 
-@pytest.mark.parametrize("num_flips", [40, pytest.param(1500, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_flips", [15, pytest.param(1500, marks=pytest.mark.full)])
 def test_a_flipped_bit_in_what_torch_has_saved_is_found_or_is_in_no_value(
     num_flips: int, foreign: Path, manager: chunkmem.ChunkManager
 ) -> None:
@@ -527,6 +527,7 @@ def load_odd_on(rank: int, base: Path) -> list[str]:
     return said
 
 
+@pytest.mark.full
 def test_one_rank_that_reads_odd_files_is_heard_by_all(tmp_path: Path) -> None:
     manager = open_model(seed=3)
     manager.save(tmp_path / "whole")
