@@ -206,7 +206,7 @@ class _Watch:
     """Tells when a section is over, by a trace function of Python; a debugger's is called as well."""
 
     def __init__(self, section: Section, ended: Callable[[FrameType], object]) -> None:
-        """`ended` is called with the frame that ends, or in which user code goes on; it may raise."""
+        """`ended` is called with the frame that ends, or in which user code continues; it may raise."""
         self._ended = ended
         self._watched = section.outermost if section.can_raise else section.caller
         self._events = ("return",) if section.can_raise else ("line", "return")

@@ -213,7 +213,7 @@ def test_a_disk_that_stays_down(
 
 
 def continue_or_say_lost(training: Training, step: int, plain: list[list[torch.Tensor]]) -> None:
-    """What a half step needs is there, and it goes on; or it is lost, and says so."""
+    """What a half step needs is there, and it continues; or it is lost, and says so."""
     try:
         training.optimizer.step()
     except TierIOError as error:

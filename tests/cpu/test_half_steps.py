@@ -259,7 +259,7 @@ def test_an_update_that_fails_in_its_middle(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_clipping_that_fails(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on by the same call, and nothing else; or all gradients are discarded."""
+    """It continues by the same call, and nothing else; or all gradients are discarded."""
     updater, num_calls = ours.manager.runtime.updater, 0
     replicas = updater.gradient_replicas
 

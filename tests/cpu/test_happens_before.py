@@ -262,7 +262,7 @@ def test_no_race_where_host_is_too_small(name: str, tmp_path: Path) -> None:
 
 
 class Towers(nn.Module):
-    """Two, with a few layers in common. The second one computes on a stream of its own, beside the first."""
+    """Two, with a few layers in common. The second one computes on a stream of its own, overlapped with the first."""
 
     def __init__(self, checker: HappensBefore | None) -> None:
         super().__init__()

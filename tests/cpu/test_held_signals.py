@@ -1,4 +1,4 @@
-"""Interrupts at any line of a step, after which training goes on: the numbers are those of plain PyTorch."""
+"""Interrupts at any line of a step, after which training continues: the numbers are those of plain PyTorch."""
 
 from __future__ import annotations
 

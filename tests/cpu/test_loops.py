@@ -98,7 +98,7 @@ class Growing(Shuffled):
 
 
 def test_a_loop_without_any_order_needs_no_plans_while_everything_fits() -> None:
-    """Such as experts that are chosen anew in each step: each was recorded and planned again, for nothing."""
+    """Such as experts that are chosen again in each step: each was recorded and planned again, for nothing."""
 
     def build(_side: Side) -> nn.Module:
         model = Growing(0.0, [nn.Linear(WIDTH, WIDTH) for _ in range(6)])

@@ -87,7 +87,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Case:
-    """A training; `settings[1]` is what it goes on with after a restart."""
+    """A training; `settings[1]` is what it continues with after a restart."""
 
     layers: tuple[Layer, ...]
     ops: tuple[Op, ...]

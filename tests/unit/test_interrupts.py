@@ -50,10 +50,10 @@ def frames(*owners: str) -> FrameType:
         (("user", "runtime", "user"), None),
         (("user", "runtime", "user", "torch"), None),
         (("user", "runtime", "user", "runtime"), 3),
-        # What a module computes is the user's, whoever calls it.
+        # What a module computes is the user's, whatever the caller.
         (("user", "runtime", "module"), None),
         (("user", "runtime", "module", "runtime"), 3),
-        # A backward is one call, whoever makes it.
+        # A backward is one call, whatever the caller.
         (("user", "torch", "engine"), None),
         (("user", "torch", "engine", "runtime"), 2),
         (("user", "runtime", "engine", "runtime"), 1),
