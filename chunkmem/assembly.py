@@ -180,6 +180,7 @@ class Runtime:
         self.modules.copies.reading = self._reading_a_copy
         self.modules.compiled.on_change = self.forget_plans
         self.hooks = self.modules.hooks(self.entry_points)
+        self._is_stopped = False
         self.built = BuiltModels(
             self.sharding,
             self.modules,
@@ -251,21 +252,28 @@ class Runtime:
             after.sharding.shards.ownership = self.sharding.shards.ownership
         return after
 
-    def stop(self, reason: str) -> None:
-        """Have nothing run any more. What chunks hold stays; `reason` is what those are told who use the manager."""
+    def stop(self, reason: str) -> bool:
+        """Have nothing run any more. What chunks hold stays; `reason` is what those are told who use the manager.
+
+        Returns:
+            Whether something ran until now, and not in the process that this one was forked from.
+        """
         if self.memory.store.snapshot is not None:
             self.memory.store.snapshot.read_all()
         self.foreign_steps.remove()
         self.foreign_wrappers.remove()
         self.entry_points.close()
         self.modules.compiled.close()
-        if self.memory.pager.closed is None:
+        stops = not self._is_stopped and not self.memory.pager.is_of_parent
+        if stops:
+            self._is_stopped = True
             self.controller.close()
             self.modules.access.close()
             self.modules.backward.reset(step=True)
             self.sharding.units.close()
             self.ranks.close()
             self.memory.pager.close(reason)
+        return stops
 
     def end_groups(self) -> None:
         """End the process groups that were made for the mesh of these parts, which have stopped."""

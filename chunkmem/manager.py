@@ -507,12 +507,9 @@ class ChunkManager(ModelBuilding, Reporting):
             CheckpointError: a checkpoint that was still being written is not complete, and nobody has asked.
         """
         error = self._saver.finish()
-        pager = self.runtime.memory.pager
-        was_open = pager.closed is None
-        self.runtime.stop("its manager is closed; take manager.state_dict() before manager.close()")
-        if was_open:
+        if self.runtime.stop("its manager is closed; take manager.state_dict() before manager.close()"):
             self.runtime.modules.unfit_ordinary(self.runtime.hooks)
-            pager.store.close()
+            self.runtime.memory.store.close()
             give_back_freed_ram()
         self.runtime.end_groups()
         if self.runtime.memory.interrupts is not None:

@@ -75,9 +75,14 @@ class Pager:
         A process forked from this one has none of the host arena's memory. That is asked here and not set by a hook of
         `os.register_at_fork`, as those cannot be taken away again.
         """
-        if self._closed is None and os.getpid() != self._pid:
+        if self._closed is None and self.is_of_parent:
             return "its manager lives in the parent process; a forked child cannot use it"
         return self._closed
+
+    @property
+    def is_of_parent(self) -> bool:
+        """This process was forked from the one that the manager lives in."""
+        return os.getpid() != self._pid
 
     def close(self, reason: str) -> None:
         """Serve nothing from now on."""

@@ -282,8 +282,14 @@ def in_the_runtime(call: Callable[[], object], signum: int, times: int) -> None:
             call()
 
 
-def test_one_that_is_held_is_told_the_second_time_and_breaks_in_the_third(capfd: pytest.CaptureFixture[str]) -> None:
-    manager = chunkmem.ChunkManager(config(6 * SLAB))
+def test_one_that_is_held_is_told_the_second_time_and_breaks_in_the_third(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def counted() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    before = counted()
+    manager = opened("disk", tmp_path, overlap=True)
     twin = Twin(manager, Blocks)
     twin.steps(0, 1)
     with pytest.raises(KeyboardInterrupt):
@@ -299,6 +305,7 @@ def test_one_that_is_held_is_told_the_second_time_and_breaks_in_the_third(capfd:
         with pytest.raises(StateError, match=said_by):
             call()
     manager.close()
+    assert counted() == before
 
 
 def test_handlers_that_raise_nothing_wait_too_and_one_of_a_timer_does_not() -> None:
