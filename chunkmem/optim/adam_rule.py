@@ -149,14 +149,14 @@ class AdamRule(UpdateRule[AdamHyper]):
 
 
 def _steps_on(device: torch.device, steps: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the numbers of updates on a device: one copy for all that are alike, as each waits for the device."""
+    """Return the numbers of updates on a device: filled there, as a copy waits for the device; one for all alike."""
     if device.type == "cpu":
         return list(steps)
     copies: dict[float, torch.Tensor] = {}
     numbers = [float(step) for step in steps]
     for number, step in zip(numbers, steps, strict=True):
         if number not in copies:
-            copies[number] = step.to(device)
+            copies[number] = torch.full((), number, dtype=step.dtype, device=device)
     return [copies[number] for number in numbers]
 
 

@@ -26,5 +26,16 @@ def global_norm(
     groups = _group_tensors_by_device_and_dtype([[*params]], with_indices=True)
     order = [params[index] for _, indices in groups.values() for index in indices]
     norms = [known[param] if param in known else torch.linalg.vector_norm(gradient(param)) for param in order]
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms]))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(_on_host(norms)))
     return total
+
+
+def _on_host(norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return 0-dim tensors on the CPU in their order: one copy for each device, as each waits for it."""
+    placed: dict[torch.device, list[int]] = {}
+    for index, norm in enumerate(norms):
+        placed.setdefault(norm.device, []).append(index)
+    copied: dict[int, torch.Tensor] = {}
+    for indices in placed.values():
+        copied.update(zip(indices, torch.stack([norms[index] for index in indices]).cpu().unbind(), strict=True))
+    return [copied[index] for index in range(len(norms))]
