@@ -12,6 +12,9 @@ MOST_NBYTES = 15 << 20
 """Of the archive, so that it passes wherever files of 16 MiB do."""
 MOST_LOG_NBYTES = 64 << 10
 """Of each log, its end."""
+CACHE = "cache"
+"""Where programs keep what they have made, of which the native libraries are packed: compiling takes a minute."""
+NATIVE = "native"
 
 
 class Archive:
@@ -41,10 +44,13 @@ class Archive:
                 archive.extractall(self._folder, filter="data")
         except (tarfile.TarError, EOFError, OSError, ValueError) as error:
             raise StoreError(f"{self.path} is no archive of rows ({error}); move it away") from None
+        for path in (self._folder / CACHE).rglob("*"):
+            if path.is_dir():
+                path.chmod(0o700)  # a library in a folder that others may write to is not loaded
 
     def save(self) -> None:
         """Pack the folder: rows first, then what else there is, the smallest files first, as long as there is room."""
-        paths = [path for path in self._folder.rglob("*") if path.is_file() and path.suffix != ".new"]
+        paths = [path for path in self._folder.rglob("*") if path.is_file() and self._is_kept(path)]
         paths.sort(key=lambda path: (path.parent != self._folder, path.stat().st_size, path))
         left_nbytes, self.left_out = MOST_NBYTES, []
         with replacing(self.path) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
@@ -59,5 +65,10 @@ class Archive:
                     continue
                 left_nbytes -= len(content)
                 member = tarfile.TarInfo(name)
-                member.size = len(content)
+                member.size, member.mode = len(content), path.stat().st_mode & 0o777
                 archive.addfile(member, io.BytesIO(content))
+
+    def _is_kept(self, path: Path) -> bool:
+        """Tell whether it is whole, and of use on another machine."""
+        parts = path.relative_to(self._folder).parts
+        return path.suffix == ".so" and NATIVE in parts if parts[0] == CACHE else path.suffix != ".new"

@@ -14,6 +14,16 @@ import psutil
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 WAITS = ("cudaEventSynchronize", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cuStreamSynchronize")
 COPIES = ("gpu_memcpy", "gpu_memset")
+SECONDS = {
+    "kernels_s": "kernels",
+    "copies_s": "copies, both ways, beside kernels or not",
+    "late_launch_s": "no kernel: launched late",
+    "waited_s": "no kernel: waits for copies or updates",
+    "host_waits_s": "the launching threads wait in CUDA",
+    "host_calls_s": "they launch, copy and ask",
+    "python_s": "they are in Python and torch",
+}
+"""What `seconds_of` returns, in words."""
 Event = Mapping[str, Any]
 """Of a chrome trace, as torch's profiler writes it; times are in microseconds."""
 Interval = tuple[float, float]
@@ -26,16 +36,11 @@ def of_trace(events: Sequence[Event]) -> dict[str, Any] | None:
     or that kernel was there and waited for something, such as a copy.
     """
     spans = [event for event in events if event.get("ph") == "X"]
-    kernels = [event for event in spans if event.get("cat") == "kernel"]
-    if not kernels:
+    computing = _computing(spans)
+    if not computing:
         return None
     calls = [event for event in spans if event.get("cat") in LAUNCHES]
-    launches = {number: event for event in calls if (number := event.get("args", {}).get("correlation"))}
-    launched_at = {number: _end(event) for number, event in launches.items()}
-    by_stream: dict[Any, list[Event]] = defaultdict(list)
-    for kernel in kernels:
-        by_stream[kernel["args"]["stream"]].append(kernel)
-    computing = sorted(max(by_stream.values(), key=len), key=lambda event: event["ts"])
+    launched_at = {number: _end(event) for event in calls if (number := event.get("args", {}).get("correlation"))}
     leads = [kernel["ts"] - at for kernel in computing if (at := launched_at.get(kernel["args"]["correlation"]))]
     idle = {"late_launch_s": 0.0, "waited_s": 0.0}
     free_at = computing[0]["ts"]
@@ -48,10 +53,7 @@ def of_trace(events: Sequence[Event]) -> dict[str, Any] | None:
         free_at = max(free_at, _end(kernel))
     copies = [(event["ts"], _end(event)) for event in spans if event.get("cat") in COPIES]
     busy = [(kernel["ts"], _end(kernel)) for kernel in computing]
-    issued = [launches[number] for kernel in computing if (number := kernel["args"]["correlation"]) in launches]
-    # Threads that launch what is computed, until the last of it: other threads wait for copies, and that is their work.
-    threads, last = {event["tid"] for event in issued}, max((event["ts"] for event in issued), default=0.0)
-    waits = [event for event in calls if event["name"] in WAITS and event["tid"] in threads and event["ts"] < last]
+    waits = [call for call in _launching(calls, computing) if call["name"] in WAITS]
     return {
         "num_kernels": len(computing),
         "span_s": 1e-6 * (free_at - computing[0]["ts"]),
@@ -66,6 +68,33 @@ def of_trace(events: Sequence[Event]) -> dict[str, Any] | None:
     }
 
 
+def seconds_of(events: Sequence[Event]) -> dict[str, float]:
+    """Return where the time of one step went, on the device and on the host; each is 0 where nothing of it was.
+
+    Args:
+        events: of a trace with CUDA's calls, or, where there is no device, with operators.
+
+    Returns:
+        Kernels of COMPUTE, which without a device are the operators; copies; COMPUTE idle as the next kernel was
+        launched late, and as it waited for something; and of the threads that launch what is computed, of which one
+        works at a time: CUDA's calls that wait, others, and the rest, which is Python and what it calls in torch.
+    """
+    spans, device = [event for event in events if event.get("ph") == "X"], of_trace(events)
+    if device is None:
+        operators = [event for event in spans if event.get("cat") == "cpu_op"]
+        kernels_s = 1e-6 * _length(map(_interval, operators))
+        return {**dict.fromkeys(SECONDS, 0.0), "kernels_s": kernels_s, "python_s": _span_s(operators) - kernels_s}
+    launching = _launching([event for event in spans if event.get("cat") in LAUNCHES], _computing(spans))
+    waits, others = ([call for call in launching if (call["name"] in WAITS) is waits] for waits in (True, False))
+    return {
+        "kernels_s": device["span_s"] - device["late_launch_s"] - device["waited_s"],
+        **{name: device[name] for name in ("copies_s", "late_launch_s", "waited_s")},
+        "host_waits_s": 1e-6 * _length(map(_interval, waits)),
+        "host_calls_s": 1e-6 * _length(map(_interval, others)),
+        "python_s": _span_s(launching) - 1e-6 * _length(map(_interval, launching)),
+    }
+
+
 def busiest(events: Sequence[Event], num: int = 3) -> list[list[Any]]:
     """Return the names of the kernels that took the device most time, and how many seconds."""
     took_s: dict[str, float] = defaultdict(float)
@@ -73,6 +102,35 @@ def busiest(events: Sequence[Event], num: int = 3) -> list[list[Any]]:
         if event.get("cat") == "kernel":
             took_s[event["name"][:60]] += 1e-6 * event["dur"]
     return [[name, took_s[name]] for name in sorted(took_s, key=lambda name: -took_s[name])[:num]]
+
+
+def _computing(spans: Sequence[Event]) -> list[Event]:
+    """Return the kernels of the stream with most of them, in order."""
+    by_stream: dict[Any, list[Event]] = defaultdict(list)
+    for span in spans:
+        if span.get("cat") == "kernel":
+            by_stream[span["args"]["stream"]].append(span)
+    return sorted(max(by_stream.values(), key=len, default=[]), key=lambda event: event["ts"])
+
+
+def _launching(calls: Sequence[Event], computing: Sequence[Event]) -> list[Event]:
+    """Return the calls of threads that launch what is computed, until the last launch.
+
+    Other threads wait for copies, and that is their work.
+    """
+    numbers = {kernel["args"]["correlation"] for kernel in computing}
+    issued = [call for call in calls if call.get("args", {}).get("correlation") in numbers]
+    threads, last = {call["tid"] for call in issued}, max((call["ts"] for call in issued), default=0.0)
+    return [call for call in calls if call["tid"] in threads and call["ts"] <= last]
+
+
+def _interval(event: Event) -> Interval:
+    return float(event["ts"]), _end(event)
+
+
+def _span_s(events: Sequence[Event]) -> float:
+    """Return the seconds from the first begin to the last end."""
+    return 1e-6 * (max(map(_end, events), default=0.0) - min((event["ts"] for event in events), default=0.0))
 
 
 def _end(event: Event) -> float:

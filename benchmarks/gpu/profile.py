@@ -94,6 +94,7 @@ def profile(*, work: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "notes": notes,
         "step_s": wall_s,
         "trace": glance.of_trace(events),
+        "seconds": glance.seconds_of(events),
         "cores": glance.of_cores(before, after, launching=str(threading.get_native_id()), step_s=wall_s),
         "num_cpus": num_cpus(),
         "stall_s": told.get("stall_s"),
@@ -115,7 +116,12 @@ def cut(path: Path) -> list[Any]:
 
 def table(content: Mapping[str, Any]) -> str:
     """Return the Markdown of a file of rows."""
-    return page(content, HEADER, _cells)
+    rows = {key: row["figures"] for key, row in content["rows"].items() if row.get("figures")}
+    lines = [f"| where the time went, s | {' | '.join(rows)} |", "|---" * (len(rows) + 1) + "|"]
+    for name, told in glance.SECONDS.items():
+        cells = " | ".join(f"{figures['seconds'][name]:.4f}" for figures in rows.values())
+        lines.append(f"| {told} | {cells} |")
+    return "\n\n".join([page(content, HEADER, _cells), *(["\n".join(lines)] if rows else [])])
 
 
 def _cells(_key: str, figures: Mapping[str, Any], _rows: Rows) -> list[str]:

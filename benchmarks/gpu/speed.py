@@ -14,7 +14,7 @@ from benchmarks.gpu.peers import PEERS
 from benchmarks.gpu.rows import Store
 from benchmarks.gpu.setting import Cap, Setting
 from benchmarks.gpu.table import Rows, gib, page
-from benchmarks.gpu.work import CLIPPING_NORM, ENVIRONMENT, Work
+from benchmarks.gpu.work import CLIPPING_NORM, ENVIRONMENT, MODEL_DATA_NBYTES, Work
 from chunkmem.estimate.gpt import VOCAB
 
 NAME = "speed"
@@ -26,11 +26,21 @@ SMALL = ("1.3b", 4096, 8)
 TOKENS = (16384, 4096, 65536)
 GIB_CAPS = (24, 80)
 NO_OFFLOAD, CLIPPING = "plain", "chunkmem, clipping"
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "chunkmem, 8-bit states": {"options": {"optimizer": {"params": {"states": "8bit"}}}},
+    "chunkmem, in backward": {"options": {"optimizer": {"params": {"in_backward": True}}}, "max_norm": 0.0},
+    "chunkmem, activations auto": {"options": {"activations": {"policy": "auto"}}, "recomputed": False},
+    "chunkmem, compiled": {"options": {"activations": {"policy": "recompute"}}, "compiled": True, "recomputed": False},
+    "chunkmem, disk": {"on_disk": True},
+}
+"""What chunkmem alone does, one feature a row, as changes to `Work`."""
+DISK_HOST_SHARE, DRY_DISK_HOST_SHARE = 0.5, 1.0
+"""Of the model data, what HOST may hold where there is a disk. A toy's embedding is most of it, and updated at once."""
 LOGIT_NBYTES = 8
 """Of each token and each entry of the vocabulary: bf16 logits, what their loss keeps, and their gradient."""
 HEADER = ("trainer / model / tokens a step / cap", "tokens/s", "TFLOP/s", "of no offload", "step, s",
-          "fastest – slowest", "estimated, s", "planned, s", "stalls, s", "lower bound, s", "× lower bound",
-          "bound by",
+          "fastest – slowest", "estimated, s", "planned, s", "stalls, s", "disk, GiB", "lower bound, s",
+          "× lower bound", "bound by",
           "device, reserved GiB", "retries", "plan misses", "rolled back", "micro-batches")  # fmt: skip
 COUNTS = ("num_alloc_retries", "plan_misses", "rolled_back", "num_micro_batches")
 Combination = tuple[str, int, Cap]
@@ -44,8 +54,8 @@ def tasks(setting: Setting, _store: Store) -> Iterator[Task]:
         if (model, tokens) not in done:  # Without offload there is one row, under the largest cap.
             done.add((model, tokens))
             yield task(setting, NO_OFFLOAD, model, tokens, setting.caps()[-1], rates)
-        trainers = ("chunkmem", *((CLIPPING,) if index == 0 else ()), *PEERS)
-        for trainer in trainers:
+        variants = VARIANTS if setting.dry or (model, tokens, cap.label) == (*SMALL[:2], f"{SMALL[2]} GiB") else ()
+        for trainer in ("chunkmem", *((CLIPPING,) if index == 0 else ()), *variants, *PEERS):
             yield task(setting, trainer, model, tokens, cap, rates)
 
 
@@ -78,6 +88,10 @@ def task(
         changes = {"host_nbytes": setting.host_nbytes, **changes}
     if trainer == CLIPPING:
         changes = {"max_norm": CLIPPING_NORM, **changes}
+    changes |= VARIANTS.get(trainer, {})
+    if changes.get("on_disk"):
+        share = DRY_DISK_HOST_SHARE if setting.dry else DISK_HOST_SHARE
+        changes["host_nbytes"] = int(share * MODEL_DATA_NBYTES * size.num_params)
     name = trainer.partition(",")[0]
     work = Work(name, size, batch=batch, micro_batch=micro_batch, cap_nbytes=cap.nbytes, **changes)
     smaller = sorted({micro_batch // 2, micro_batch // 4, 1} - {0, micro_batch}, reverse=True)
@@ -121,7 +135,8 @@ def table(content: Mapping[str, Any]) -> str:
         "has no room, there is nothing to divide by. “Estimated” and “planned” give a predicted time of a step and how "
         "much more was measured: by `chunkmem estimate` for assumed hardware, and by the plan at measured rates. "
         "“Rolled back” counts steps whose speculative updates were thrown away. The lower bound is max(compute, link, "
-        "host) + tail of chunkmem's own plan, from the rates of `probe`."
+        "host) + tail of chunkmem's own plan, from the rates of `probe`; rows of one feature have neither it nor an "
+        "estimate. “Disk” is what was read and written there in a step."
     )
     return f"{page(content, HEADER, cells)}\n\n{note}{_assumed(content['rows'])}"
 
@@ -155,6 +170,7 @@ def cells(key: str, figures: Mapping[str, Any], rows: Rows) -> list[str]:
         error_of(figures, "estimate"),
         error_of(figures, "plan"),
         f"{figures['stall_s']:.3f}" if "stall_s" in figures else "–",
+        gib(figures.get("disk_nbytes")),
         "–" if lower_bounds is None else f"{lower_bounds['floor_s']:.3f}",
         "–" if lower_bounds is None else f"{step_s / lower_bounds['floor_s']:.2f}",
         "–" if lower_bounds is None else str(lower_bounds["binding"]),

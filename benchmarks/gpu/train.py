@@ -7,10 +7,12 @@ import math
 import resource
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,9 +23,12 @@ from benchmarks.gpu import peers
 from benchmarks.gpu.lower_bounds import bounds_of_step
 from benchmarks.gpu.model import build, tokens
 from benchmarks.gpu.scale import ask
-from benchmarks.gpu.work import ADAMW, NUM_BATCHES, Training, Work, compute_device
+from benchmarks.gpu.work import ADAMW, MODEL_DATA_NBYTES, NUM_BATCHES, Training, Work, compute_device
 from chunkmem.errors import ChunkmemError
 from chunkmem.estimate.model import checkpointed
+
+DRY_BACKEND = "aot_eager"
+"""Of torch.compile without a card: compiling for a CPU takes half a minute and tells nothing."""
 
 
 class Meter:
@@ -97,17 +102,21 @@ def train_chunkmem(work: Work) -> Training:
     """chunkmem in bf16 with fp32 master weights, blocks recomputed, under the cap."""
     import chunkmem
 
-    keys = {
-        "precision": "bf16",
-        "gradient_clipping": work.max_norm,
-        "memory": {"device": work.device_nbytes, **({} if work.host_nbytes is None else {"host": work.host_nbytes})},
-        **work.options,
-    }
+    memory: dict[str, Any] = {"device": work.device_nbytes}
+    if work.host_nbytes is not None:
+        memory["host"] = work.host_nbytes
+    folder = tempfile.TemporaryDirectory(prefix="chunkmem-gpu-", dir=Path.cwd()) if work.on_disk else None
+    if folder is not None:
+        memory["disk"] = {"path": folder.name, "capacity": MODEL_DATA_NBYTES * work.size.num_params}
+    keys = {"precision": "bf16", "gradient_clipping": work.max_norm, "memory": memory, **work.options}
     manager = chunkmem.ChunkManager(chunkmem.Config.from_dict(keys))
     with manager.init():
         model = build(work.size)
     # Not before it is packed: what manages modules has to see them as they were built.
-    checkpointed(model)
+    if work.compiled:
+        manager.compile(model, backend="inductor" if work.cap_nbytes else DRY_BACKEND)
+    if work.recomputed:
+        checkpointed(model)
     optimizer = chunkmem.AdamW(model.parameters(), manager=manager, **ADAMW)
     manager.accumulate(work.num_micro_batches)
 
@@ -115,12 +124,17 @@ def train_chunkmem(work: Work) -> Training:
         optimizer.step()
         optimizer.zero_grad()
 
+    def close() -> None:
+        manager.close()
+        if folder is not None:
+            folder.cleanup()
+
     return Training(
         model,
         lambda loss, last: manager.backward(loss, last=last),
         update,
         lambda: _of_manager(manager),
-        manager.close,
+        close,
         manager,
     )
 
@@ -141,6 +155,7 @@ def _of_manager(manager: Any) -> dict[str, Any]:
             "plan_misses": timeline.plan_misses,
             "h2d_nbytes": timeline.moved_nbytes.get(Lane.H2D, 0),
             "d2h_nbytes": timeline.moved_nbytes.get(Lane.D2H, 0),
+            "disk_nbytes": sum(timeline.moved_nbytes.get(lane, 0) for lane in (Lane.DISK_READ, Lane.DISK_WRITE)),
         }
     return found
 
@@ -167,10 +182,11 @@ def measure(work: Mapping[str, Any], speeds: Mapping[str, Any]) -> dict[str, Any
     asked = Work.of(work)
     training, figures = run(asked)
     if training.manager is not None:
-        figures["lower_bounds"] = bounds_of_step(training.manager, asked, speeds)
+        if asked.is_ordinary:
+            figures["lower_bounds"] = bounds_of_step(training.manager, asked, speeds)
         figures["planned_step_s"] = planned_step_s(training.manager)
     training.close()
-    if training.manager is not None and asked.num_micro_batches == 1:
+    if training.manager is not None and asked.is_ordinary and asked.num_micro_batches == 1:
         figures["estimate"] = estimate_of(asked, str(speeds["hardware"]))
     return figures
 

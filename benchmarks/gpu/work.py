@@ -17,6 +17,8 @@ MAX_NORM, CLIPPING_NORM = 1e3, 1.0
 ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """Of every trainer: slabs and activations then share all that the cap allows."""
 NUM_BATCHES = 2
+MODEL_DATA_NBYTES = 16
+"""Of each parameter: bf16 weight and gradient, fp32 master weight and two fp32 states."""
 DEVICE_SHARE = 0.95
 """Of the cap on torch's allocator, what chunkmem is told it may use: the rest is for the allocator's own gaps."""
 
@@ -44,6 +46,12 @@ class Work:
     least_timed: int = 3
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further configuration, of chunkmem only."""
+    recomputed: bool = True
+    """Backward computes the blocks again; False: chunkmem decides, by `options`."""
+    compiled: bool = False
+    """torch.compile runs the blocks; of chunkmem only."""
+    on_disk: bool = False
+    """A file is the third tier; of chunkmem only."""
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Work:
@@ -58,6 +66,11 @@ class Work:
     def tokens(self) -> int:
         """Tokens a step."""
         return self.num_micro_batches * self.micro_batch * self.size.seq
+
+    @property
+    def is_ordinary(self) -> bool:
+        """It trains as the other trainers do, and as estimates and lower bounds assume."""
+        return self.recomputed and not (self.options or self.compiled or self.on_disk)
 
     @property
     def device_nbytes(self) -> int:
@@ -77,7 +90,7 @@ TOY_ACTIVATION_NBYTES = 64 << 20
 
 def toy_cap_nbytes(size: Size) -> int:
     """Return a cap in RAM under which a toy has to move its chunks: 60 % of its model data, never below two slabs."""
-    return max(int(0.6 * 16 * size.num_params), 4 << 20)
+    return max(int(0.6 * MODEL_DATA_NBYTES * size.num_params), 4 << 20)
 
 
 @dataclass(frozen=True)

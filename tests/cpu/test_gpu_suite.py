@@ -103,7 +103,7 @@ def test_a_dry_speed_trains_a_toy_beside_plain_pytorch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = rows_of(tmp_path, "speed")
     why_not = {key.split(" / ")[0]: row.get("why_not") for key, row in rows.items()}
-    ours = {"plain": None, "chunkmem": None, "chunkmem, clipping": None}
+    ours = dict.fromkeys(("plain", "chunkmem", "chunkmem, clipping", *speed.VARIANTS))
     assert why_not == {**ours, "fsdp2": "no GPU", "deepspeed": "no GPU", "torchao": "no GPU"}
     clipped = rows["chunkmem, clipping / toy / 64 / toy cap"]["figures"]
     ours, plain = (rows[f"{name} / toy / 64 / toy cap"]["figures"] for name in ("chunkmem", "plain"))
@@ -137,6 +137,7 @@ def test_all_parts_in_dry_mode(tmp_path: Path) -> None:
     assert (tmp_path / "profile" / "trace.json.gz").stat().st_size > 0
     profiled = rows_of(tmp_path, "profile")["profile / toy / toy cap"]["figures"]
     assert profiled["trace"] is None  # no device
+    assert {name for name, took_s in profiled["seconds"].items() if took_s} == {"kernels_s", "python_s"}
     assert 0 < profiled["cores"]["cores_busy"] <= os.cpu_count() + 1  # type: ignore[operator]
     predicted = rows_of(tmp_path, "scale")["predicted / toy cap"]["figures"]
     assert predicted["largest"] == "toy-3"
@@ -246,15 +247,16 @@ def test_tasks_are_plain_data_under_distinct_keys(tmp_path: Path, part: Any, car
 def test_speed_has_every_combination_once(tmp_path: Path) -> None:
     keys = [task.key for task in speed.tasks(setting(tmp_path), empty(tmp_path))]
     combinations = 4 * 3 * 3 + 1  # and the small one
-    # chunkmem and three peers; clipping; no offload once for each model and size.
-    assert len(keys) == len(set(keys)) == combinations * 4 + 1 + 4 * 3
+    # chunkmem and three peers; clipping; rows of one feature each; no offload once for each model and size.
+    assert len(keys) == len(set(keys)) == combinations * 4 + 1 + len(speed.VARIANTS) + 4 * 3
     ours = [key for key in keys if key.startswith(("plain", "chunkmem"))]
-    assert ours[:5] == [
+    assert ours[: 5 + len(speed.VARIANTS)] == [
         "plain / 6.7b / 16384 / whole card",
         "chunkmem / 6.7b / 16384 / 24 GiB",
         "chunkmem, clipping / 6.7b / 16384 / 24 GiB",
         "plain / 1.3b / 4096 / whole card",
         "chunkmem / 1.3b / 4096 / 8 GiB",
+        *(f"{name} / 1.3b / 4096 / 8 GiB" for name in speed.VARIANTS),
     ]
 
 
@@ -267,10 +269,12 @@ def test_a_smaller_card_begins_with_a_model_that_needs_no_offload_there(tmp_path
         "plain / 1.3b / 16384 / whole card",
     ]
     assert {task.arguments["speeds"]["hardware"] for task in tasks} == {"h100"}
-    assert all(task.arguments["work"]["host_nbytes"] == int(0.8 * 128 * GIB) for task in tasks)
+    host_nbytes = {task.arguments["work"]["on_disk"]: task.arguments["work"]["host_nbytes"] for task in tasks}
+    assert host_nbytes == {False: int(0.8 * 128 * GIB), True: 8 * preset("1.3b", dry=False).num_params}
     # What everybody clips to is not reached, but in the row that is about it.
     norms = {task.key: task.arguments["work"]["max_norm"] for task in tasks}
-    assert {key for key, norm in norms.items() if norm < 1e3} == {"chunkmem, clipping / 2.7b / 16384 / 24 GiB"}
+    assert {key for key, norm in norms.items() if 0 < norm < 1e3} == {"chunkmem, clipping / 2.7b / 16384 / 24 GiB"}
+    assert {key for key, norm in norms.items() if norm == 0} == {"chunkmem, in backward / 1.3b / 4096 / 8 GiB"}
 
 
 def test_the_half_hour_is_half_an_hour_and_no_row_can_take_its_stage(tmp_path: Path) -> None:
@@ -384,8 +388,8 @@ def test_speed_is_compared_with_no_offload_and_the_lower_bound() -> None:
     plain = training(tokens_per_s=4000.0)
     rows = {"plain / 7b / 4096 / whole card": plain, "chunkmem / 7b / 4096 / 24 GiB": training()}
     assert speed.cells("chunkmem / 7b / 4096 / 24 GiB", rows["chunkmem / 7b / 4096 / 24 GiB"]["figures"], rows) == [
-        "1,000", "200", "25%", "1.000", "0.900 – 1.100", "0.500 s, +100%", "0.800 s, +25%", "0.250", "0.500", "2.00",
-        "link", "8.0", "3", "0", "2", "2",
+        "1,000", "200", "25%", "1.000", "0.900 – 1.100", "0.500 s, +100%", "0.800 s, +25%", "0.250", "–", "0.500",
+        "2.00", "link", "8.0", "3", "0", "2", "2",
     ]  # fmt: skip
     assert speed.error_of({"estimate": {"fits": False, "limit": "host"}}, "estimate") == "does not fit: host"
     # Nothing to divide by: no offload had another number of tokens, or no room.
@@ -483,6 +487,21 @@ def test_why_a_device_idles_is_told_apart() -> None:
             "copies_s": 130e-6,
             "copies_hidden_s": 50e-6,
         }
+    )
+    assert glance.seconds_of(events) == pytest.approx(
+        {
+            "kernels_s": 330e-6,
+            "copies_s": 130e-6,
+            "late_launch_s": 100e-6,
+            "waited_s": 120e-6,
+            "host_waits_s": 100e-6,
+            "host_calls_s": 40e-6,
+            "python_s": 360e-6,  # of 500, from the first launch to the end of the last
+        }
+    )
+    operators = [{**kernel(ts, 20, 0), "cat": "cpu_op", "tid": 1} for ts in (0, 10, 50)]
+    assert {name: took for name, took in glance.seconds_of(operators).items() if took} == pytest.approx(
+        {"kernels_s": 50e-6, "python_s": 20e-6}
     )
     assert glance.of_trace([host_call(0, 10, 1)]) is None
     assert glance.busiest(events) == [["k", pytest.approx(340e-6)]]

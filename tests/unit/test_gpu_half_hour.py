@@ -24,6 +24,7 @@ from benchmarks.gpu.harness import Choice, Task
 from benchmarks.gpu.rows import Store, StoreError
 from benchmarks.gpu.setting import GIB, Card, Setting
 from benchmarks.gpu.stages import Pause, Progress, Stage, digest, run_stages
+from chunkmem.runtime.own_folder import require_own
 from tests.helpers.gpu_half_hour import KEYS, MACHINE, TOLD, plain_table
 from tests.helpers.processes import assert_end
 
@@ -63,6 +64,25 @@ def test_what_is_too_large_is_left_out_and_named_but_no_row_is(monkeypatch: pyte
     assert list(contents(archive.path)) == ["speed.json", "profile/small.gz"]
     assert archive.left_out == ["profile/trace.json.gz"]
     assert archive.path.stat().st_size < 3500
+
+
+def test_what_is_compiled_is_taken_along_and_speeds_of_a_machine_are_not(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    kept = Path(archives.CACHE) / "chunkmem" / "native" / "kernels-1.so"
+    (here / kept).parent.mkdir(parents=True)
+    (here / kept).write_bytes(b"compiled")
+    (here / kept).chmod(0o700)
+    (here / archives.CACHE / "chunkmem" / "machine-1.json").write_text("{}")
+    Archive(tmp_path / "r.tgz", here).save()
+    there.mkdir()
+    before = os.umask(0o002)
+    try:
+        Archive(tmp_path / "r.tgz", there).open()
+    finally:
+        os.umask(before)
+    assert [path for path in there.rglob("*") if path.is_file()] == [there / kept]
+    require_own((there / kept).parent)
+    require_own(there / kept)
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", b"\x1f\x8b\x08\x00half of one"])
