@@ -29,12 +29,12 @@ STAGES = (
     Stage(probe, 180, only=(probe.BACK_END,), pause=Pause.FAILED, in_each_call=True),
     Stage(probe, 130, only=("copies*", "host*", "matmul*", "device*", "Adam*", "pinning", "small*")),
     Stage(correct, 150, only=("tests/gpu*", "tests/unit*"), pause=Pause.FAILED),
-    Stage(speed, 600, only=("plain / *", "chunkmem*")),
+    Stage(speed, 520, only=("plain / *", "chunkmem*")),
     Stage(profile, 110, pause=Pause.MEASURED),
-    Stage(scale, 380, only=("predicted / *", "chunkmem / *")),
-    Stage(soak, 120),
+    Stage(scale, 300, only=("predicted / *", "chunkmem / *")),
+    Stage(soak, 110),
 )
-"""Of `HALF_HOUR`: 28 minutes, which leaves some for machines to start. The peers and `monotone` take longer."""
+"""Of `HALF_HOUR`: 25 minutes, which leaves some for machines to start. The peers and `monotone` take longer."""
 FAILED, BAD_INPUT, LEFT, STOPPED = 1, 2, 3, 130
 """Exit statuses: a row failed; the arguments or a file are wrong; rows are left, run it again; Ctrl-C."""
 

@@ -98,8 +98,9 @@ def _disk(figures: Mapping[str, Any]) -> str:
 
 def _back_end(figures: Mapping[str, Any]) -> str:
     kernels = ", ".join(figures["kernels"]) or "none"
+    bits = "with torch's bits" if figures["torch_bits"] else "whose bits are not torch's: fp32 is updated by torch's"
     return (
-        f"storage {figures['storage']}; {figures['lanes']}; kernels of {kernels}; built or loaded in "
+        f"storage {figures['storage']}; {figures['lanes']}; kernels of {kernels}, {bits}; built or loaded in "
         f"{figures['build_s']:.1f} s"
     )
 

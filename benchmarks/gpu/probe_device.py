@@ -34,6 +34,7 @@ def back_end() -> dict[str, Any]:
     found: dict[str, Any] = {
         "storage": backend.name,
         "kernels": sorted(kernels.native_devices),
+        "torch_bits": "cpu" in kernels.native_devices and kernels.torch_tail_width() is not None,
         "build_s": time.perf_counter() - begin_s,
     }
     # As `chunkmem.assembly` chooses them.

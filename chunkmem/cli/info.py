@@ -67,6 +67,7 @@ def run(options: argparse.Namespace) -> CommandResult:
         "ram": found("RAM", _ram),
         "tiers": found("tiers", _tiers),
         "storage": found("storage back end", _storage),
+        "updates": found("optimizer kernels", _updates),
         "speeds": found("speeds", _speeds),
         "disk": None if options.disk is None else found("disk", partial(_disk, options.disk)),
         "missing": missing,
@@ -165,6 +166,14 @@ def _storage() -> dict[str, Any]:
     }
 
 
+def _updates() -> dict[str, Any]:
+    from chunkmem.optim.kernels import load_kernels
+
+    kernels = load_kernels(with_cuda=_compute().is_accelerator)
+    on_host = "cpu" in kernels.native_devices
+    return {"native": sorted(kernels.native_devices), "torch_bits": on_host and kernels.torch_tail_width() is not None}
+
+
 def _speeds() -> dict[str, float | None]:
     from chunkmem.config import Config
     from chunkmem.runtime.measure import cached_machine
@@ -210,6 +219,8 @@ def _text(data: Mapping[str, Any]) -> str:
         ("RAM", _ram_text(data["ram"])),
         ("back end", "?" if data["storage"] is None else _BACKENDS[data["storage"]["name"]]),
     ]
+    if data["updates"] is not None:
+        versions.append(("updates", _updates_text(data["updates"])))
     lines = [f"{name:<16}{value}" for name, value in versions]
     if data["tiers"] is not None:
         lines += ["", table(("tier", "cap by default"), _tier_rows(data["tiers"]))]
@@ -224,6 +235,15 @@ def _text(data: Mapping[str, Any]) -> str:
 
 def _accelerator_text(accelerator: Mapping[str, Any] | None) -> str:
     return "none" if accelerator is None else f"{accelerator['name']}, {format_nbytes(accelerator['nbytes'])}"
+
+
+def _updates_text(updates: Mapping[str, Any]) -> str:
+    from chunkmem.optim.native import OTHER_BITS
+
+    if "cpu" not in updates["native"]:
+        return "PyTorch's operators, which are slower, and at step() only (chunkmem build)"
+    bits = "torch's bits in fp32" if updates["torch_bits"] else OTHER_BITS
+    return f"kernels of our own for {', '.join(updates['native'])}; {bits}"
 
 
 def _allocator_row(accelerator: Mapping[str, Any] | None) -> Sequence[tuple[str, str]]:

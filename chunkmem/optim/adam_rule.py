@@ -107,9 +107,10 @@ class AdamRule(UpdateRule[AdamHyper]):
         numbers = numbers_of([(hyper, int(step)) for step in steps])
         self._native.kernels.adamw_(segments, numbers, self._pass(hyper, multiplier))
 
-    def can_update_into(self, dtype: torch.dtype) -> bool:
-        """Tell whether there is a native kernel with torch's bits; those update float32 weights only."""
-        return dtype is torch.float32 and self._native.has_torch_bits
+    def can_update_into(self, dtype: torch.dtype, *, is_master: bool) -> bool:
+        """Tell whether a native kernel has the bits that are promised; those update float32 weights only."""
+        native = self._native
+        return dtype is torch.float32 and (native.runs_on_host if is_master else native.has_torch_bits)
 
     def update_into(
         self,
@@ -142,8 +143,7 @@ class AdamRule(UpdateRule[AdamHyper]):
             fill(memory.flat, source, memory.layout, besides=positions if role in (Role.PARAM, *written) else ())
 
     def _pass(self, hyper: AdamHyper, multiplier: float | None) -> Pass:
-        tail_width = self._native.tail_width
-        assert tail_width is not None
+        tail_width = self._native.tail_width or 0
         unscale = 1.0 if multiplier is None else multiplier
         return Pass(unscale=unscale, decoupled=hyper.decoupled, tail_width=tail_width)
 

@@ -68,9 +68,9 @@ class BlockAdamRule(AdamRule):
             for stored, value in zip(slots.states[role], values[role], strict=True):
                 stored.copy_(code.encode(value.float()))
 
-    def can_update_into(self, dtype: torch.dtype) -> bool:
+    def can_update_into(self, dtype: torch.dtype, *, is_master: bool) -> bool:
         """Tell whether the kernel takes weights of a dtype; in plain PyTorch it is left to the step."""
-        return dtype in _KERNEL_DTYPES and "cpu" in self._native.kernels.native_devices
+        return dtype in _KERNEL_DTYPES and self._native.runs_on_host
 
     def update_into(
         self,

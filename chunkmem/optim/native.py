@@ -1,13 +1,26 @@
-"""The native kernels as a manager uses them: loaded when first needed, trusted where they have torch's bits."""
+"""The native kernels as a manager uses them: loaded when first needed, trusted where they have torch's bits.
+
+[Note: Other bits] Of fp32 weights the bits of torch's fused kernels are promised, and on a CPU these depend on how
+torch was compiled for it. Where a trial finds other bits, fp32 weights are updated by torch's kernels, at `step()`.
+Master weights are updated by ours all the same: of mixed precision no bits of torch's are promised, and ours are the
+same on all devices, at `step()` and before.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
 
 from chunkmem.optim.kernels import Kernels
+
+OTHER_BITS = (
+    "torch's fused Adam has other bits than chunkmem's kernels: fp32 weights are updated by torch's, at step() and not "
+    "beside backward; master weights of bf16 and fp16 by chunkmem's, whose bits are the same wherever they run"
+)
+"""For warnings and reports."""
 
 
 class NativeUpdate:
@@ -24,7 +37,17 @@ class NativeUpdate:
     @cached_property
     def tail_width(self) -> int | None:
         """`Pass.tail_width` that gives the bits of torch's fused Adam on the CPU; None: there is none."""
-        return self.kernels.torch_tail_width() if "cpu" in self.kernels.native_devices else None
+        if not self.runs_on_host:
+            return None
+        found = self.kernels.torch_tail_width()
+        if found is None:
+            warnings.warn(f"on this CPU {OTHER_BITS}", stacklevel=2)
+        return found
+
+    @property
+    def runs_on_host(self) -> bool:
+        """There is a native kernel for the CPU."""
+        return "cpu" in self.kernels.native_devices
 
     @property
     def has_torch_bits(self) -> bool:
@@ -33,7 +56,7 @@ class NativeUpdate:
 
     def runs_on(self, device: torch.device) -> bool:
         """Tell whether there is a native kernel for a device: it has the bits of the CPU's, so the place is free."""
-        return self.has_torch_bits and device.type in self.kernels.native_devices
+        return self.runs_on_host and device.type in self.kernels.native_devices
 
     def squares(self, grads: Sequence[torch.Tensor], *, num_threads: int = 0) -> torch.Tensor:
         """Return the sum of squares of gradients on one device, and 1 if all are finite, else 0: 2 doubles, on the CPU.

@@ -223,8 +223,8 @@ class UpdateRule(ABC, Generic[H]):
     def take_over(self, items: Sequence[UpdateItem]) -> None:
         """What `update_into` has made of `items` is what their chunks hold from now on."""
 
-    def can_update_into(self, dtype: torch.dtype) -> bool:
-        """Tell whether `update_into` has the bits of `apply_` for weights of a dtype."""
+    def can_update_into(self, dtype: torch.dtype, *, is_master: bool) -> bool:
+        """Tell whether `update_into` has the bits of `apply_` for weights of a dtype, which may be master weights."""
         return True
 
     def update_into(

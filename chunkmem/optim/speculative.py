@@ -151,7 +151,8 @@ class SpeculativeUpdater:
     def _make_job(self, group: int, intent: Intent) -> _Job | None:
         chunks = {chunk.id.role: chunk for chunk in self._chunks_of(group)}
         read = {role: chunk for role, chunk in chunks.items() if role is not Role.PARAM or Role.MASTER not in chunks}
-        is_possible = intent.rule.can_update_into(chunks.get(Role.MASTER, chunks[Role.PARAM]).dtype)
+        weights = chunks.get(Role.MASTER, chunks[Role.PARAM])
+        is_possible = intent.rule.can_update_into(weights.dtype, is_master=Role.MASTER in chunks)
         if not is_possible or not all(chunk.ready(Tier.HOST) for chunk in read.values()):
             return None
         slabs: dict[Role, Slab] = {}

@@ -15,6 +15,7 @@ import torch
 
 import chunkmem
 from chunkmem.optim import pending
+from chunkmem.optim.kernels import Kernels
 from chunkmem.optim.ops import global_norm
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.types import Role, Tier
@@ -119,6 +120,26 @@ def test_no_order_of_copies_and_updates_shows(
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_do_not_show(threads: int) -> None:
     train(pair(max_norm=2.0, threads=threads), range(10), lambda seed: 30.0 if seed % 4 == 3 else 0.1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_where_torch_has_other_bits_master_weights_are_updated_by_our_kernels_all_the_same(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where torch was compiled without vector instructions. Of fp32 weights, torch's bits are promised."""
+    ordinary = Run(overlap=False, precision=precision)
+    for seed in range(5):
+        ordinary.step(seed)
+    monkeypatch.setattr(Kernels, "torch_tail_width", lambda self: None)
+    run = Run(overlap=True, precision=precision)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(5):
+            run.step(seed)
+    said = [str(warning.message) for warning in caught if "other bits than chunkmem's" in str(warning.message)]
+    assert len(said) == 1
+    assert (run.num_ahead > 0) is (precision == "bf16")
+    assert_alike(run, ordinary)
 
 
 def test_a_small_log_leaves_the_rest_to_the_step() -> None:

@@ -55,7 +55,7 @@ class LazyLanes:
 class PlusTen:
     """An update that adds 10 to whatever it reads."""
 
-    def can_update_into(self, dtype: torch.dtype) -> bool:
+    def can_update_into(self, dtype: torch.dtype, *, is_master: bool) -> bool:
         return True
 
     def update_into(self, old: Any, new: Any, items: Sequence[UpdateItem], **how: object) -> None:
