@@ -30,6 +30,8 @@ class TierReport:
     """Role name, or "cache" for freed slabs kept for reuse, to (now, peak) in bytes."""
     kept_nbytes: int = 0
     """Bytes of HOST that are in no role now, and kept for the next step; at most what was there at the peak."""
+    page_locked_nbytes: int | None = None
+    """Bytes of HOST that CUDA has pinned: copies of others hold up the thread that issues them. None without CUDA."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class MemoryReport:
             f"{format_nbytes(self.non_model_nbytes)}, moved to DEVICE {format_nbytes(self.moved.h2d_nbytes)} and to "
             f"HOST {format_nbytes(self.moved.d2h_nbytes)}"
         )
+        if self.host.page_locked_nbytes is not None:
+            yield f"pinned for copies that overlap {format_nbytes(self.host.page_locked_nbytes)} of HOST"
         if self.disk is not None:
             yield (
                 f"read from DISK {format_nbytes(self.moved.read_nbytes)}, written to it "

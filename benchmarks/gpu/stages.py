@@ -45,6 +45,8 @@ class Stage:
     """Over all calls, but for what is killed; of one call if it is `in_each_call`."""
     only: Sequence[str] = ("*",)
     pause: Pause = Pause.NEVER
+    pauses_for: Sequence[str] = ("*",)
+    """Rows that a pause may be for; what other rows found can wait for the end of the call."""
     in_each_call: bool = False
     """Its rows are measured again: the machine may be another one, on which nothing is built."""
 
@@ -103,7 +105,8 @@ def run_stages(
         if left and left_s < stage_left_s:
             progress.is_over = False
             return
-        asks = {Pause.NEVER: False, Pause.FAILED: bool(failed), Pause.MEASURED: bool(new)}[stage.pause]
+        asking = {Pause.NEVER: [], Pause.FAILED: failed, Pause.MEASURED: new}[stage.pause]
+        asks = any(fnmatch.fnmatch(row.key, pattern) for row in asking for pattern in stage.pauses_for)
         if asks and number + 1 < len(stages):
             progress.is_over = False
             progress.lines.append("paused: look at the above, mend what needs it, and call again to continue")

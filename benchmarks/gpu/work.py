@@ -14,8 +14,8 @@ from benchmarks.gpu.model import Size
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 MAX_NORM, CLIPPING_NORM = 1e3, 1.0
 """The norm that gradients are clipped to: never reached, and reached in each step."""
-ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""Of every trainer: slabs and activations then share all that the cap allows."""
+ENVIRONMENT = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
+"""Of every trainer: slabs and activations then share all that the cap allows. The second is the older name."""
 NUM_BATCHES = 2
 MODEL_DATA_NBYTES = 16
 """Of each parameter: bf16 weight and gradient, fp32 master weight and two fp32 states."""

@@ -169,9 +169,9 @@ def _storage() -> dict[str, Any]:
 def _updates() -> dict[str, Any]:
     from chunkmem.optim.kernels import load_kernels
 
-    kernels = load_kernels(with_cuda=_compute().is_accelerator)
-    on_host = "cpu" in kernels.native_devices
-    return {"native": sorted(kernels.native_devices), "torch_bits": on_host and kernels.torch_tail_width() is not None}
+    kernels = load_kernels(with_cuda=False)
+    is_native = "cpu" in kernels.native_devices
+    return {"is_native": is_native, "torch_bits": is_native and kernels.torch_tail_width() is not None}
 
 
 def _speeds() -> dict[str, float | None]:
@@ -220,7 +220,7 @@ def _text(data: Mapping[str, Any]) -> str:
         ("back end", "?" if data["storage"] is None else _BACKENDS[data["storage"]["name"]]),
     ]
     if data["updates"] is not None:
-        versions.append(("updates", _updates_text(data["updates"])))
+        versions.append(("updates on HOST", _updates_text(data["updates"])))
     lines = [f"{name:<16}{value}" for name, value in versions]
     if data["tiers"] is not None:
         lines += ["", table(("tier", "cap by default"), _tier_rows(data["tiers"]))]
@@ -240,10 +240,13 @@ def _accelerator_text(accelerator: Mapping[str, Any] | None) -> str:
 def _updates_text(updates: Mapping[str, Any]) -> str:
     from chunkmem.optim.native import OTHER_BITS
 
-    if "cpu" not in updates["native"]:
+    if not updates["is_native"]:
         return "PyTorch's operators, which are slower, and at step() only (chunkmem build)"
-    bits = "torch's bits in fp32" if updates["torch_bits"] else OTHER_BITS
-    return f"kernels of our own for {', '.join(updates['native'])}; {bits}"
+    return (
+        "kernels of our own, with torch's bits in fp32"
+        if updates["torch_bits"]
+        else f"kernels of our own; {OTHER_BITS}"
+    )
 
 
 def _allocator_row(accelerator: Mapping[str, Any] | None) -> Sequence[tuple[str, str]]:

@@ -88,6 +88,13 @@ class HostArena:
         return max(0, touched_nbytes + self._admitted_nbytes - self.ledger.total_nbytes)
 
     @property
+    def page_locked_nbytes(self) -> int | None:
+        """Bytes that CUDA has pinned; None where there is no CUDA."""
+        if not self._compute.is_cuda:
+            return None
+        return sum(len(segment.region) for segment in self._segments if segment.pinned)
+
+    @property
     def _piece_nbytes(self) -> int:
         if not self._compute.is_cuda:
             return _SEGMENT_NBYTES

@@ -117,6 +117,25 @@ def _cuda_register(address: int, nbytes: int) -> int:
     return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
 
 
+def _cuda_launch(device: torch.device) -> None:
+    """Launch a small kernel, and raise what the calling thread's last CUDA call has left behind."""
+    torch.ones((), device=device)
+
+
+def _clear_cuda_error(device: torch.device) -> None:
+    """Take away the error that a refused call of CUDA's has left for the calling thread.
+
+    CUDA keeps it, and torch asks for it after each launch: the next kernel, of whomever, would be what has failed. To
+    ask takes it away. torch has no function for that alone, but a launch does it.
+
+    Raises:
+        RuntimeError: it stays, as the device itself has failed.
+    """
+    with contextlib.suppress(RuntimeError):
+        _cuda_launch(device)
+    _cuda_launch(device)
+
+
 def _read_ram(target: torch.Tensor, source: torch.Tensor) -> None:
     # Not `copy_`, which would start as many threads as torch may have, for each thread that calls it.
     ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
@@ -231,7 +250,7 @@ class ComputeDevice:
             begin_s = time.perf_counter()
             work()
             return time.perf_counter() - begin_s
-        stream = self.stream()
+        stream = self._stream_of_timed
         stream.wait_stream(self.current_stream())
         with stream:
             begin, end = self.timing_event(), self.timing_event()
@@ -241,6 +260,15 @@ class ComputeDevice:
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
+    # One for all of a kind: torch has 32, and gives the first out again after the last, which may be a lane's by then.
+    @cached_property
+    def _stream_of_timed(self) -> torch.Stream:
+        return self.stream()
+
+    @cached_property
+    def _stream_of_readers(self) -> torch.Stream:
+        return self.stream()
+
     def reader(self) -> Callable[[torch.Tensor, torch.Tensor], object]:
         """Return what copies to RAM in any thread, in one core's time: `read(target, source)`, both 1-D and alike.
 
@@ -248,7 +276,7 @@ class ComputeDevice:
         """
         if not self.is_accelerator:
             return _read_ram
-        stream, begun = self.stream(), self.timing_event()
+        stream, begun = self._stream_of_readers, self.timing_event()
         begun.record(self.current_stream())
 
         def read(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -321,9 +349,11 @@ class ComputeDevice:
         populate(address, len(region))
         status = _cuda_register(address, len(region))
         if status != 0:
+            _clear_cuda_error(self.device)
             warnings.warn(
-                f"the CUDA driver refused to pin {len(region)} bytes of host memory (error {status}); copies will be "
-                "slower. Raise the locked-memory limit (ulimit -l) or lower memory.host",
+                f"the CUDA driver refused to pin {len(region)} bytes of host memory (error {status}); copies to and "
+                "from there will be slower. Raise the locked-memory limit (ulimit -l) or lower memory.host; "
+                "manager.memory() says how much is pinned",
                 stacklevel=2,
             )
         return status == 0

@@ -32,6 +32,7 @@ def memory_report(
             required_nbytes=required[ledger.tier],
             by_role={role: (now, ledger.peak[role]) for role, now in ledger.now.items()},
             kept_nbytes=tiers.host_pool.kept_nbytes if ledger.tier is Tier.HOST else 0,
+            page_locked_nbytes=tiers.host_pool.page_locked_nbytes if ledger.tier is Tier.HOST else None,
         )
         for ledger in tiers.ledgers
     }

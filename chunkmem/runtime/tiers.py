@@ -76,8 +76,9 @@ def shadow_nbytes(opts: OptsConfig, compute: ComputeDevice, caps: TierCaps) -> i
 
 
 EXPANDABLE_SEGMENTS = (
-    "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before Python starts: chunks and activations then share all "
-    "memory, where else they split each other's blocks, and run out of memory below the cap"
+    "set PYTORCH_ALLOC_CONF=expandable_segments:True (its older name is PYTORCH_CUDA_ALLOC_CONF) before Python starts: "
+    "chunks and activations then share all memory, where else they split each other's blocks, and run out of memory "
+    "below the cap"
 )
 """What a user is told whose allocator has no expandable segments."""
 _LARGE_SHARE = 0.85

@@ -290,7 +290,7 @@ def test_info_answers_where_nothing_works(run: Run, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("chunkmem.runtime.storage.default_backend", broken)
     monkeypatch.setattr("importlib.metadata.version", broken)
     data = json_of(run, "info")
-    assert all(data[key] is None for key in ("accelerator", "tiers", "speeds", "storage", "updates"))
+    assert all(data[key] is None for key in ("accelerator", "tiers", "speeds", "storage"))
     assert "speeds: RuntimeError: driver and library version mismatch" in data["missing"]
     assert run("info")[0] == 0
 

@@ -197,4 +197,4 @@ def test_info_names_the_allocator_setting_that_is_missing(
 ) -> None:
     monkeypatch.setattr(ComputeDevice, "default", lambda index=None: Card(is_expandable=False))
     assert main(["info"]) == 0
-    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in capsys.readouterr().out
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in capsys.readouterr().out

@@ -8,6 +8,7 @@ import itertools
 import mmap
 import os
 import threading
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -141,6 +142,44 @@ def test_the_driver_pins_pages_that_are_there(monkeypatch: pytest.MonkeyPatch) -
     arena.expect(24 << 20)
     arena.alloc("param", 8 << 20)
     assert compute.present == [(6144, 6144)]
+    arena.close()
+
+
+class Refusing(Pinning):
+    """Its driver refuses one piece, and keeps the error until somebody asks for it, as CUDA does."""
+
+    def __init__(self, refused: int) -> None:
+        super().__init__()
+        self.refused, self.last_error = refused, 0
+
+    def register(self, address: int, nbytes: int) -> int:
+        super().register(address, nbytes)
+        self.last_error = 2 if len(self.present) == self.refused else self.last_error
+        return self.last_error
+
+    def launch(self, device: torch.device) -> None:
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError("CUDA error: out of memory")
+
+
+@pytest.mark.parametrize("refused", [1, 2, 3, None])
+def test_memory_that_the_driver_refuses_to_pin_is_said_and_no_launch_fails_for_it(
+    refused: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = Refusing(refused or 0)
+    monkeypatch.setattr(device_module, "_cuda_register", compute.register)
+    monkeypatch.setattr(device_module, "_cuda_launch", compute.launch)
+    arena = new_arena(compute, 1 << 30)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        slabs = [arena.alloc("param", (8 + index) << 20) for index in range(3)]
+    compute.launch(compute.device)  # of the model's
+    assert len(caught) == (refused is not None)
+    for index, slab in enumerate(slabs, start=1):
+        slab.bytes.fill_(index)
+    assert [int(slab.bytes.max()) for slab in slabs] == [1, 2, 3]
+    assert arena.page_locked_nbytes == sum((8 + i) << 20 for i in range(3) if i + 1 != refused)
     arena.close()
 
 

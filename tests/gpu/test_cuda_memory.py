@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 from torch import nn
@@ -43,6 +45,18 @@ def test_the_arena_is_pinned_and_no_larger_than_asked_for() -> None:
     assert all(slab.bytes.is_pinned() for slab in slabs)
     assert arena.reserved_nbytes == 12 * MIB
     arena.close()
+
+
+def test_memory_that_cannot_be_pinned_leaves_no_error_behind() -> None:
+    """What is pinned already, the driver refuses. CUDA keeps that error for whoever asks next, as each launch does."""
+    compute = ComputeDevice.default()
+    region = mmap.mmap(-1, 4 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    view = torch.frombuffer(region, dtype=torch.uint8)
+    assert compute.pin(region, view.data_ptr())
+    with pytest.warns(UserWarning, match="refused to pin 4194304 bytes"):
+        assert not compute.pin(region, view.data_ptr())
+    assert torch.full((8,), 2.0, device="cuda").square().sum().item() == 32.0
+    compute.unpin(view.data_ptr())
 
 
 def test_evicted_chunks_give_device_memory_back() -> None:

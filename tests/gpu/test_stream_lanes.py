@@ -170,7 +170,7 @@ def test_a_stall_is_how_long_computing_waits_and_not_the_host(lanes: StreamLanes
     fetched = lanes.copy(Lane.H2D, chunk, host, after=[], label="late")
     before_s = time.perf_counter()
     stall = lanes.compute_waits(fetched)
-    assert time.perf_counter() - before_s < 0.01
+    assert not fetched.done()
     fetched.wait()
     assert stall is not None
     assert 0.05 < stall.duration_s <= time.perf_counter() - before_s + CLOCK_SLACK_S
@@ -179,6 +179,9 @@ def test_a_stall_is_how_long_computing_waits_and_not_the_host(lanes: StreamLanes
 
 def test_no_stall_where_there_is_more_to_compute(lanes: StreamLanes) -> None:
     chunk, host = on_device(1024, 7), on_host(1024)
+    # However fast copies are, this one is not over yet, and will be before what is computed now.
+    with lanes._streams[Lane.H2D]:
+        torch.cuda._sleep(LONG_CYCLES // 4)
     torch.cuda._sleep(LONG_CYCLES)
     stall = lanes.compute_waits(lanes.copy(Lane.H2D, chunk, host, after=[], label="early"))
     assert stall is not None, "the host cannot tell yet"
@@ -188,14 +191,13 @@ def test_no_stall_where_there_is_more_to_compute(lanes: StreamLanes) -> None:
 def test_moments_last_as_long_as_the_device_computes() -> None:
     log = StepLog(ComputeDevice.default().clock)
     began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    before_s = time.perf_counter()
     log.begin(0, Kind.HOLD, NO_CHUNK)
     began.record()
     torch.cuda._sleep(LONG_CYCLES)
     ended.record()
     log.begin(1, Kind.RELEASE, NO_CHUNK)
     log.end()
-    assert time.perf_counter() - before_s < 0.01
+    assert not ended.query()
     durations = log.durations()
     assert durations[0] == pytest.approx(1e-3 * began.elapsed_time(ended), abs=CLOCK_SLACK_S)
     assert durations[1] < CLOCK_SLACK_S

@@ -143,6 +143,15 @@ def test_a_call_pauses_where_something_failed_and_the_next_goes_on(tmp_path: Pat
     assert rows_of(tmp_path, "third")["last"]["figures"] == {"x": 3}
 
 
+def test_a_call_pauses_for_some_rows_alone(tmp_path: Path) -> None:
+    rows = {"bits": {"give": {"x": 1}}, "speed": {"leave": {}}}
+    for name, pauses_for, begun in (("one", ("bits",), 2), ("two", ("sp*",), 1)):
+        first = stage(name, rows, pause=Pause.FAILED, pauses_for=pauses_for)
+        progress = call(tmp_path, first, stage(f"after {name}", {"a": {"give": {}}}))
+        assert progress.failed == [(name, "speed")]
+        assert len(progress.begun) == begun
+
+
 def test_what_is_built_is_built_in_each_call(tmp_path: Path) -> None:
     path = tmp_path / "begun"
     row = {"built": {"count": {"path": str(path), "seconds": 0}}}
