@@ -16,6 +16,8 @@ HOST_SHARE = 0.8
 KEPT_FREE_NBYTES = GIB
 """Of the whole card: what CUDA itself, its libraries and loaded kernels take beside torch's allocator."""
 
+_BY_NAME = ("v100", "a100", "h100", "h200", "gh200", "gb200", "l40s", "mi300x")
+
 
 @dataclass(frozen=True)
 class Card:
@@ -32,10 +34,11 @@ class Card:
     @property
     def hardware(self) -> str:
         """The name in `chunkmem.estimate.hardware` of what comes closest."""
-        known = [name for name in ("v100", "a100", "h100", "h200") if re.search(rf"\b{name}", self.name, re.IGNORECASE)]
+        known = [name for name in _BY_NAME if re.search(rf"\b{name}", self.name, re.IGNORECASE)]
         is_old = int(self.capability.partition(".")[0]) < 9
         other = "a100" if is_old else "h100" if self.nbytes < LARGE_NBYTES else "h200"
-        return "rtx4090" if "4090" in self.name else known[0] if known else other
+        consumer = [f"rtx{number}" for number in ("3090", "4090", "5090") if number in self.name]
+        return (*consumer, *known, other)[0]
 
     @property
     def whole_nbytes(self) -> int:

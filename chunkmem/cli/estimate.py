@@ -44,7 +44,8 @@ are.
 With --stages, MODEL is cut into stages of a pipeline over N devices, and the schedule with the shortest step is
 chosen."""
 
-_HARDWARE = ("v100", "a100", "a100-40", "h100", "h200", "rtx4090")
+_HARDWARE = ("v100", "a100", "a100-40", "h100", "h200", "gh200", "gb200",
+             "rtx3090", "rtx4090", "rtx5090", "l40s", "mi300x")  # fmt: skip
 _DEVICE_SHARE = 0.8
 """`overall_gpu_mem_ratio`, where no cap is given."""
 

@@ -3,7 +3,9 @@
 [Note: Calibration] Peaks are of data sheets. What whole steps of eager PyTorch reach of them is fitted to published
 figures, of which docs/estimates.md has a table: 0.45 of the dense peak on H100, 0.55 on V100. HOST's bandwidth is that
 of rented machines with 16 or so cores for each accelerator; DISK is one NVMe drive of a data center (PCIe 4), after its
-cache is full. `SLOWER` and `FASTER` are how far other machines are off.
+cache is full. `SLOWER` and `FASTER` are how far other machines are off. For other cards the share is a guess between
+those two. On GH200 and GB200 the link is NVLink-C2C, of which copies reach two thirds, and HOST is Grace's LPDDR5X; the
+two accelerators of a GB200 share both.
 """
 
 from __future__ import annotations
@@ -156,10 +158,25 @@ HARDWARE = MappingProxyType(
                     workspace_mib=32),
         "h200": _of(139.8, 989, 67, memory_GBps=4800, link_GBps=55, host_GBps=130, peer_GBps=450, eager=0.45,
                     workspace_mib=32),
+        # GH200 Grace Hopper Superchip data sheet (96 GB, 480 GB of LPDDR5X).
+        "gh200": _of(94.5, 989, 67, memory_GBps=4000, link_GBps=300, host_GBps=300, peer_GBps=450, eager=0.45,
+                     workspace_mib=32),
+        # GB200 NVL72 data sheet, of which each GPU has a 72nd.
+        "gb200": _of(184, 2500, 80, memory_GBps=8000, link_GBps=150, host_GBps=190, peer_GBps=900, eager=0.4,
+                     workspace_mib=32),
+        # Ampere GA102, Ada and RTX Blackwell architecture white papers: bf16 with sums in fp32.
+        "rtx3090": _of(23.6, 71, 35.6, memory_GBps=936, link_GBps=25, host_GBps=60, peer_GBps=25, eager=0.5),
         "rtx4090": _of(23.6, 165, 82.6, memory_GBps=1008, link_GBps=25, host_GBps=60, peer_GBps=25, eager=0.5),
+        "rtx5090": _of(31.4, 209.5, 104.8, memory_GBps=1792, link_GBps=50, host_GBps=60, peer_GBps=50, eager=0.5),
+        # L40S data sheet.
+        "l40s": _of(44.4, 362, 91.6, memory_GBps=864, link_GBps=25, host_GBps=100, peer_GBps=25, eager=0.4),
+        # AMD Instinct MI300X data sheet: bf16 of its matrix cores, fp32 of its vectors, 7 links of Infinity Fabric.
+        "mi300x": _of(191.6, 1307, 163.4, memory_GBps=5300, link_GBps=50, host_GBps=130, peer_GBps=448, eager=0.33,
+                      workspace_mib=32),
     }
 )  # fmt: skip
-"""By name: [Note: Calibration]. Peaks from NVIDIA's data sheets, memory as torch's messages name it."""
+"""By name: [Note: Calibration]. Peaks from data sheets, without sparsity (V100, A100, H100 and H200: NVIDIA's of that
+card); memory as torch's messages name it."""
 
 SLOWER: Mapping[str, float] = MappingProxyType({"eager": 0.8, "host": 0.77, "link": 0.9, "disk": 0.7})
 FASTER: Mapping[str, float] = MappingProxyType({"eager": 1.2, "host": 1.23, "link": 1.1, "disk": 1.15})

@@ -262,7 +262,10 @@ def test_commands_that_are_killed_lose_no_row(tmp_path: Path, seed: int) -> None
         ("NVIDIA A100-SXM4-80GB", 79, "8.0", "a100"),
         ("Tesla V100-SXM2-32GB", 32, "7.0", "v100"),
         ("NVIDIA GeForce RTX 4090", 24, "8.9", "rtx4090"),
-        ("NVIDIA GH200 480GB", 95, "9.0", "h100"),
+        ("NVIDIA GeForce RTX 5090", 31, "12.0", "rtx5090"),
+        ("NVIDIA GH200 480GB", 95, "9.0", "gh200"),
+        ("NVIDIA GB200", 184, "10.0", "gb200"),
+        ("NVIDIA L40S", 44, "8.9", "l40s"),
         ("NVIDIA B200", 180, "10.0", "h200"),
     ],
 )
