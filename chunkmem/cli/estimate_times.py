@@ -128,7 +128,7 @@ def assumption_lines(question: Question) -> Iterator[str]:
     yield assumed
     if not is_elementwise(question.optimizer):
         yield f"an update takes as long as its bytes: the arithmetic of {question.optimizer} is not counted"
-    yield "fitted to published figures, not measured here: docs/estimates.md says how far off they may be"
+    yield "not measured here: docs/estimates.md says what speeds are fitted to, and how far off they may be"
 
 
 def _pinned_nbytes(finding: Finding) -> int:

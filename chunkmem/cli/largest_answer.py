@@ -28,7 +28,9 @@ def answer(found: Largest) -> CommandResult:
     name, params = name_of(fitting), fitting.rehearsal.num_params
     data = {"model": name, "width": fitting.width or None, "layers": fitting.layers, "parameters": params,
             "num_tried": found.num_tried}  # fmt: skip
-    lines = [f"largest that fits: {name}, {billions(params)} parameters"]
+    batch, rate = fitting.question.batch, said.data["tokens_per_s"]
+    at = f"{batch} sequence{'s' * (batch > 1)} a step" + (f", {rate:,.0f} tokens/s a rank" if rate else "")
+    lines = [f"largest that fits: {name}, {billions(params)} parameters, at {at} (--batch)"]
     if beyond is None:
         lines.append(f"the search ended at {_layers(fitting.layers)}")
     else:

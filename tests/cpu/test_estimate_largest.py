@@ -109,7 +109,7 @@ def test_it_is_said_what_binds(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--device", str(16 * BLOCK_NBYTES), "--host", str(40 * BLOCK_NBYTES), "--chunk-size", "4160"]
     assert main(["estimate", TOWER, "--largest", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert re.match(r"largest that fits: .*:tower with \d+ layers, \S+ k parameters", lines[0])
+    assert re.match(r"largest that fits: .*:tower with \d+ layers, \S+ k parameters, at 1 sequence a step", lines[0])
     assert re.match(r"HOST binds: with \d+ layers, HOST needs \S+ KiB, and has 650.00 KiB", lines[1])
     assert any(line.startswith("a step takes about ") for line in lines)
 
