@@ -47,6 +47,7 @@ from chunkmem.runtime.disk_calls import DiskCalls
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.interrupts import InterruptGuard
 from chunkmem.runtime.lanes import open_lanes
+from chunkmem.runtime.numa import warn_of_far_cores
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.storage import ChunkStorage, HostStorage, StorageBackend, default_backend
 from chunkmem.runtime.store import ChunkStore
@@ -120,6 +121,7 @@ class Runtime:
             self.scaler: LossScaler | None = LossScaler(config.fp16) if config.precision == "fp16" else None
             self.tiers: Tiers = Tiers(config, compute, num_local=self.ranks.num_local, disk_calls=disk_calls)
             warn_of_fragmentation(compute, self.tiers.caps)
+            warn_of_far_cores(compute)
             warn_of_shares(compute, config.client.mem_tracer)
         else:
             self.scaler, self.tiers = before.scaler, before.tiers

@@ -127,6 +127,8 @@ def _compute() -> ComputeDevice:
 
 
 def _accelerator() -> dict[str, Any]:
+    from chunkmem.runtime.numa import advice_for
+
     compute = _compute()
     if not compute.is_accelerator:
         raise _AbsentError("torch sees none; DEVICE is a part of RAM")
@@ -134,6 +136,7 @@ def _accelerator() -> dict[str, Any]:
         "name": compute.name(),
         "nbytes": compute.capacity_nbytes(),
         "expandable_segments": compute.has_expandable_segments(),
+        "far_cores": advice_for(compute),
     }
 
 
@@ -216,6 +219,7 @@ def _text(data: Mapping[str, Any]) -> str:
         ("cores, threads", f"{data['cores'] or '?'}, {data['threads'] or '?'}"),
         ("accelerator", _accelerator_text(data["accelerator"])),
         *_allocator_row(data["accelerator"]),
+        *_numa_row(data["accelerator"]),
         ("RAM", _ram_text(data["ram"])),
         ("back end", "?" if data["storage"] is None else _BACKENDS[data["storage"]["name"]]),
     ]
@@ -255,6 +259,11 @@ def _allocator_row(accelerator: Mapping[str, Any] | None) -> Sequence[tuple[str,
     from chunkmem.runtime.tiers import EXPANDABLE_SEGMENTS
 
     return [("allocator", f"no expandable segments; {EXPANDABLE_SEGMENTS}")]
+
+
+def _numa_row(accelerator: Mapping[str, Any] | None) -> Sequence[tuple[str, str]]:
+    advice = None if accelerator is None else accelerator["far_cores"]
+    return () if advice is None else [("sockets", advice)]
 
 
 def _ram_text(ram: Mapping[str, int] | None) -> str:

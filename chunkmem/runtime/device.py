@@ -290,6 +290,14 @@ class ComputeDevice:
 
         return read
 
+    def pci_address(self) -> str | None:
+        """Return the address on the bus, such as ``0000:3b:00.0``; None without CUDA, or where torch cannot tell."""
+        if not self.is_cuda:
+            return None
+        found = torch.cuda.get_device_properties(self.device)
+        domain, bus, device = (getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+        return None if domain is None or bus is None or device is None else f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
     def num_update_threads(self) -> int:
         """Return how many threads update on HOST while the device computes.
 

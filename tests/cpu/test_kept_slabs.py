@@ -196,5 +196,8 @@ def test_info_names_the_allocator_setting_that_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ComputeDevice, "default", lambda index=None: Card(is_expandable=False))
+    monkeypatch.setattr("chunkmem.runtime.numa.advice_for", lambda compute: "cores of the other socket")
     assert main(["info"]) == 0
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in said
+    assert "cores of the other socket" in said
