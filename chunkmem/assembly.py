@@ -182,7 +182,6 @@ class Runtime:
         self.modules.copies.reading = self._reading_a_copy
         self.modules.compiled.on_change = self.forget_plans
         self.hooks = self.modules.hooks(self.entry_points)
-        self._is_stopped = False
         self.built = BuiltModels(
             self.sharding,
             self.modules,
@@ -266,9 +265,8 @@ class Runtime:
         self.foreign_wrappers.remove()
         self.entry_points.close()
         self.modules.compiled.close()
-        stops = not self._is_stopped and not self.memory.pager.is_of_parent
+        stops = self.memory.pager.can_close
         if stops:
-            self._is_stopped = True
             self.controller.close()
             self.modules.access.close()
             self.modules.backward.reset(step=True)
@@ -409,7 +407,7 @@ def open_memory(tiers: Tiers, backend: StorageBackend, *, interrupts: InterruptG
     follow_stream = tiers.compute.current_stream if tiers.compute.is_accelerator else None
     pager = Pager(store, meter=tiers.meter, follow_stream=follow_stream)
     if interrupts is not None:
-        interrupts.broken = pager.close
+        interrupts.broken = pager.break_off
     return Memory(tiers.compute, tiers.caps, pager, make_home, interrupts)
 
 

@@ -86,12 +86,16 @@ class PendingGradients:
         """Scale the gradients that are left to scale."""
         if clipping.left:
             self._updater.ahead.roll_back()
+        coefficients: dict[torch.device, torch.Tensor] = {}
+        """One copy for each device: an accelerator's host waits for each."""
         with runtime_mode():
             while clipping.left:
                 managed = self._managed.get(param := clipping.left[-1])
                 replicas = [self._gradient(param)] if managed is None else self._updater.gradient_replicas(managed)
                 for replica in replicas:
-                    replica.mul_(clipping.coefficient.to(replica.device))
+                    if replica.device not in coefficients:
+                        coefficients[replica.device] = clipping.coefficient.to(replica.device)
+                    replica.mul_(coefficients[replica.device])
                 clipping.left.pop()
 
     def _gradient(self, param: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,7 @@ class Pager:
         self.required_nbytes = dict.fromkeys(store.pools, 0)
         """The largest sum of pinned and requested bytes so far: the smallest cap known to be needed."""
         self._closed: str | None = None
+        self._broken: str | None = None
         self._pid = os.getpid()
         self.holder: Holder = NoHolder()
         """Asked when room is short."""
@@ -75,18 +76,22 @@ class Pager:
         A process forked from this one has none of the host arena's memory. That is asked here and not set by a hook of
         `os.register_at_fork`, as those cannot be taken away again.
         """
-        if self._closed is None and self.is_of_parent:
+        if self._closed is None and os.getpid() != self._pid:
             return "its manager lives in the parent process; a forked child cannot use it"
-        return self._closed
+        return self._broken or self._closed
 
     @property
-    def is_of_parent(self) -> bool:
-        """This process was forked from the one that the manager lives in."""
-        return os.getpid() != self._pid
+    def can_close(self) -> bool:
+        """It is not closed yet, but may be broken, and this is not a process that was forked from the manager's."""
+        return self._closed is None and os.getpid() == self._pid
 
     def close(self, reason: str) -> None:
         """Serve nothing from now on."""
         self._closed = reason
+
+    def break_off(self, reason: str) -> None:
+        """Serve nothing from now on, as the runtime was interrupted in the middle. `close` is still to come."""
+        self._broken = reason
 
     def pin(self, chunk: Chunk, tier: Tier, *, reader: object, elastic: bool = False) -> Replica:
         """Bring the newest version of `chunk` to `tier` and keep it there until `unpin`.
