@@ -28,6 +28,7 @@ from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.registry import check_fits
 from chunkmem.nn.shared_gradients import SharedGradients
 from chunkmem.nn.wrappers import WrapperCheck
+from chunkmem.optim.by_form import updates_by_form
 from chunkmem.optim.ema import EMA
 from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.places import StatePlaces
@@ -144,7 +145,14 @@ class Runtime:
             self.modules.mark_as(before.modules)
         self.registry = self.modules.registry
         log_nbytes = 0 if blocking else shadow_nbytes(opts, compute, self.tiers.caps)
-        self.links = Links(self.sharding.shards, self.tiers, machine, shadow_nbytes=log_nbytes)
+        native = self.updater.native
+        self.links = Links(
+            self.sharding.shards,
+            self.tiers,
+            machine,
+            lambda numel: updates_by_form(native.kernels, numel),
+            shadow_nbytes=log_nbytes,
+        )
         self.controller = make_controller(
             config, self.memory, self.sharding, self.modules, self.tiers, lanes, self.links.machine
         )

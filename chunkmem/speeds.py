@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 
 from chunkmem.plan.machine import Machine
-from chunkmem.runtime.measure import cached_machine
+from chunkmem.runtime.measure import UpdatesByForm, cached_machine
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.shard.shards import ShardStore
 
@@ -15,18 +15,28 @@ from chunkmem.shard.shards import ShardStore
 class Links:
     """How fast chunks are copied between tiers and exchanged between ranks."""
 
-    def __init__(self, shards: ShardStore | None, tiers: Tiers, machine: Machine | None, *, shadow_nbytes: int) -> None:
+    def __init__(
+        self,
+        shards: ShardStore | None,
+        tiers: Tiers,
+        machine: Machine | None,
+        by_form: UpdatesByForm,
+        *,
+        shadow_nbytes: int,
+    ) -> None:
         """Take exchanges for as fast as can be until they are measured.
 
         Args:
             shards: of the ranks that exchange chunks; None: there is one rank.
             tiers: what is copied between.
             machine: the user's speeds; None: they are measured, once on each machine.
+            by_form: updates on HOST that are measured where there is an accelerator.
             shadow_nbytes: most bytes of HOST for speculative updates.
         """
         self._shards = shards
         self._tiers = tiers
         self._machine = machine
+        self._by_form = by_form
         self._shadow_nbytes = shadow_nbytes
         self.exchange_Bps = inf
 
@@ -41,7 +51,7 @@ class Links:
         tiers, machine = self._tiers, self._machine
         if machine is None:
             with tiers.meter.excluding() if tiers.meter is not None else contextlib.nullcontext():
-                machine = cached_machine(tiers.compute, tiers.caps)
+                machine = cached_machine(tiers.compute, tiers.caps, by_form=self._by_form)
         return replace(
             machine,
             device_nbytes=tiers.caps.device_nbytes,

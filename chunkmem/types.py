@@ -81,6 +81,21 @@ class Role(str):
         return len(_OF_MODELS) if self.is_state else _OF_MODELS.index(self), self
 
 
+class UpdateForm(enum.Enum):
+    """What a group's update reads and writes: what its time depends on, besides the bytes."""
+
+    FP32 = "fp32"
+    """Weights and states in one dtype."""
+    MASTER = "master"
+    """Weights in bf16 or fp16 that are rounded from master weights in fp32."""
+    CODES = "8bit"
+    """Adam's states in 8 bits; weights, or their master weights, in fp32."""
+    CODES_ALONE = "8bit without master"
+    """Adam's states in 8 bits; weights in bf16, rounded stochastically."""
+
+    __hash__ = object.__hash__
+
+
 _OF_MODELS = tuple(str.__new__(Role, name) for name in ("param", "grad", "master", "activation"))
 Role.PARAM, Role.GRAD, Role.MASTER, Role.ACTIVATION = _OF_MODELS
 

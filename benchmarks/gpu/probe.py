@@ -66,7 +66,8 @@ def _memory(figures: Mapping[str, Any]) -> str:
 
 def _adam_on_host(figures: Mapping[str, Any]) -> str:
     ours = by_number(figures["chunkmem_ns"], 1, 2) if figures["chunkmem_is_native"] else "not built"
-    return f"ns a parameter by threads: torch {by_number(figures['torch_ns'], 1, 2)}; chunkmem {ours}"
+    forms = by_number(figures.get("by_form_ns", {}), 1, 3)
+    return f"ns a parameter by threads: torch {by_number(figures['torch_ns'], 1, 2)}; chunkmem {ours}; by form {forms}"
 
 
 def _adam_on_device(figures: Mapping[str, Any]) -> str:

@@ -96,7 +96,10 @@ def _dma() -> Iterator[_Dma]:
 
 
 def adam_on_host(*, threads: list[int], numel: int, budget_s: float) -> dict[str, Any]:
-    """AdamW of one flat chunk, fp32: torch's fused kernel and ours, by number of threads; nanoseconds a parameter."""
+    """AdamW of one flat chunk: torch's fused kernel and ours in fp32, by number of threads, and ours of each form.
+
+    Nanoseconds a parameter.
+    """
     from chunkmem.optim.kernels import load_kernels
     from chunkmem.optim.segments import HyperParameters, Pass, Segments
 
@@ -122,7 +125,18 @@ def adam_on_host(*, threads: list[int], numel: int, budget_s: float) -> dict[str
             took_s = host_median_s(lambda: kernels.adamw_(segments, hyper, Pass()), budget_s=budget_s)
             found["chunkmem_ns"][str(count)] = 1e9 * took_s / numel
     best_ns = min([*found["torch_ns"].values(), *found["chunkmem_ns"].values()])
-    return found | {"best_Bps": UPDATE_NBYTES / (best_ns * 1e-9)}
+    return found | {"best_Bps": UPDATE_NBYTES / (best_ns * 1e-9), "by_form_ns": _by_form_ns(numel, budget_s)}
+
+
+def _by_form_ns(numel: int, budget_s: float) -> dict[str, float]:
+    """Return the nanoseconds a parameter of each form of an update, with the most threads asked for."""
+    from chunkmem.optim.by_form import updates_by_form
+    from chunkmem.optim.kernels import load_kernels
+
+    return {
+        form.value: 1e9 * host_median_s(update, budget_s=budget_s) / numel
+        for form, _, update in updates_by_form(load_kernels(), numel)
+    }
 
 
 def disk(*, folder: str, mib: int, depths: list[int]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
+from chunkmem.cli.machine import measured_machine
 from chunkmem.plan.model import LINK_LANES
 from chunkmem.sizes import format_nbytes
 
@@ -178,15 +179,11 @@ def _updates() -> dict[str, Any]:
 
 
 def _speeds() -> dict[str, float | None]:
-    from chunkmem.config import Config
-    from chunkmem.runtime.measure import cached_machine
-    from chunkmem.runtime.tiers import tier_caps
-
-    compute = _compute()
-    machine = cached_machine(compute, tier_caps(Config(), compute))
+    machine = measured_machine()
     found = {f"{lane.value}_Bps": machine.links[link].Bps for link, lane in LINK_LANES.items() if link in machine.links}
     found["latency_s"] = max(link.latency_s for link in machine.links.values())
     found |= {name: getattr(machine, name) for name in ("device_update_Bps", "host_update_Bps")}
+    found |= {f"host_update_Bps, {form.value}": Bps for form, Bps in machine.host_form_Bps}
     return {name: value if isfinite(value) else None for name, value in found.items()}
 
 
@@ -303,4 +300,5 @@ def _speed_rows(speeds: Mapping[str, float | None]) -> Sequence[tuple[str, str]]
         ("latency of a copy", f"{1e6 * (speeds['latency_s'] or 0.0):.1f} us"),
         ("update on DEVICE", rate("device_update_Bps")),
         ("update on HOST", rate("host_update_Bps")),
+        *((f"update on HOST, {name.partition(', ')[2]}", rate(name)) for name in speeds if ", " in name),
     ]

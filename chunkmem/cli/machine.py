@@ -52,7 +52,7 @@ def machine_of(options: argparse.Namespace, *, host_nbytes: int) -> Machine:
     for link in LINKS:
         if Tier.DISK in link and link in given and not disk_nbytes:
             raise ConfigError(f"--{LINK_LANES[link].value} is about DISK; give --disk, too")
-    machine = _measured() if options.machine is None else load_machine(options.machine)
+    machine = measured_machine() if options.machine is None else load_machine(options.machine)
     links = {link: replace(speed, Bps=given.get(link) or speed.Bps) for link, speed in machine.links.items()}
     for link in LINKS if disk_nbytes else ():
         if link not in links and link not in given:
@@ -109,11 +109,15 @@ def load_machine(path: Path) -> Machine:
             raise (error if "has the format" in str(other) else other) from None
 
 
-def _measured() -> Machine:
+def measured_machine() -> Machine:
+    """Return this machine with its default caps, and the speeds that are kept of it, or are measured now."""
     from chunkmem.config import Config
+    from chunkmem.optim.by_form import updates_by_form
+    from chunkmem.optim.kernels import load_kernels
     from chunkmem.runtime.device import ComputeDevice
     from chunkmem.runtime.measure import cached_machine
     from chunkmem.runtime.tiers import tier_caps
 
     compute = ComputeDevice.default()
-    return cached_machine(compute, tier_caps(Config(), compute))
+    caps = tier_caps(Config(), compute)
+    return cached_machine(compute, caps, by_form=lambda numel: updates_by_form(load_kernels(), numel))

@@ -18,9 +18,33 @@ from types import MappingProxyType
 import torch
 
 from chunkmem.plan.machine import Machine, disk_links, host_links
+from chunkmem.types import UpdateForm
 
 _UPDATE_MOVES_PER_BYTE = 28 / 16
 """An Adam update reads and writes 28 bytes a parameter; `Machine` counts the 16 of PARAM, GRAD and states."""
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What Adam's update of one parameter takes on HOST."""
+
+    held_nbytes: float
+    """Of weights, gradient, states."""
+    moved_nbytes: float
+    """Read and written of those."""
+    core_s: float
+    """Of one core, for the arithmetic alone: what is updated is in its caches."""
+
+
+# Seconds: measured on one core with AVX-512.
+_UPDATES = MappingProxyType(
+    {
+        UpdateForm.FP32: _Update(16, 28, 0.8e-9),
+        UpdateForm.MASTER: _Update(16, 28, 0.95e-9),
+        UpdateForm.CODES: _Update(10, 16, 1.15e-9),
+        UpdateForm.CODES_ALONE: _Update(6, 10, 1.3e-9),
+    }
+)
 _LATENCY_S = 10e-6
 _DISK_LATENCY_S = 1e-4
 _RANKS_A_MACHINE = 8
@@ -59,6 +83,8 @@ class Hardware:
     host_memory_Bps: float
     peer_Bps: float
     """Between ranks of one machine, for each of them."""
+    num_cores: int = 14
+    """That update on HOST, for each accelerator."""
     eager_share: float = 0.75
     """Of the speed of its operators one by one: what an eager step reaches, with launches, casts, small operators."""
     workspace_nbytes: int = 8 << 20
@@ -100,6 +126,11 @@ class Hardware:
             disk_write_Bps=disk * self.disk_write_Bps,
         )
 
+    def _host_update_Bps(self, form: UpdateForm) -> float:
+        """Return the bytes a second that updates on HOST pass over: its memory binds, or the cores' arithmetic."""
+        update = _UPDATES[form]
+        return update.held_nbytes / max(update.moved_nbytes / self.host_memory_Bps, update.core_s / self.num_cores)
+
     def machine(self, device_nbytes: int, host_nbytes: int, *, disk_nbytes: int = 0, world: int = 1) -> Machine:
         """Return what plans of one of `world` ranks are made for, under these caps."""
         links = host_links(h2d_Bps=self.link_Bps, d2h_Bps=self.link_Bps, latency_s=_LATENCY_S)
@@ -110,7 +141,8 @@ class Hardware:
             host_nbytes=host_nbytes,
             links=links,
             device_update_Bps=self.memory_Bps / _UPDATE_MOVES_PER_BYTE,
-            host_update_Bps=self.host_memory_Bps / _UPDATE_MOVES_PER_BYTE,
+            host_update_Bps=self._host_update_Bps(UpdateForm.FP32),
+            host_form_Bps=tuple((form, self._host_update_Bps(form)) for form in _UPDATES),
             charges_non_model=self.is_accelerator,
             one_processor=False,
             shadow_nbytes=host_nbytes if self.is_accelerator else 0,
@@ -133,6 +165,7 @@ def _of(
     peer_GBps: float,
     eager: float,
     workspace_mib: int = 8,
+    num_cores: int = 14,
 ) -> Hardware:
     # Data sheets name peaks; matrix products reach about 60 % of them, streams 80 %. `eager` is of the peak, too.
     return Hardware(
@@ -144,6 +177,7 @@ def _of(
         duplex_Bps=1.6e9 * link_GBps,
         host_memory_Bps=1e9 * host_GBps,
         peer_Bps=0.8e9 * peer_GBps,
+        num_cores=num_cores,
         eager_share=eager / _MATMUL_SHARE,
         workspace_nbytes=workspace_mib << 20,
     )
@@ -160,10 +194,10 @@ HARDWARE = MappingProxyType(
                     workspace_mib=32),
         # GH200 Grace Hopper Superchip data sheet (96 GB, 480 GB of LPDDR5X).
         "gh200": _of(94.5, 989, 67, memory_GBps=4000, link_GBps=300, host_GBps=300, peer_GBps=450, eager=0.45,
-                     workspace_mib=32),
+                     workspace_mib=32, num_cores=70),
         # GB200 NVL72 data sheet, of which each GPU has a 72nd.
         "gb200": _of(184, 2500, 80, memory_GBps=8000, link_GBps=150, host_GBps=190, peer_GBps=900, eager=0.4,
-                     workspace_mib=32),
+                     workspace_mib=32, num_cores=34),
         # Ampere GA102, Ada and RTX Blackwell architecture white papers: bf16 with sums in fp32.
         "rtx3090": _of(23.6, 71, 35.6, memory_GBps=936, link_GBps=25, host_GBps=60, peer_GBps=25, eager=0.5),
         "rtx4090": _of(23.6, 165, 82.6, memory_GBps=1008, link_GBps=25, host_GBps=60, peer_GBps=25, eager=0.5),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import isfinite
 from typing import TypeGuard
 
 from chunkmem.plan.machine import Machine
@@ -70,7 +69,8 @@ def advance_updates(
 def update_s(trace: Trace, moment: Moment, machine: Machine) -> float:
     """Return how long HOST takes to update the group of a moment."""
     nbytes = sum(trace.chunk_nbytes[chunk] for chunk in trace.update(moment.chunk.group).chunks)
-    return nbytes / machine.host_update_Bps if isfinite(machine.host_update_Bps) else moment.duration_s
+    seconds = machine.host_update_s(nbytes, trace.update_form)
+    return moment.duration_s if seconds is None else seconds
 
 
 def _candidates(trace: Trace, actions: Sequence[Sequence[Action]]) -> list[tuple[int, int, Update]]:

@@ -11,7 +11,7 @@ from typing import Annotated
 from chunkmem.errors import PlanError
 from chunkmem.trace.codec import Mark, Seconds, Speed
 from chunkmem.trace.saved import Saved
-from chunkmem.types import LINKS, PLACE, TIERS, Link, Tier
+from chunkmem.types import LINKS, PLACE, TIERS, Link, Tier, UpdateForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Machine(
     name="chunkmem machine",
     error=PlanError,
     again="save it again with this one",
-    optional=("host_memory_Bps", "duplex_Bps", "disk_nbytes"),
+    optional=("host_memory_Bps", "duplex_Bps", "disk_nbytes", "host_form_Bps"),
 ):
     """Caps and speeds. Every field may be given by hand; `runtime.measure` measures them."""
 
@@ -85,6 +85,8 @@ class Machine(
     """Bytes a second of copies between DEVICE and HOST in both directions at once, together."""
     disk_nbytes: int = 0
     """Cap on DISK; 0: there is none."""
+    host_form_Bps: tuple[tuple[UpdateForm, Speed], ...] = ()
+    """`host_update_Bps` of other forms than fp32, whose arithmetic may take longer; the same for those not here."""
 
     def __post_init__(self) -> None:
         speeds = {name: getattr(self, name) for name in _SPEEDS}
@@ -100,6 +102,8 @@ class Machine(
                 raise PlanError(
                     f"machine: the latency of {name} is {link.latency_s} s; give a finite number, 0 or more"
                 )
+        for form, Bps in self.host_form_Bps:
+            speeds[f"host_form_Bps of {form.value}"] = Bps
         for name, Bps in speeds.items():
             if not Bps > 0:
                 raise PlanError(
@@ -115,6 +119,15 @@ class Machine(
     def defers_updates(self) -> bool:
         """`step()` leaves updates on HOST to their lane, and what needs their results waits for it."""
         return self.shadow_nbytes > 0
+
+    def host_update_s(self, nbytes: int, form: UpdateForm) -> float | None:
+        """Return how long HOST takes to update chunks of so many bytes; None: as long as the trace says."""
+        Bps = self._host_update_Bps[form]
+        return nbytes / Bps if isfinite(Bps) else None
+
+    @cached_property
+    def _host_update_Bps(self) -> Mapping[UpdateForm, float]:
+        return dict.fromkeys(UpdateForm, self.host_update_Bps) | dict(self.host_form_Bps)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:

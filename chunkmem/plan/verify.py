@@ -25,7 +25,7 @@ from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Round, Up
 from chunkmem.plan.residency import CheckedState, Position
 from chunkmem.plan.semantics import ABSENT, NEWEST, arrives
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import ChunkId, Role, Tier, UpdateForm
 
 
 class Reader:
@@ -172,12 +172,11 @@ class Reader:
         self._need_quiet(target)
         state.write(target)
         nbytes = state.nbytes[source] + state.nbytes[target]
-        duration_s = nbytes / machine.host_update_Bps if isfinite(machine.host_update_Bps) else 0.0
         self._issue(
             HOST_UPDATE,
             (source,),
             (target,),
-            duration_s,
+            machine.host_update_s(nbytes, UpdateForm.MASTER) or 0.0,
             master,
             is_ahead=True,
             host_nbytes=nbytes,

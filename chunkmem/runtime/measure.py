@@ -9,9 +9,10 @@ import queue
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ from chunkmem.plan.machine import Machine, host_links
 from chunkmem.runtime.device import ComputeDevice, ram_nbytes, runtime_mode
 from chunkmem.runtime.speed_file import processor, read_speeds, speed_file, write_speeds
 from chunkmem.runtime.tiers import TierCaps
-from chunkmem.types import Tier
+from chunkmem.types import Tier, UpdateForm
+
+UpdatesByForm = Callable[[int], Iterable[tuple[UpdateForm, int, Callable[[], object]]]]
+"""Of so many elements: for each form of an update on HOST the bytes it passes over, and what updates them."""
 
 _COPY_NBYTES = 8 * 2**20
 _NUM_COPIES = 8
@@ -40,24 +44,30 @@ _NUM_CACHES = 4
 _RAM_SHARE = 16
 """It takes no more than one part in so many of the RAM, nor more than the cap on HOST."""
 _CACHES = Path("/sys/devices/system/cpu")
+_FINITE = ("h2d_Bps", "d2h_Bps", "latency_s")
 _MIN_REPEATS, _MAX_REPEATS = 3, 32
 _NUM_MEASURED = 6
 
 
-def measure_machine(compute: ComputeDevice, caps: TierCaps, *, budget_s: float = 2.0) -> Machine:
+def measure_machine(
+    compute: ComputeDevice, caps: TierCaps, *, by_form: UpdatesByForm | None = None, budget_s: float = 2.0
+) -> Machine:
     """Measure the speeds of this machine; `budget_s` bounds the repetitions, of which each speed gets at least 3.
 
     Without an accelerator both directions are one and the same copy in RAM, and updates keep `inf`: they run on the
     cores that traced them. On an accelerator this resets its peak counter. There updates on HOST pass over 1 GiB of RAM
     or more: less would stay in the last cache of a server. They are taken to use all the bandwidth of HOST's memory.
+    Those `by_form` are measured too: with states in 8 bits, the arithmetic may take longer than the bytes.
 
     Raises:
         PlanError: a speed came out as 0.
     """
-    return _measure(compute, caps, budget_s / _NUM_MEASURED).machine(compute, caps)
+    return _measure(compute, caps, by_form, budget_s / _NUM_MEASURED).machine(compute, caps)
 
 
-def cached_machine(compute: ComputeDevice, caps: TierCaps, *, path: Path | None = None) -> Machine:
+def cached_machine(
+    compute: ComputeDevice, caps: TierCaps, *, by_form: UpdatesByForm | None = None, path: Path | None = None
+) -> Machine:
     """Return the speeds kept at `path`, or measure them and keep them there; the caps are always the given ones.
 
     The default is a file of the user's cache folder, another one for each device, processor, torch version, number of
@@ -72,7 +82,7 @@ def cached_machine(compute: ComputeDevice, caps: TierCaps, *, path: Path | None 
     speeds = None if path is None else _read(path, made_of)
     if speeds is not None:
         return speeds.machine(compute, caps)
-    machine = measure_machine(compute, caps)
+    machine = measure_machine(compute, caps, by_form=by_form)
     if path is not None:
         with contextlib.suppress(OSError):
             write_speeds(path, made_of, _kept(_Speeds.of(machine)))
@@ -89,12 +99,15 @@ class _Speeds:
     device_update_Bps: float = inf
     host_update_Bps: float = inf
     duplex_Bps: float = inf
+    by_form: Mapping[str, float] = field(default_factory=dict)
+    """Bytes a second of updates on HOST, by the name of their form."""
 
     @classmethod
     def of(cls, machine: Machine) -> _Speeds:
         fetch, save = machine.links[Tier.HOST, Tier.DEVICE], machine.links[Tier.DEVICE, Tier.HOST]
         update_Bps = machine.device_update_Bps, machine.host_update_Bps
-        return cls(fetch.Bps, save.Bps, fetch.latency_s, *update_Bps, machine.duplex_Bps)
+        by_form = {form.value: Bps for form, Bps in machine.host_form_Bps}
+        return cls(fetch.Bps, save.Bps, fetch.latency_s, *update_Bps, machine.duplex_Bps, by_form)
 
     def machine(self, compute: ComputeDevice, caps: TierCaps) -> Machine:
         return Machine(
@@ -107,13 +120,14 @@ class _Speeds:
             one_processor=not compute.is_accelerator,
             host_memory_Bps=max(_UPDATE_MOVES_PER_BYTE * self.host_update_Bps, self.duplex_Bps),
             duplex_Bps=self.duplex_Bps,
+            host_form_Bps=tuple((UpdateForm(name), Bps) for name, Bps in self.by_form.items()),
         )
 
 
 # Measuring.
 
 
-def _measure(compute: ComputeDevice, caps: TierCaps, budget_s: float) -> _Speeds:
+def _measure(compute: ComputeDevice, caps: TierCaps, by_form: UpdatesByForm | None, budget_s: float) -> _Speeds:
     """Spend about `budget_s` on each of the `_NUM_MEASURED` speeds."""
     with runtime_mode():
         if not compute.is_accelerator:
@@ -127,6 +141,10 @@ def _measure(compute: ComputeDevice, caps: TierCaps, budget_s: float) -> _Speeds
             device_update_Bps=_update_Bps(compute, _DEVICE_UPDATE_NUMEL, budget_s),
             host_update_Bps=_update_Bps(cpu, _host_update_numel(caps), budget_s),
             duplex_Bps=_duplex_Bps(compute, budget_s),
+            by_form={
+                form.value: nbytes / _median_s(partial(cpu.time_s, update), budget_s / len(UpdateForm))
+                for form, nbytes, update in (() if by_form is None else by_form(_host_update_numel(caps)))
+            },
         )
 
 
@@ -257,7 +275,7 @@ def _identity(compute: ComputeDevice, caps: TierCaps) -> list[str]:
         f"{len(os.sched_getaffinity(0))} cores" if hasattr(os, "sched_getaffinity") else f"{os.cpu_count()} cores",
         f"torch {torch.__version__}",
         f"{torch.get_num_threads()} threads",
-        *([f"updates of {_host_update_numel(caps)} elements"] if compute.is_accelerator else []),
+        *([f"updates of {_host_update_numel(caps)} elements, by form"] if compute.is_accelerator else []),
     ]
 
 
@@ -267,19 +285,27 @@ def _read(path: Path, made_of: list[str]) -> _Speeds | None:
     if known is None:
         return None
     try:
-        speeds = _Speeds(**{name: inf if value is None else value for name, value in known.items()})
+        given: dict[str, Any] = {name: inf if value is None else value for name, value in known.items()}
+        speeds = _Speeds(**given)
         return speeds if _is_sound(speeds) else None
-    except (TypeError, OverflowError):
+    except (TypeError, OverflowError, AttributeError):
         return None
 
 
 def _is_sound(speeds: _Speeds) -> bool:
     values: dict[str, Any] = asdict(speeds)
-    if not all(type(value) in (int, float) and value > 0 for value in values.values()):
+    by_form = values.pop("by_form")
+    if not by_form.keys() <= {form.value for form in UpdateForm}:
         return False
-    return all(isfinite(values[name]) for name in ("h2d_Bps", "d2h_Bps", "latency_s"))
+    if not all(type(value) in (int, float) and value > 0 for value in (*values.values(), *by_form.values())):
+        return False
+    return all(isfinite(value) for value in (*(values[name] for name in _FINITE), *by_form.values()))
 
 
-def _kept(speeds: _Speeds) -> dict[str, float | None]:
+def _kept(speeds: _Speeds) -> dict[str, Any]:
     """Return what a file has of them."""
-    return {name: value if isfinite(value) else None for name, value in asdict(speeds).items()}
+    return {
+        name: value if name == "by_form" or isfinite(value) else None
+        for name, value in asdict(speeds).items()
+        if name != "by_form" or value
+    }

@@ -42,7 +42,7 @@ def read_speeds(path: Path, made_of: Sequence[str]) -> dict[str, Any] | None:
     return speeds if isinstance(speeds, dict) else None
 
 
-def write_speeds(path: Path, made_of: Sequence[str], speeds: Mapping[str, float | None]) -> None:
+def write_speeds(path: Path, made_of: Sequence[str], speeds: Mapping[str, Any]) -> None:
     """Put a whole file in place at once, so that another process never reads half of one.
 
     Raises:

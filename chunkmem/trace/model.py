@@ -19,7 +19,7 @@ from chunkmem.errors import TraceError
 from chunkmem.sizes import format_nbytes
 from chunkmem.trace.codec import Label, Mark, Positive, Seconds
 from chunkmem.trace.saved import Saved
-from chunkmem.types import ChunkId, Role
+from chunkmem.types import ChunkId, Role, UpdateForm
 
 
 class Kind(enum.Enum):
@@ -142,7 +142,7 @@ class Trace(
     error=TraceError,
     again="record it again",
     tables=("chunks", "labels"),
-    optional=("regions", "before_s"),
+    optional=("regions", "before_s", "update_form"),
 ):
     """The moments of one step, which is the body of a loop: after the last comes the first again."""
 
@@ -160,6 +160,8 @@ class Trace(
     """In the order of their forward."""
     before_s: Seconds = 0.0
     """Computed before the first moment: by the first modules, before they read a parameter."""
+    update_form: UpdateForm = UpdateForm.FP32
+    """What most updates pass over."""
 
     def __post_init__(self) -> None:
         held: set[ChunkId] = set()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from chunkmem.plan.cursor import label_of
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
@@ -12,7 +14,7 @@ from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.timestamps import Clock, Interval, Timestamp
 from chunkmem.trace.loop import as_loop
 from chunkmem.trace.model import Entry, Kind, Mode, Moment, Region, Trace
-from chunkmem.types import ChunkId, Tier
+from chunkmem.types import ChunkId, Role, Tier, UpdateForm
 
 
 class Recorder(OnDemand):
@@ -130,6 +132,7 @@ class Recorder(OnDemand):
             frozenset(c.id.group for c in chunks.values() if c.is_remote and c.compute_tier is Tier.DEVICE),
             tuple(regions),
             before_s,
+            _update_form([chunks[key] for key in wanted]),
         )
         return as_loop(trace)
 
@@ -144,3 +147,13 @@ class Recorder(OnDemand):
         first = self._entered[0] if self._entered and begins_s else None
         before_s = begins_s[0] - first[2].at_s if first is not None and first[0] < 0 else 0.0
         return found, max(0.0, before_s)
+
+
+def _update_form(chunks: Sequence[Chunk]) -> UpdateForm:
+    """Return what an update passes over that has these chunks."""
+    dtypes = {chunk.id.role: chunk.dtype for chunk in chunks}
+    has_master = Role.MASTER in dtypes
+    if any(role.is_state and dtype is torch.uint8 for role, dtype in dtypes.items()):
+        in_float32 = has_master or dtypes.get(Role.PARAM) is torch.float32
+        return UpdateForm.CODES if in_float32 else UpdateForm.CODES_ALONE
+    return UpdateForm.MASTER if has_master else UpdateForm.FP32

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import chunkmem
 from chunkmem.optim.codes import BLOCK
 from chunkmem.plan.model import Lane
-from chunkmem.types import Role, Tier
+from chunkmem.types import Role, Tier, UpdateForm
 from tests.helpers.ranks import Team
 from tests.helpers.saved_training import Saved, assert_same
 from tests.helpers.spread import spread
@@ -81,6 +81,28 @@ def test_small_updates_of_bf16_weights_are_not_lost() -> None:
         assert not any(key.role is Role.MASTER for key in chunks)
     assert float(off.mean()) == pytest.approx(-64 * 2.0**-18, rel=0.05)
     assert set(off.unique().tolist()) <= {-(2.0**-8) * n for n in range(5)}
+
+
+@pytest.mark.parametrize(
+    ("keys", "form"),
+    [
+        ({}, UpdateForm.FP32),
+        ({"precision": "bf16"}, UpdateForm.MASTER),
+        (keys_of("fp32"), UpdateForm.CODES),
+        (keys_of("bf16"), UpdateForm.CODES),
+        (keys_of("bf16 alone"), UpdateForm.CODES_ALONE),
+        ({"precision": "bf16", "master_weights": False}, UpdateForm.FP32),
+    ],
+    ids=lambda value: value.value if isinstance(value, UpdateForm) else None,
+)
+@pytest.mark.parametrize("chunk_size", ["auto", 1 << 10])
+def test_a_trace_tells_what_an_update_passes_over(keys: dict[str, Any], form: UpdateForm, chunk_size: Any) -> None:
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES, default_chunk_size=chunk_size, **keys)) as manager:
+        twin = Twin(manager, Blocks)
+        twin.steps(0, 1)
+        trace = manager.trace
+        assert trace is not None
+        assert trace.update_form is form
 
 
 def test_states_take_little_more_than_a_byte() -> None:

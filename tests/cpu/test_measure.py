@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from math import inf, isfinite
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +19,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkmem.errors import PlanError
+from chunkmem.optim.by_form import updates_by_form
+from chunkmem.optim.kernels import load_kernels
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.runtime import device, measure
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.measure import cached_machine, measure_machine
 from chunkmem.runtime.tiers import TierCaps
-from chunkmem.types import DEVICE_LINKS, Tier
+from chunkmem.types import DEVICE_LINKS, Tier, UpdateForm
 from tests.helpers.simulated import SimulatedAccelerator
 
 CPU = ComputeDevice(torch.device("cpu"))
@@ -53,7 +56,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Measuring finds `SPEEDS`; the list says how often it was done."""
     calls: list[float] = []
 
-    def find(compute: ComputeDevice, caps: TierCaps, budget_s: float) -> measure._Speeds:
+    def find(compute: ComputeDevice, caps: TierCaps, by_form: object, budget_s: float) -> measure._Speeds:
         calls.append(budget_s)
         return measure._Speeds(1e9, 2e9, 3e-6, inf, 4e9)
 
@@ -122,7 +125,7 @@ def test_a_coarse_clock_is_not_an_infinite_speed() -> None:
 
 
 def test_a_speed_of_0_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(measure, "_measure", lambda compute, caps, budget_s: measure._Speeds(0.0, 1e9, 1e-6))
+    monkeypatch.setattr(measure, "_measure", lambda compute, caps, by_form, budget_s: measure._Speeds(0.0, 1e9, 1e-6))
     with pytest.raises(PlanError, match="from HOST to DEVICE is 0"):
         measure_machine(CPU, CAPS)
     with pytest.raises(PlanError, match="from HOST to DEVICE is 0"):
@@ -192,6 +195,24 @@ def test_updates_alone_are_taken_to_use_all_of_hosts_memory() -> None:
     machine = measure._Speeds(55e9, 50e9, 1e-5, 2e12, 100e9, 85e9).machine(accelerator, CAPS)
     assert (machine.host_memory_Bps, machine.duplex_Bps) == (1.75 * 100e9, 85e9)
     assert measure._Speeds.of(machine).machine(accelerator, CAPS) == machine
+
+
+def test_updates_on_host_are_measured_by_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = ("_link_copies", "_duplex_Bps")
+    monkeypatch.setattr(measure, names[0], lambda *_, **__: lambda: 1.0)
+    monkeypatch.setattr(measure, names[1], lambda *_: 85e9)
+    by_form = partial(updates_by_form, load_kernels())
+    caps = TierCaps(1 << 20, 1 << 20, shared=False)  # bytes: 65 536 elements
+    path = tmp_path / "machine.json"
+    machine = cached_machine(SimulatedAccelerator(), caps, by_form=by_form, path=path)
+    assert [form for form, _ in machine.host_form_Bps] == list(UpdateForm)
+    assert all(0 < Bps < 1e12 for _, Bps in machine.host_form_Bps)
+    assert (
+        machine.host_update_s(10 << 20, UpdateForm.CODES) == (10 << 20) / dict(machine.host_form_Bps)[UpdateForm.CODES]
+    )
+    monkeypatch.setattr(measure, "_measure", None)
+    assert cached_machine(SimulatedAccelerator(), caps, by_form=by_form, path=path) == machine
+    assert Machine.from_dict(machine.to_dict()) == machine
 
 
 def test_modes_and_defaults_of_the_user_do_not_reach_it() -> None:

@@ -265,7 +265,7 @@ def test_the_cap_holds_the_states_of_excluded_modules(device: CountedDevice) -> 
 
 
 def test_measuring_the_machine_is_no_activation() -> None:
-    def measure(*_: object) -> Any:
+    def measure(*_: object, **__: object) -> Any:
         torch.empty(AMPLE_NBYTES // 2, dtype=torch.uint8)
         return SLOW
 

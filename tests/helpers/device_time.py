@@ -155,7 +155,7 @@ def timed_device() -> Iterator[TimedDevice]:
         patch.setattr(time, "perf_counter", device.now_s)
         patch.setattr(ComputeDevice, "default", lambda index=None: device)
         patch.setattr("chunkmem.parts.load_kernels", lambda **_: load_kernels())
-        patch.setattr("chunkmem.speeds.cached_machine", lambda compute, caps: MACHINE)
+        patch.setattr("chunkmem.speeds.cached_machine", lambda compute, caps, by_form: MACHINE)
         patch.setattr(ChunkStore, "transfer", blocking)
         yield device
 

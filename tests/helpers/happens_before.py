@@ -88,7 +88,7 @@ class HappensBefore(AccessOrder):
         patch = self._entered.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(ComputeDevice, "default", lambda index=None: SimulatedAccelerator(self))
         patch.setattr("chunkmem.parts.load_kernels", lambda **_: load_kernels())
-        patch.setattr("chunkmem.speeds.cached_machine", lambda compute, caps: SLOW)
+        patch.setattr("chunkmem.speeds.cached_machine", lambda compute, caps, by_form: SLOW)
         patch.setattr("chunkmem.runtime.tiers.DevicePool", lambda *args, **keys: DeviceSlabs(self, *args, **keys))
         patch.setattr("chunkmem.runtime.tiers.HostArena", lambda *args, **keys: HostSlabs(self, *args, **keys))
         follow = partial(FollowedTransfers, self)

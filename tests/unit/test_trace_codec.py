@@ -416,7 +416,7 @@ def test_a_message_is_one_line_whatever_is_in_labels_and_paths(tmp_path: Path) -
             ("lanes",),
             [],
             "this has a key 'lanes', which no chunkmem trace has; allowed: format, version, chunks, labels, mode, "
-            "layout, chunk_nbytes, moments, sampling_interval_s, remote_groups, regions, before_s",
+            "layout, chunk_nbytes, moments, sampling_interval_s, remote_groups, regions, before_s, update_form",
         ),
         (
             ("sampling_interval_s",),

@@ -1,0 +1,48 @@
+"""One update on HOST of each form that there is a kernel for, to be timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from chunkmem.optim.blocks import BlockUpdate, adamw_blocks
+from chunkmem.optim.codes import SIGNED, UNSIGNED
+from chunkmem.optim.kernels import Kernels
+from chunkmem.optim.segments import HyperParameters, Outputs, Pass, Segments
+from chunkmem.types import UpdateForm
+
+_HYPER = HyperParameters([1e-3], [0.9], [0.999], [1e-8], [0.01], [10])
+
+
+def updates_by_form(kernels: Kernels, numel: int) -> Iterator[tuple[UpdateForm, int, Callable[[], object]]]:
+    """Yield, for each form, its bytes of weights, gradients and states of `numel` elements, and what updates them.
+
+    Nothing without native kernels: what is updated in plain PyTorch then is not done beside backward.
+    """
+    if "cpu" not in kernels.native_devices:
+        return
+    for form in UpdateForm:
+        low_dtype = torch.float32 if form is UpdateForm.FP32 else torch.bfloat16
+        low, grads = ([torch.ones(numel, dtype=low_dtype, device="cpu")] for _ in range(2))
+        has_master = form in (UpdateForm.MASTER, UpdateForm.CODES)
+        weights = [torch.ones(numel, dtype=torch.float32, device="cpu")] if has_master else low
+        rounded = low if has_master else []
+        is_coded = form in (UpdateForm.CODES, UpdateForm.CODES_ALONE)
+        exp_avgs, exp_avg_sqs = (
+            [torch.zeros(codes.numel_of(numel), dtype=torch.uint8, device="cpu")]
+            if is_coded
+            else [torch.ones(numel, dtype=torch.float32, device="cpu")]
+            for codes in (SIGNED, UNSIGNED)
+        )
+        segments = Segments(weights, grads, exp_avgs, exp_avg_sqs, rounded)
+        held_nbytes = sum(each.nbytes for each in (*weights, *grads, *exp_avgs, *exp_avg_sqs, *rounded))
+
+        def update(segments: Segments = segments, is_coded: bool = is_coded) -> None:
+            if is_coded:
+                outputs = Outputs(segments.params, segments.exp_avgs, segments.exp_avg_sqs)
+                adamw_blocks(kernels, BlockUpdate(segments, outputs, [1]), _HYPER, Pass())
+            else:
+                kernels.adamw_(segments, _HYPER, Pass())
+
+        yield form, held_nbytes, update
