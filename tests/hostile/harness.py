@@ -76,7 +76,7 @@ class Axis:
 
 ALONE = r"in_backward|inside backward|in backward|options were changed between backward and step"
 WHOLE = r"whole matri|8bit|all parameters at once"
-RUNS_COUNTED = frozenset({"flops_counted", "forward_hooks_that_read_weights"})
+RUNS_COUNTED = frozenset({"flops_counted", "forward_hooks_that_read_weights", "keyboard_interrupt_in_forward"})
 AXES = {
     "disk": Axis(host_share=0.5),
     **{policy: Axis({"activations": {"policy": policy}}) for policy in ("keep", "offload")},
@@ -84,7 +84,7 @@ AXES = {
     "in backward": Axis(options={"in_backward": True}, refusals=ALONE),
     "any class": Axis(any_class=True, refusals=WHOLE),
     "8-bit states": Axis({"optimizer": {"params": {"states": "8bit"}}}, own_bits=True, refusals=WHOLE),
-    "excluded": Axis(excludes=True),
+    "excluded": Axis(excludes=True, not_for=frozenset({"one_module_moved_out"})),
 }
 
 
