@@ -76,11 +76,19 @@ class Axis:
 
 ALONE = r"in_backward|inside backward|in backward|options were changed between backward and step"
 WHOLE = r"whole matri|8bit|all parameters at once"
-RUNS_COUNTED = frozenset({"flops_counted", "forward_hooks_that_read_weights", "keyboard_interrupt_in_forward"})
+RUNS_TWICE = frozenset(
+    {
+        "flops_counted",
+        "forward_hooks_that_read_weights",
+        "keyboard_interrupt_in_forward",
+        "bf16_weight_written_inside_of_forward",
+    }
+)
+"""Scripts that see whether a forward runs again, as they do with torch's checkpoint."""
 AXES = {
     "disk": Axis(host_share=0.5),
     **{policy: Axis({"activations": {"policy": policy}}) for policy in ("keep", "offload")},
-    **{policy: Axis({"activations": {"policy": policy}}, not_for=RUNS_COUNTED) for policy in ("recompute", "auto")},
+    **{policy: Axis({"activations": {"policy": policy}}, not_for=RUNS_TWICE) for policy in ("recompute", "auto")},
     "in backward": Axis(options={"in_backward": True}, refusals=ALONE),
     "any class": Axis(any_class=True, refusals=WHOLE),
     "8-bit states": Axis({"optimizer": {"params": {"states": "8bit"}}}, own_bits=True, refusals=WHOLE),
