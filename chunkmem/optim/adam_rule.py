@@ -11,6 +11,7 @@ import torch
 from chunkmem.errors import ConfigError
 from chunkmem.optim.checks import check_available, check_number
 from chunkmem.optim.native import NativeUpdate
+from chunkmem.optim.ops import number_on
 from chunkmem.optim.rule import ChunkMemory, SlotTensors, StateSpec, UpdateItem, UpdateRule, fill
 from chunkmem.optim.segments import HyperParameters, Outputs, Pass, Segments
 from chunkmem.types import Role
@@ -149,15 +150,12 @@ class AdamRule(UpdateRule[AdamHyper]):
 
 
 def _steps_on(device: torch.device, steps: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the numbers of updates on a device: filled there, as a copy waits for the device; one for all alike."""
+    """Return the numbers of updates on a device, one tensor for all alike."""
     if device.type == "cpu":
         return list(steps)
-    copies: dict[float, torch.Tensor] = {}
-    numbers = [float(step) for step in steps]
-    for number, step in zip(numbers, steps, strict=True):
-        if number not in copies:
-            copies[number] = torch.full((), number, dtype=step.dtype, device=device)
-    return [copies[number] for number in numbers]
+    alike = {float(step): step for step in steps}
+    filled = {number: number_on(device, step) for number, step in alike.items()}
+    return [filled[float(step)] for step in steps]
 
 
 def flat_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

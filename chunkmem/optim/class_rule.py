@@ -13,6 +13,7 @@ from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.class_calls import NOT_OPTIONS, Entry, copied, frozen
 from chunkmem.optim.class_trials import ClassTrial, EntryForm, NumberForm, kinds_of
+from chunkmem.optim.ops import number_on
 from chunkmem.optim.rule import UpdateItem, UpdateRule, slot_tensors
 from chunkmem.optim.shaped_state import ShapedState, SlotForm, TensorForm
 from chunkmem.types import Role
@@ -177,7 +178,7 @@ class ClassRule(UpdateRule[ClassHyper]):
             elif isinstance(value, torch.Tensor):
                 copy = value.clone() if item.drafts is not None else value
                 is_there = key in following or (key == "step" and has_steps_there)
-                found[key] = copy.to(device) if is_there else copy
+                found[key] = copy if not is_there else number_on(device, copy) if copy.is_cpu else copy.to(device)
             else:
                 found[key] = value
         return found

@@ -59,12 +59,12 @@ class NativeUpdate:
         return self.runs_on_host and device.type in self.kernels.native_devices
 
     def squares(self, grads: Sequence[torch.Tensor], *, num_threads: int = 0) -> torch.Tensor:
-        """Return the sum of squares of gradients on one device, and 1 if all are finite, else 0: 2 doubles, on the CPU.
+        """Return the sum of squares of gradients on one device, and 1 if all are finite, else 0: 2 doubles, there.
 
         The bits depend on the order of the gradients, on a CPU on nothing else.
         """
         if self.runs_on(grads[0].device):
-            return self.kernels.norm_and_finite(grads, num_threads=num_threads).cpu()
+            return self.kernels.norm_and_finite(grads, num_threads=num_threads)
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
         total = torch.stack(norms).double().square().sum()
-        return torch.stack([total, total.isfinite().double()]).cpu()
+        return torch.stack([total, total.isfinite().double()])

@@ -1,4 +1,4 @@
-"""The norm of gradients, wherever they are."""
+"""The norm of gradients, wherever they are, and few waits for an accelerator on the way."""
 
 from __future__ import annotations
 
@@ -26,16 +26,23 @@ def global_norm(
     groups = _group_tensors_by_device_and_dtype([[*params]], with_indices=True)
     order = [params[index] for _, indices in groups.values() for index in indices]
     norms = [known[param] if param in known else torch.linalg.vector_norm(gradient(param)) for param in order]
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(_on_host(norms)))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(on_host(norms)))
     return total
 
 
-def _on_host(norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return 0-dim tensors on the CPU in their order: one copy for each device, as each waits for it."""
+def on_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of one shape on the CPU in their order: one copy for each device, as each waits for it."""
     placed: dict[torch.device, list[int]] = {}
-    for index, norm in enumerate(norms):
-        placed.setdefault(norm.device, []).append(index)
+    for index, value in enumerate(values):
+        placed.setdefault(value.device, []).append(index)
     copied: dict[int, torch.Tensor] = {}
     for indices in placed.values():
-        copied.update(zip(indices, torch.stack([norms[index] for index in indices]).cpu().unbind(), strict=True))
-    return [copied[index] for index in range(len(norms))]
+        copied.update(zip(indices, torch.stack([values[index] for index in indices]).cpu().unbind(), strict=True))
+    return [copied[index] for index in range(len(values))]
+
+
+def number_on(device: torch.device, number: torch.Tensor) -> torch.Tensor:
+    """Return a 0-dim tensor of the CPU on a device: filled there, as a copy would wait for the device."""
+    if device.type == "cpu":
+        return number
+    return torch.full((), number.item(), dtype=number.dtype, device=device)

@@ -12,7 +12,7 @@ from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.lazy_gradient import LazyGradient
-from chunkmem.optim.ops import global_norm
+from chunkmem.optim.ops import global_norm, number_on, on_host
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.optim.update import GroupUpdater
 from chunkmem.runtime.device import runtime_mode
@@ -87,14 +87,13 @@ class PendingGradients:
         if clipping.left:
             self._updater.ahead.roll_back()
         coefficients: dict[torch.device, torch.Tensor] = {}
-        """One copy for each device: an accelerator's host waits for each."""
         with runtime_mode():
             while clipping.left:
                 managed = self._managed.get(param := clipping.left[-1])
                 replicas = [self._gradient(param)] if managed is None else self._updater.gradient_replicas(managed)
                 for replica in replicas:
                     if replica.device not in coefficients:
-                        coefficients[replica.device] = clipping.coefficient.to(replica.device)
+                        coefficients[replica.device] = number_on(replica.device, clipping.coefficient)
                     replica.mul_(coefficients[replica.device])
                 clipping.left.pop()
 
@@ -158,6 +157,7 @@ class PendingGradients:
                 grad = self._gradient(param)
                 excluded.setdefault((grad.dtype, grad.device), []).append(grad)
         squares += [self._updater.native.squares(alike) for alike in excluded.values()]
+        squares = on_host(squares)
         total = math.fsum(float(square) for square, _ in squares)
         num_infinite = float(sum(not is_finite for _, is_finite in squares))
         if not self._ranks.are_one:

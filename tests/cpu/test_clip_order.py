@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import chunkmem
-from chunkmem.optim.adam_rule import _steps_on
-from chunkmem.optim.ops import global_norm
 from tests.helpers.training import compute_device
 from tests.helpers.twins import AMPLE_NBYTES, WIDTH, config, features
 
@@ -143,43 +140,3 @@ def test_an_update_that_clips_is_the_one_of_torch() -> None:
             ours.zero_grad()
         weights = manager.state_dict()
     assert all(torch.equal(weights[name], value.cpu()) for name, value in plain.state_dict().items())
-
-
-def test_norms_come_to_the_host_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an accelerator each copy waits for what was launched before it."""
-    generator = torch.Generator().manual_seed(0)
-    params = [torch.randn(shape, generator=generator) for shape in ((7, 5), (3,), (11, 2), (1,), (64,))]
-    plain = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(param) for param in params]))
-    copies = []
-    cpu = Tensor.cpu
-
-    def counted(tensor: Tensor) -> Tensor:
-        copies.append(tensor)
-        return cpu(tensor)
-
-    monkeypatch.setattr(Tensor, "cpu", counted)
-    norm = global_norm(params, lambda param: param, known={params[1]: torch.linalg.vector_norm(params[1])})
-    assert len(copies) == 1
-    assert torch.equal(norm, plain)
-
-
-class _Copies(TorchDispatchMode):
-    """Counts copies from one device to another: from pageable memory each waits for the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
-        return func(*args, **(kwargs or {}))
-
-
-def test_numbers_of_updates_are_filled_on_a_device() -> None:
-    """The meta device stands for an accelerator."""
-    steps = [torch.tensor(float(step)) for step in (3, 3, 4)]
-    with _Copies() as copies:
-        placed = _steps_on(torch.device("meta"), steps)
-    assert copies.count == 0
-    assert [(step.device.type, step.dtype, step.shape) for step in placed] == [("meta", torch.float32, ())] * 3
-    assert placed[0] is placed[1] is not placed[2]
