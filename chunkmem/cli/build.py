@@ -24,8 +24,8 @@ others that share its home folder, or while an image is built.
   chunkmem build --json | jq -r '.libraries[].path'
 
 There is one of optimizer kernels; with a CUDA build of torch and nvcc one of those for GPUs, for the GPU of this
-machine or, where there is none, for all that nvcc knows; and, for torch before 2.12, one that exchanges the memory of
-storages."""
+machine or, where there is none, for all that nvcc knows; and, for CUDA or torch before 2.12, one that exchanges the
+memory of storages and gives kept memory back to torch's allocator."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> CommandResult:
             "no kernels for GPUs: there is no nvcc on the PATH. Updates on a GPU will run in plain PyTorch, which is "
             f"slower; install the CUDA toolkit {torch.version.cuda}, and run `chunkmem build` again"
         )
-    if not SwapBackend.available():
+    if torch.version.cuda is not None or not SwapBackend.available():
         builders["storage"] = _storage
     libraries = [_built(name, build) for name, build in builders.items()]
     lines = [line for library in libraries for line in (library["path"], _when(library))]

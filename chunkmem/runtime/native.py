@@ -24,8 +24,10 @@ def source_dir() -> Path:
     return carried if carried.is_dir() else package.parent / "csrc"
 
 
-def load_library() -> ctypes.CDLL | None:
+def load_library(without: str = "eviction will be slower") -> ctypes.CDLL | None:
     """Return the library, building it first if this torch has none yet (seconds, once); None without a compiler.
+
+    Then a warning says what is `without` it.
 
     torch's own extension builder keeps it in a folder whose name holds the torch version, whose headers it was built
     for. It loads what is there, and runs what its build files say: so that folder is the user's alone.
@@ -41,7 +43,7 @@ def load_library() -> ctypes.CDLL | None:
             require_own(library)
         path = cpp_extension.load(
             name,
-            [str(source_dir() / "storage.cpp")],
+            [str(source_dir() / "storage.cpp"), str(source_dir() / "kept.cpp")],
             extra_cflags=["-O2"],
             build_directory=str(folder),
             is_python_module=False,
@@ -50,8 +52,8 @@ def load_library() -> ctypes.CDLL | None:
         make_own(Path(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         warnings.warn(
-            f"chunkmem's native library could not be built ({str(error).splitlines()[0]}); eviction will be slower. "
-            "Install a C++ compiler and ninja, or torch 2.12 or later",
+            f"chunkmem's native library could not be built ({str(error).splitlines()[0]}); {without}. Install a C++ "
+            "compiler and ninja",
             stacklevel=2,
         )
         return None

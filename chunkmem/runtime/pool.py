@@ -21,7 +21,9 @@ import torch
 from chunkmem.errors import TierIOError
 from chunkmem.runtime.device import ComputeDevice, prefer_large_pages, runtime_mode
 from chunkmem.runtime.events import Event
+from chunkmem.runtime.kept import Reclaimable
 from chunkmem.runtime.ledger import CACHE, Ledger
+from chunkmem.runtime.streams import cuda_handle
 
 T = TypeVar("T")
 _MAPPED_NBYTES = 128 << 10
@@ -146,14 +148,16 @@ class DevicePool:
         self.wait: Callable[[Event], object] | None = None
         """Has what is computed from now on come after an event. None: the calling thread waits."""
         self._kept: deque[Slab] = deque()
+        self.reclaimable: Reclaimable | None = None
+        """By which torch's allocator takes kept slabs; [Note: Given back] in `runtime/kept.py`."""
         self.changing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         """Surrounds what may take memory from the allocator or give it back, with the entries in the ledger."""
 
     def alloc(self, role: str, nbytes: int) -> Slab:
-        for slab in reversed(self._kept):
-            if slab.nbytes == nbytes:
-                self._kept.remove(slab)
-                self.ledger.release(CACHE, nbytes)
+        while (slab := next((each for each in reversed(self._kept) if each.nbytes == nbytes), None)) is not None:
+            self._kept.remove(slab)
+            self.ledger.release(CACHE, nbytes)
+            if self._has_memory(slab):
                 self.ledger.charge(role, nbytes)
                 return slab
         self._make_way(nbytes)
@@ -173,6 +177,7 @@ class DevicePool:
         self.ledger.release(role, slab.nbytes)
         self.ledger.charge(CACHE, slab.nbytes)
         self._kept.append(slab)
+        self._offer(slab)
         if self.room_nbytes is None:
             self.trim()
 
@@ -238,9 +243,22 @@ class DevicePool:
 
     def _discard(self, slab: Slab) -> None:
         with self.changing():
-            self._give_up(slab)
+            if self._has_memory(slab):
+                self._give_up(slab)
             self._kept.remove(slab)
             self.ledger.release(CACHE, slab.nbytes)
+
+    def _offer(self, slab: Slab) -> None:
+        """Let torch's allocator have a kept slab, if all that may use it yet is on streams of the device."""
+        if self.reclaimable is None:
+            return
+        streams, handles = self._compute.computing_streams(), [cuda_handle(event) for event in slab.uses]
+        if len(streams) == 1 and None not in handles:
+            self.reclaimable.offer(slab.bytes, [handle for handle in handles if handle is not None], streams[0])
+
+    def _has_memory(self, slab: Slab) -> bool:
+        """Have a kept slab back from torch's allocator, unless it has its memory."""
+        return self.reclaimable is None or self.reclaimable.take(slab.bytes)
 
     def _give_up(self, slab: Slab) -> None:
         self._compute.free_in_order()

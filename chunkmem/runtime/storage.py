@@ -89,7 +89,7 @@ def default_backend() -> StorageBackend:
         return SwapBackend()
     from chunkmem.runtime.native import load_library
 
-    library = load_library()
+    library = load_library("eviction will be slower than with torch 2.12 or later")
     return NativeBackend(library) if library is not None else ResizeBackend()
 
 

@@ -39,6 +39,11 @@ class StreamEvent(Interval):
         self.end.event.synchronize()
 
 
+def cuda_handle(event: Event) -> int | None:
+    """Return CUDA's own event at the end of what a stream does; None of other events."""
+    return getattr(event.end.event, "cuda_event", None) if isinstance(event, StreamEvent) else None
+
+
 def computed(clock: StreamClock) -> StreamEvent:
     """Return the end of what is on the calling thread's current stream."""
     end = clock.timestamp()

@@ -13,6 +13,7 @@ from chunkmem.runtime.device import ComputeDevice, ram_nbytes
 from chunkmem.runtime.disk_calls import SYSTEM_CALLS, DiskCalls
 from chunkmem.runtime.disk_pool import BLOCK_NBYTES, DEPTH, DiskPool
 from chunkmem.runtime.disk_speed import DiskSpeed, cached_disk_speed
+from chunkmem.runtime.kept import reclaimable_on
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.pool import DevicePool, SlabPool
@@ -151,6 +152,8 @@ class Tiers:
         self.device_pool = DevicePool(
             self.device, compute, capacity=opts.mem_cache_capacity if opts.with_mem_cache else 0
         )
+        if opts.with_mem_cache:
+            self.device_pool.reclaimable = reclaimable_on(compute)
         self.host_pool = HostArena(self.host, compute)
         self.disk_links: Mapping[Link, LinkSpeed] | None = None
         """How fast DISK is; None: there is none."""

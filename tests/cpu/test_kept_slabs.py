@@ -5,8 +5,18 @@ The accelerator is simulated in RAM. What its activations take is what the trace
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
+import random
+import shutil
+import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +24,15 @@ import torch
 import chunkmem
 from chunkmem.cli.main import main
 from chunkmem.runtime.device import ComputeDevice
+from chunkmem.runtime.kept import NativeReclaimable
 from chunkmem.runtime.lanes import ThreadLanes
+from chunkmem.runtime.native import load_library
 from chunkmem.runtime.plan_executor import PlanExecutor
-from chunkmem.runtime.pool import DevicePool
+from chunkmem.runtime.pool import DevicePool, Slab
 from chunkmem.trace.model import Trace
+from tests.helpers.audit import audit
 from tests.helpers.happens_before import SLOW, HappensBefore
-from tests.helpers.overlapped import WIDTH, Run
+from tests.helpers.overlapped import WIDTH, Run, assert_alike
 from tests.helpers.simulated import ClockedEvent, ClockedLanes, SimulatedAccelerator
 from tests.helpers.training import compute_device
 
@@ -33,7 +46,7 @@ STEPS = 5
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ComputeDevice, "default", lambda index=None: SimulatedAccelerator())
-    monkeypatch.setattr("chunkmem.speeds.cached_machine", lambda compute, caps: SLOW)
+    monkeypatch.setattr("chunkmem.speeds.cached_machine", lambda compute, caps, by_form: SLOW)
 
 
 def run_with(make_lanes: object = lambda compute: ThreadLanes()) -> Run:
@@ -161,6 +174,93 @@ def test_what_a_plan_kept_is_given_up_when_steps_are_served_on_demand() -> None:
     peak_nbytes = max(moment.non_model_peak_nbytes for moment in trace.moments)
     assert ledger.cap_nbytes == CAP_NBYTES - peak_nbytes
     assert len(pool._kept) <= 2
+
+
+class Asking(NativeReclaimable):
+    """An allocator that asks for all it may have, now and then, before an allocation."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        super().__init__(library)
+        self._give_back = library.chunkmem_give_back
+        self._give_back.restype = ctypes.c_int64
+        self._draw = random.Random(0)
+        self.num_asked, self.taken_nbytes = 0, 0
+
+    def offer(self, memory: torch.Tensor, events: Sequence[int], stream: torch.Stream) -> None:
+        super().offer(memory, events, SimpleNamespace(stream_id=0))  # type: ignore[arg-type]
+
+    def ask(self, *, chance: float = 0.3) -> None:
+        if self._draw.random() < chance:
+            self.num_asked += 1
+            self.taken_nbytes += self._give_back(0, -1)  # the CPU
+
+
+@pytest.fixture
+def library() -> ctypes.CDLL:
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("no C++ compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        library = load_library()
+    assert library is not None, "csrc/kept.cpp does not compile"
+    return library
+
+
+def test_memory_that_is_offered_is_taken_or_used_again(library: ctypes.CDLL) -> None:
+    asking = Asking(library)
+    used, given, never = (torch.full((1 << 20,), 7, dtype=torch.uint8) for _ in range(3))
+    stream: Any = None
+    asking.offer(used, [], stream)
+    asking.offer(given, [], stream)
+    assert asking.take(used)
+    asking.ask(chance=1)
+    assert asking.taken_nbytes == given.numel()
+    assert [asking.take(memory) for memory in (used, given, never)] == [True, False, True]
+    assert given.untyped_storage().nbytes() == 0
+    assert used.sum() == 7 * used.numel()
+
+
+def test_memory_outlives_whoever_has_offered_it(library: ctypes.CDLL) -> None:
+    asking = Asking(library)
+    memory, stream = torch.ones(1 << 20, dtype=torch.uint8), None
+    asking.offer(memory, [], stream)  # type: ignore[arg-type]
+    del memory
+    gc.collect()
+    asking.ask(chance=1)
+    assert asking.taken_nbytes == 1 << 20
+
+
+def test_what_the_allocator_takes_changes_no_bit(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept slabs lose their memory at any time between two operations of the pool; the plan takes other memory."""
+    allocate, asking = DevicePool._allocate, Asking(library)
+
+    def asked(self: DevicePool, nbytes: int) -> object:
+        asking.ask()
+        return allocate(self, nbytes)
+
+    trace = trace_with_activations()
+    plain = run_with()
+    plain.manager.trace = trace
+    run = run_with()
+    run.manager.trace = trace
+    pool = run.manager.runtime.tiers.device_pool
+    pool.reclaimable = asking
+    monkeypatch.setattr(DevicePool, "_allocate", asked)
+    free = DevicePool.free
+
+    def freed(self: DevicePool, role: str, slab: Slab) -> None:
+        free(self, role, slab)
+        if self is pool:
+            asking.ask(chance=0.05)
+
+    monkeypatch.setattr(DevicePool, "free", freed)
+    for seed in range(STEPS):
+        assert run.step(seed) == plain.step(seed)
+        audit(run.manager)
+    assert asking.taken_nbytes >= 5 * SLAB_NBYTES
+    assert_alike(run, plain)
+    run.manager.close()
+    assert pool.ledger.total_nbytes == 0
 
 
 class Card(SimulatedAccelerator):

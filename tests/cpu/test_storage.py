@@ -315,9 +315,9 @@ def without_swap(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_the_fastest_one_there_is_comes_by_default(without_swap: pytest.MonkeyPatch) -> None:
     library = SimpleNamespace(chunkmem_exchange_storages=SimpleNamespace())
-    without_swap.setattr(native, "load_library", lambda: library)
+    without_swap.setattr(native, "load_library", lambda without: library)
     assert isinstance(storage.default_backend(), NativeBackend)
-    without_swap.setattr(native, "load_library", lambda: None)
+    without_swap.setattr(native, "load_library", lambda without: None)
     assert isinstance(storage.default_backend(), ResizeBackend)
     without_swap.setattr(SwapBackend, "available", staticmethod(lambda: True))
     assert isinstance(storage.default_backend(), SwapBackend)

@@ -9,9 +9,13 @@ import torch
 from torch import nn
 
 import chunkmem
+from chunkmem.plan.model import Lane
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
+from chunkmem.runtime.kept import reclaimable_on
+from chunkmem.runtime.lanes import StreamLanes
 from chunkmem.runtime.ledger import Ledger
+from chunkmem.runtime.pool import DevicePool
 from chunkmem.types import Tier
 from tests.helpers.audit import audit
 from tests.helpers.occupied import occupied_nbytes
@@ -82,3 +86,34 @@ def test_the_cap_holds_chunks_and_activations() -> None:
     train(manager, model, optimizer, 3)
     assert torch.cuda.max_memory_allocated() <= cap
     manager.close()
+
+
+def test_kept_slabs_are_given_back_where_an_allocation_would_fail() -> None:
+    """Half the memory that the tensor needs is kept, and copies may still read it; the rest is free."""
+    compute = ComputeDevice.default()
+    pool = DevicePool(Ledger(Tier.DEVICE, 4096 * MIB, 4096 * MIB), compute, capacity=8)
+    pool.reclaimable = reclaimable_on(compute)
+    assert pool.reclaimable is not None
+    lanes = StreamLanes(compute)
+    pool.wait = lanes.compute_waits
+    saved = torch.empty(256 * MIB, dtype=torch.uint8, pin_memory=True)
+    slabs = [pool.alloc("param", 256 * MIB) for _ in range(8)]
+    for slab in slabs:
+        slab.bytes.fill_(7)
+        slab.used_by(lanes.copy(Lane.D2H, saved, slab.bytes, after=[lanes.compute_event()], label="slab"))
+        pool.free("param", slab)
+    torch.cuda.empty_cache()
+    free_nbytes, _ = torch.cuda.mem_get_info()
+    ballast = torch.empty(max(0, free_nbytes - 1024 * MIB), dtype=torch.uint8, device="cuda")
+    grown = torch.full((2048 * MIB,), 3, dtype=torch.uint8, device="cuda")
+    lanes.drain()
+    assert int(saved.min()) == 7, "memory was handed on before the copy had read it"
+    assert int(grown[:: 1 << 20].max()) == 3
+    del grown, ballast
+    again = [pool.alloc("param", 256 * MIB) for _ in range(8)]
+    assert all(slab.bytes.untyped_storage().nbytes() == slab.nbytes for slab in again)
+    for slab in again:
+        pool.free("param", slab)
+    pool.close()
+    lanes.close()
+    assert pool.ledger.total_nbytes == 0

@@ -1,0 +1,82 @@
+"""Kept slabs that torch's allocator may have back: it asks for them before an allocation of the model fails.
+
+[Note: Given back] A slab that is kept for reuse is no cache of torch's: without more, an allocation would fail while
+gigabytes lie idle. Where none of the allocator's free blocks fits and less than an eighth of the device is free, it
+takes the memory of all kept slabs, in C++ and in the allocating thread (`csrc/kept.cpp`). What is computed from then on
+comes after the copies that use them yet. The pool finds a slab without memory when it wants to use it, and takes other
+memory. Until then the ledger counts it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from chunkmem.runtime.device import ComputeDevice
+from chunkmem.runtime.native import load_library
+
+_CALLBACKS = "_ZN3c1031FreeCudaMemoryCallbacksRegistryB5cxx11Ev"
+"""`c10::FreeCudaMemoryCallbacksRegistry()`."""
+
+
+class Reclaimable(Protocol):
+    """Memory that may be taken from its owner between `offer` and `take`."""
+
+    def offer(self, memory: torch.Tensor, events: Sequence[int], stream: torch.Stream) -> None:
+        """Let the allocator take the memory, after `events`, which are handles of the device's, on `stream`."""
+        ...
+
+    def take(self, memory: torch.Tensor) -> bool:
+        """Use the memory again; False: it is gone. Memory that was never offered is there."""
+        ...
+
+
+class NativeReclaimable:
+    """What `csrc/kept.cpp` keeps for all devices of a process."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._keep, self._take, self._register = library.chunkmem_keep, library.chunkmem_take, library.chunkmem_offer
+        self._keep.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+        self._keep.restype = None
+        self._take.argtypes = [ctypes.c_void_p]
+        self._take.restype = ctypes.c_int
+        self._register.argtypes = [ctypes.c_void_p]
+        self._register.restype = None
+
+    def offer(self, memory: torch.Tensor, events: Sequence[int], stream: torch.Stream) -> None:
+        handles = (ctypes.c_void_p * len(events))(*events)
+        self._keep(memory.untyped_storage()._cdata, handles, len(events), stream.stream_id)
+
+    def take(self, memory: torch.Tensor) -> bool:
+        return bool(self._take(memory.untyped_storage()._cdata))
+
+    def register(self) -> None:
+        """Have torch's allocator of CUDA ask. The second time, do nothing.
+
+        Raises:
+            OSError, AttributeError: this torch has no such allocator, or has it elsewhere.
+        """
+        cuda = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so"))
+        self._register(ctypes.cast(cuda[_CALLBACKS], ctypes.c_void_p))
+
+
+def reclaimable_on(compute: ComputeDevice) -> Reclaimable | None:
+    """Return what the allocator of an accelerator takes kept slabs by; None: it has to do without.
+
+    Warns where it is CUDA's and the library cannot be built.
+    """
+    if not compute.runs_cuda_kernels:
+        return None
+    library = load_library("memory kept for reuse is not given back where an allocation of the model fails")
+    if library is None:
+        return None
+    found = NativeReclaimable(library)
+    try:
+        found.register()
+    except (OSError, AttributeError):
+        return None
+    return found
