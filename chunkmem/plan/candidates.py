@@ -11,21 +11,22 @@ from itertools import product
 from math import inf
 
 from chunkmem.errors import CapacityError, PlanError, TraceError
-from chunkmem.plan.ahead import advance_updates
+from chunkmem.plan.ahead import advance_updates, log_nbytes
 from chunkmem.plan.candidate import Candidate, PlanOptions
 from chunkmem.plan.choose import furthest_next_use, least_recently_used, sweep
 from chunkmem.plan.disk import least_host_nbytes, offload_to_disk, too_small
 from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
 from chunkmem.plan.intervals import find_stays, free_room, keep_slabs, linger, prefetch
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.model import Action, Plan
+from chunkmem.plan.model import Action, Lane, Plan
 from chunkmem.plan.placement import FullPlacements, Placement, has_idle_states, placements
 from chunkmem.plan.program import Program, emit
 from chunkmem.plan.search import least_traffic
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.waits import add_waits
+from chunkmem.sizes import format_nbytes
 from chunkmem.trace.loop import as_loop
-from chunkmem.trace.model import Kind, Mode, Trace
+from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import Tier
 
 CLOSE = 0.01
@@ -88,8 +89,24 @@ class _Outcome:
 
     @classmethod
     def of(cls, candidate: Candidate) -> _Outcome:
-        timeline = candidate.timeline
-        return cls(timeline.step_s, timeline.stall_s <= _QUIET * timeline.step_s)
+        return cls(candidate.step_s, _is_quiet(candidate))
+
+
+def _is_quiet(candidate: Candidate) -> bool:
+    """Tell whether COMPUTE waits for so little that it is not worth hiding: for copies, or for updates on HOST."""
+    timeline = candidate.timeline
+    spans = (span for span in timeline.spans if span.lane is Lane.COMPUTE and not span.is_stall)
+    computed_s = sum(span.end_s - span.start_s for span in spans)
+    return timeline.step_s - computed_s <= _QUIET * timeline.step_s
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A candidate, and what it was made from."""
+
+    candidate: Candidate
+    way: _Placed
+    program: Program
 
 
 class Candidates:
@@ -132,6 +149,8 @@ class Candidates:
         differ."""
         self.budget = budgets(self.trace, machine, static_nbytes=options.static_nbytes)
         self.slab_nbytes = max(trace.chunk_nbytes.values(), default=0)
+        self.fastest: _Made | None = None
+        """Of those without DISK."""
         self.shortage: CapacityError | None = None
         self.least_host_nbytes: int | None = None
         self.least_disk_nbytes: int | None = None
@@ -160,6 +179,8 @@ class Candidates:
                 yield work, candidate
                 if candidate is not None and candidate.nbytes == 0 and not self._could_hide_updates(candidate):
                     return  # nothing moves: nothing can be better
+            for work, candidate in self._with_less() if self.is_small and self.only is None else ():
+                yield work, candidate
             if not is_found and full is not None:
                 for work, candidate in self._with_least_on_host(full):
                     is_found = is_found or candidate is not None
@@ -173,10 +194,14 @@ class Candidates:
         """Tell whether updates on DEVICE take so long that HOST might do some of them meanwhile."""
         if self.machine.one_processor or self.machine.host_nbytes == 0:
             return False
-        updates = [moment for moment in self.trace.moments if moment.kind is Kind.UPDATE]
+        updates = self._updates
         nbytes = sum(self.trace.chunk_nbytes[c] for m in updates for c in self.trace.update(m.chunk.group).chunks)
         given_s = sum(moment.duration_s for moment in updates) if self.machine.device_update_Bps == inf else 0.0
         return nbytes / self.machine.device_update_Bps + given_s > CLOSE * candidate.timeline.step_s
+
+    @property
+    def _updates(self) -> list[Moment]:
+        return [moment for moment in self.trace.moments if moment.kind is Kind.UPDATE]
 
     def _pieces(self, full: FullPlacements | None) -> Iterator[tuple[int, Candidate | None]]:
         if self.only is not None:
@@ -219,6 +244,29 @@ class Candidates:
         for count in full.close_to_most():
             if (way := self._placed(full.placement(count))) is not None:
                 yield from self._by_rule(way, is_brief=True)
+
+    def _with_less(self) -> Iterator[tuple[int, Candidate | None]]:
+        """Try the fastest candidate with less memory than there is, where COMPUTE waits; [Note: Less memory].
+
+        [Note: Less memory] To keep all that fits and to update ahead all that the shadow buffers hold is best as a
+        rule, not always: copies and updates come at other times, and share HOST's memory. So what a smaller DEVICE or
+        HOST would allow is tried, too: more memory should not make a step slower.
+        """
+        if self.fastest is None or _is_quiet(self.fastest.candidate):
+            return
+        way = self.fastest.way
+        for reserve in (1, 2, 4) if way.is_whole else ():
+            kept = sweep(way.problem, self._left(way, reserve), furthest_next_use)
+            yield self._try(way, kept, "belady", reserve)
+        if self.machine.one_processor:  # the same cores forward, backward and updates wait for
+            return
+        made = self.fastest
+        most, log = self._log_nbytes(made.program), 0
+        group = max((log_nbytes(self.trace, moment.chunk.group) for moment in self._updates), default=0)
+        while log < most:
+            name = f"{made.candidate.plan.name}, {format_nbytes(log)} of shadow buffers"
+            yield self._timed(made.way, made.program, name, limit_nbytes=log)
+            log = max(group, 2 * log)
 
     def _placed(self, where: Placement) -> _Placed | None:
         """Return what there is to decide for a placement; None if a moment of it does not fit DEVICE."""
@@ -303,15 +351,25 @@ class Candidates:
             if self.least_host_nbytes is None or program.below_peak_nbytes < self.least_host_nbytes:
                 self.least_host_nbytes = program.below_peak_nbytes
             return work // 2, None
-        log = min(machine.shadow_nbytes, machine.host_nbytes - program.below_peak_nbytes)
-        actions = advance_updates(self.trace, program.actions, limit_nbytes=log)
+        return self._timed(way, program, name, limit_nbytes=self._log_nbytes(program))
+
+    def _log_nbytes(self, program: Program) -> int:
+        """Return the bytes that the shadow buffers may take."""
+        return min(self.machine.shadow_nbytes, self.machine.host_nbytes - program.below_peak_nbytes)
+
+    def _timed(self, way: _Placed, program: Program, name: str, *, limit_nbytes: int) -> tuple[int, Candidate]:
+        """Return the work done, and the faster of two ways to begin updates early, with so much for shadow buffers."""
+        work, machine = _MOMENT_WORK * len(self.trace.moments), self.machine
+        actions = advance_updates(self.trace, program.actions, limit_nbytes=limit_nbytes)
         candidate = self._candidate(program, actions, way.placement, name)
         if not machine.one_processor:  # else it is the same cores that forward, backward and updates wait for
-            in_time = advance_updates(self.trace, program.actions, limit_nbytes=log, in_time_on=machine)
+            in_time = advance_updates(self.trace, program.actions, limit_nbytes=limit_nbytes, in_time_on=machine)
             if in_time != actions:
                 work *= 2
                 other = self._candidate(program, in_time, way.placement, f"{name}, updates in time")
                 candidate = min(candidate, other, key=lambda tried: tried.timeline.step_s)
+        if self.fastest is None or candidate.step_s < self.fastest.candidate.step_s:
+            self.fastest = _Made(candidate, way, program)
         return work, candidate
 
     def _make_with_disk(self, way: _Placed, program: Program, name: str) -> tuple[int, Candidate | None]:
