@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.metadata
+import mmap
 import os
 import platform
 import warnings
@@ -32,6 +34,8 @@ is no error.
   chunkmem info --disk /mnt/nvme
   chunkmem info --json | jq .speeds.h2d_Bps"""
 
+_PINNED_NBYTES = 1 << 20
+"""Of a piece that is pinned to see whether that is possible."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 _PACKAGES = ("torch", "numpy", "ninja", "matplotlib", "transformers")
 
@@ -138,7 +142,20 @@ def _accelerator() -> dict[str, Any]:
         "nbytes": compute.capacity_nbytes(),
         "expandable_segments": compute.has_expandable_segments(),
         "far_cores": advice_for(compute),
+        "pins": _pins(compute) if compute.is_cuda else None,
     }
+
+
+def _pins(compute: ComputeDevice) -> bool:
+    """Tell whether the driver pins memory of the host."""
+    region = mmap.mmap(-1, _PINNED_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the answer says it
+        is_pinned = compute.pin(region, address)
+    if is_pinned:
+        compute.unpin(address)
+    return is_pinned
 
 
 def _ram() -> dict[str, int]:
@@ -217,6 +234,7 @@ def _text(data: Mapping[str, Any]) -> str:
         ("accelerator", _accelerator_text(data["accelerator"])),
         *_allocator_row(data["accelerator"]),
         *_numa_row(data["accelerator"]),
+        *_pinned_row(data["accelerator"]),
         ("RAM", _ram_text(data["ram"])),
         ("back end", "?" if data["storage"] is None else _BACKENDS[data["storage"]["name"]]),
     ]
@@ -261,6 +279,13 @@ def _allocator_row(accelerator: Mapping[str, Any] | None) -> Sequence[tuple[str,
 def _numa_row(accelerator: Mapping[str, Any] | None) -> Sequence[tuple[str, str]]:
     advice = None if accelerator is None else accelerator["far_cores"]
     return () if advice is None else [("sockets", advice)]
+
+
+def _pinned_row(accelerator: Mapping[str, Any] | None) -> Sequence[tuple[str, str]]:
+    if accelerator is None or accelerator["pins"] is None:
+        return ()
+    refused = "refused; copies will be slower. Raise the locked-memory limit (ulimit -l)"
+    return [("pinned memory", "granted; manager.memory() says how much" if accelerator["pins"] else refused)]
 
 
 def _ram_text(ram: Mapping[str, int] | None) -> str:

@@ -23,6 +23,7 @@ import torch
 
 import chunkmem
 from chunkmem.cli.main import main
+from chunkmem.runtime import device
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.kept import NativeReclaimable
 from chunkmem.runtime.lanes import ThreadLanes
@@ -301,3 +302,37 @@ def test_info_names_the_allocator_setting_that_is_missing(
     said = capsys.readouterr().out
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in said
     assert "cores of the other socket" in said
+
+
+@pytest.mark.parametrize(("status", "says"), [(0, "granted"), (2, "refused; copies will be slower")])
+def test_info_says_whether_the_driver_pins(
+    status: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = Card(is_expandable=True)
+    card.is_cuda = True
+    pinned: list[int] = []
+    monkeypatch.setattr(ComputeDevice, "default", lambda index=None: card)
+    monkeypatch.setattr(Card, "pin", ComputeDevice.pin)
+    monkeypatch.setattr(Card, "unpin", lambda self, address: pinned.remove(address))
+    monkeypatch.setattr(ComputeDevice, "pci_address", lambda self: None)
+    monkeypatch.setattr(device, "_clear_cuda_error", lambda of: None)
+    monkeypatch.setattr(device, "_cuda_register", lambda address, nbytes: status or pinned.append(address) or 0)
+    assert main(["info"]) == 0
+    assert f"pinned memory   {says}" in capsys.readouterr().out
+    assert pinned == []
+
+
+def test_measured_times_and_readers_share_a_stream_each() -> None:
+    """torch has 32 streams, and gives the first out again after the last, which would be that of a lane's copies."""
+    made: list[str] = []
+
+    class Made(Card):
+        def stream(self) -> Any:
+            made.append("stream")
+            return SimpleNamespace()
+
+    card = Made(is_expandable=True)
+    for _ in range(3):
+        assert card._stream_of_timed is card._stream_of_timed
+        assert card._stream_of_readers is card._stream_of_readers
+    assert len(made) == 2
