@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Set
 
 import torch
@@ -125,7 +126,7 @@ def _check_unshared(found: Iterable[tuple[str, torch.Tensor]], *, packed: Set[in
         by_storage.setdefault(storage_id(tensor) or 0, []).append((name, tensor))
     for memory, sharers in by_storage.items():
         mine = [name for name, tensor in sharers if id(tensor) in packed]
-        if mine and torch._C._storage_Use_Count(memory) > len(sharers) + _OF_PYTHON:
+        if mine and _is_used_by_more(memory, than=len(sharers)):
             kind = next(type(tensor) for name, tensor in sharers if name == mine[0])
             if kind is not nn.Parameter:
                 raise LayoutError(
@@ -138,6 +139,14 @@ def _check_unshared(found: Iterable[tuple[str, torch.Tensor]], *, packed: Set[in
                 "is alive), which would keep the values from before packing; delete it, or make it a clone(), before "
                 "manager.wrap() or the end of manager.init()"
             )
+
+
+def _is_used_by_more(memory: int, *, than: int) -> bool:
+    """Tell whether more tensors have a storage; those in reference cycles that nobody has any more do not count."""
+    if torch._C._storage_Use_Count(memory) <= than + _OF_PYTHON:
+        return False
+    gc.collect()
+    return torch._C._storage_Use_Count(memory) > than + _OF_PYTHON
 
 
 def _end(tensor: torch.Tensor) -> int:

@@ -151,6 +151,23 @@ def view_taken_before_wrapping(user: User) -> None:
     user.record(user.model.head.weight)
 
 
+class Cycle:
+    """Has itself, and so lives until Python looks for such."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.own, self.tensor = self, tensor
+
+
+@script(model=None)
+def garbage_that_shares_a_weight(user: User) -> None:
+    """As a hook of `weight_norm` may leave behind: nobody can read it any more."""
+    torch.manual_seed(1)
+    model = Net()
+    Cycle(model.head.weight.data)
+    user.wrap(model)
+    user.train(0, 1)
+
+
 @script(expect=EQUAL_IF_ROOM)
 def plain_module_over_the_same_memory(user: User) -> None:
     """`nn.Parameter(p.data)`: a second parameter in the memory of the first."""
