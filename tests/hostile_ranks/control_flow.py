@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.hostile.models import Net, Tower
-from tests.hostile_ranks.harness import ALIKE, DIVERGED, PARTED, Either, User, script
+from tests.hostile_ranks.harness import ALIKE, DIVERGED, EQUAL_BUT_FOR_ORDER, PARTED, Either, User, script
 from tests.hostile_ranks.models import Routed, RoutedInside, Skipping, UsedBySome
 
 
@@ -39,6 +39,25 @@ def units_of_which_one_rank_reads_nothing(user: User) -> None:
         for index, layer in enumerate(user.model.layers):
             layer.is_used = (step >> index & 1) == 0 or user.rank == index % 2
         user.step(step)
+
+
+def _first_units_unread(user: User, *, needs_gradient: bool) -> None:
+    for step in range(4):
+        for layer in user.model.layers[:2]:
+            layer.is_used = user.rank == 0
+        user.backward(user.model(user.batch(step).requires_grad_(needs_gradient)).square().mean())
+        user.update()
+
+
+@script(model=lambda: UsedBySome(has_stem=False), expect=EQUAL_BUT_FOR_ORDER)
+def first_units_of_which_one_rank_reads_nothing(user: User) -> None:
+    """Backward comes to them by what they return, which needs a gradient if what they are given does."""
+    _first_units_unread(user, needs_gradient=True)
+
+
+@script(model=lambda: UsedBySome(has_stem=False), expect=DIVERGED)
+def first_units_that_no_gradient_comes_back_to(user: User) -> None:
+    _first_units_unread(user, needs_gradient=False)
 
 
 @script(model=None)

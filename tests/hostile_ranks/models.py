@@ -60,9 +60,9 @@ class PastExperts(Layer):
 
 
 class UsedBySome(RoutedInside):
-    def __init__(self) -> None:
+    def __init__(self, *, has_stem: bool = True) -> None:
         super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.stem = nn.Linear(WIDTH, WIDTH) if has_stem else nn.Identity()
         self.layers = nn.ModuleList(PastExperts() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
