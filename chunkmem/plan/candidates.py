@@ -11,7 +11,7 @@ from itertools import product
 from math import inf
 
 from chunkmem.errors import CapacityError, PlanError, TraceError
-from chunkmem.plan.ahead import advance_updates, log_nbytes
+from chunkmem.plan.ahead import advance_updates
 from chunkmem.plan.candidate import Candidate, PlanOptions
 from chunkmem.plan.choose import furthest_next_use, least_recently_used, sweep
 from chunkmem.plan.disk import least_host_nbytes, offload_to_disk, too_small
@@ -261,12 +261,10 @@ class Candidates:
         if self.machine.one_processor:  # the same cores forward, backward and updates wait for
             return
         made = self.fastest
-        most, log = self._log_nbytes(made.program), 0
-        group = max((log_nbytes(self.trace, moment.chunk.group) for moment in self._updates), default=0)
-        while log < most:
+        most_nbytes = self._log_nbytes(made.program)
+        for log in sorted({0, *(most_nbytes // part for part in (8, 4, 2))} - {most_nbytes}):
             name = f"{made.candidate.plan.name}, {format_nbytes(log)} of shadow buffers"
             yield self._timed(made.way, made.program, name, limit_nbytes=log)
-            log = max(group, 2 * log)
 
     def _placed(self, where: Placement) -> _Placed | None:
         """Return what there is to decide for a placement; None if a moment of it does not fit DEVICE."""
