@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from chunkmem.checkpoints.odd_files import path_in, said
 from chunkmem.errors import CheckpointError
 
-TRUST = "if you trust whoever wrote it, pass trust=True (chunkmem convert: --trust)"
+TRUST = "if you trust its author, pass trust=True (chunkmem convert: --trust)"
 _MAX_DEPTH = 64
 """Of what a checkpoint nests."""
 _MAX_NUMBER = (1 << 63) - 1

@@ -111,7 +111,7 @@ def tensors_of(path: Path) -> dict[str, LazyTensor]:
         end = last
     begin = 8 + length
     if begin + end != file_nbytes:
-        what = f"has {file_nbytes} bytes instead of {begin + end}: it goes on, or ends too early"
+        what = f"has {file_nbytes} bytes instead of {begin + end}: it is longer than its header says, or cut off"
         raise CheckpointError(f"{path} {what}; copy it again")
     values = {name: StoredValues(path, begin + first, shape, dtype) for name, shape, dtype, first, _ in rows}
     return {name: LazyTensor.of(StoredTensor(name, each), each.shape, each.dtype) for name, each in values.items()}
