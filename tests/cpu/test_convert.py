@@ -102,7 +102,7 @@ def test_what_cannot_be_converted(saved: Path, tmp_path: Path, capsys: pytest.Ca
         "empty has neither .metadata nor *.safetensors": ("empty", "x.pt"),
         "text.txt is no file of torch.save() that can be read safely": ("text.txt", "x.pt"),
         "odd.safetensors is no safetensors file: its header would have": ("odd.safetensors", "x.pt"),
-        "or ends too early": ("cut.safetensors", "x.pt"),
+        "or cut off": ("cut.safetensors", "x.pt"),
         "list.pt has a list, not a dict": ("list.pt", "x", "--to", "dcp"),
         "x: say in which format, --to dcp or --to safetensors": ("saved", "x"),
         "text.txt is there, and is no checkpoint": ("saved", "text.txt", "--to", "dcp"),

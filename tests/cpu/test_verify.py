@@ -95,7 +95,7 @@ def test_safetensors_that_are_cut(saved: Path, tmp_path: Path, capsys: pytest.Ca
     convert(saved, tmp_path / "hf", Format.SAFETENSORS, max_shard_nbytes=64 << 10)
     first, second, *_ = sorted((tmp_path / "hf").glob("*.safetensors"))
     os.truncate(first, first.stat().st_size - 1)
-    assert "ends too early" in asked(tmp_path / "hf", capsys, 1)["problems"][0]
+    assert "cut off" in asked(tmp_path / "hf", capsys, 1)["problems"][0]
     first.unlink()
     assert f"{first.name} is not there" in asked(tmp_path / "hf", capsys, 1)["problems"][0]
     assert asked(second, capsys, 0)["format"] == "safetensors"
