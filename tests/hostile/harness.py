@@ -85,6 +85,8 @@ RUNS_TWICE = frozenset(
     }
 )
 """Scripts that see whether a forward runs again, as they do with torch's checkpoint."""
+REFUSED_IN_CHUNKS = frozenset({"one_module_moved_out", "swapped_with_another_tensor"})
+"""Scripts that do what is refused of a parameter in a chunk, to one that is in none if its layer is excluded."""
 AXES = {
     "disk": Axis(host_share=0.5),
     **{policy: Axis({"activations": {"policy": policy}}) for policy in ("keep", "offload")},
@@ -92,7 +94,7 @@ AXES = {
     "in backward": Axis(options={"in_backward": True}, refusals=ALONE),
     "any class": Axis(any_class=True, refusals=WHOLE),
     "8-bit states": Axis({"optimizer": {"params": {"states": "8bit"}}}, own_bits=True, refusals=WHOLE),
-    "excluded": Axis(excludes=True, not_for=frozenset({"one_module_moved_out"})),
+    "excluded": Axis(excludes=True, not_for=REFUSED_IN_CHUNKS),
 }
 
 
