@@ -207,6 +207,8 @@ class _Way:
 
     def _bring(self, chunk: ChunkId, tier: Tier) -> bool:
         """Copy from the nearest tier that has the newest version, one link of the chain; a further one comes next."""
+        if self.now.on(chunk, tier) == NEWEST:  # on the way to a tier beyond, it has been brought
+            return False
         here = PLACE[tier]
         source = min((t for t in TIERS if self.now.on(chunk, t) == NEWEST), key=lambda t: abs(PLACE[t] - here))
         towards = 1 if PLACE[source] < here else -1

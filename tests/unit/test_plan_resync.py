@@ -121,3 +121,21 @@ def drawn(rng: random.Random, chunks: list[ChunkId], caps: Mapping[Tier, int]) -
                 found[chunk, tier] = True
                 left[tier] -= 1
     return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_chunk_gets_to_all_tiers_that_are_to_have_it_and_leaves_the_others(seed: int) -> None:
+    """Also to two tiers at once: passing HOST on the way to DISK, it is brought there."""
+    draw = random.Random(seed)
+    disk = Tier.DISK
+    chunks = [param(n) for n in range(6)] + [grad(n) for n in range(6)]
+    now: Replicas = {}
+    wanted: Replicas = {}
+    for chunk in chunks:
+        now |= {(chunk, tier): True for tier in draw.choice([(DEVICE,), (HOST,), (disk,), (HOST, disk)])}
+        places = draw.choice([(DEVICE,), (HOST,), (disk,), (HOST, disk), (DEVICE, HOST), (DEVICE, HOST, disk)])
+        wanted |= {(chunk, tier): True for tier in places}
+    sizes = dict.fromkeys(chunks, 10)
+    spare = draw.choice((10, 40))
+    caps = {tier: max(used(now, sizes, tier), used(wanted, sizes, tier)) + spare for tier in (DEVICE, HOST, disk)}
+    assert ends_at(now, wanted, sizes=sizes, caps=caps) == wanted
