@@ -303,10 +303,13 @@ def _name_of(function: object) -> str:
 
 
 def _packed(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Put slots for tensors, also in tuples, and the tensors into a list."""
+    """Put slots for tensors, also in tuples, and the tensors into a list: each once, as a call may ask whether two
+    arguments are one, like `nn.MultiheadAttention`."""
     if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _Slot(len(tensors) - 1)
+        index = next((at for at, known in enumerate(tensors) if known is value), len(tensors))
+        if index == len(tensors):
+            tensors.append(value)
+        return _Slot(index)
     return _mapped(value, partial(_packed, tensors=tensors)) if isinstance(value, tuple) else value
 
 

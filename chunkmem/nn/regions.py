@@ -155,6 +155,8 @@ class RegionActivations(OwnHooks):
             return False  # as in transforms of torch.func
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return False  # the user's own decide what is saved
+        if any(isinstance(value, Iterator) for value in (*args, *kwargs.values())):
+            return False  # the call uses it up, and could not be made again
         number = len(self.records) if number is None else number
         record = CallRecord(name, policy, number, policy == "recompute", [start])
         if record.is_auto:

@@ -82,11 +82,11 @@ RUNS_TWICE = frozenset(
         "forward_hooks_that_read_weights",
         "keyboard_interrupt_in_forward",
         "bf16_weight_written_inside_of_forward",
+        "weight_written_inside_of_forward",
+        "saved_weight_modified_before_backward",
     }
 )
 """Scripts that see whether a forward runs again, as they do with torch's checkpoint."""
-REFUSED_IN_CHUNKS = frozenset({"one_module_moved_out", "swapped_with_another_tensor"})
-"""Scripts that do what is refused of a parameter in a chunk, to one that is in none if its layer is excluded."""
 AXES = {
     "disk": Axis(host_share=0.5),
     **{policy: Axis({"activations": {"policy": policy}}) for policy in ("keep", "offload")},
@@ -94,7 +94,7 @@ AXES = {
     "in backward": Axis(options={"in_backward": True}, refusals=ALONE),
     "any class": Axis(any_class=True, refusals=WHOLE),
     "8-bit states": Axis({"optimizer": {"params": {"states": "8bit"}}}, own_bits=True, refusals=WHOLE),
-    "excluded": Axis(excludes=True, not_for=REFUSED_IN_CHUNKS),
+    "excluded": Axis(excludes=True),
 }
 
 
