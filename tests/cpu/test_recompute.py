@@ -514,3 +514,22 @@ def test_what_cannot_be_run_twice_alike_is_refused() -> None:
     lazy(x)
     chunkmem.checkpoint(lazy, x).sum().backward()
     assert int(lazy[1].num_batches_tracked) == 2
+
+
+def test_arguments_that_are_one_tensor_are_one_again() -> None:
+    """`nn.MultiheadAttention` projects query, key and value together if they are."""
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    same: list[bool] = []
+
+    def call(first: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor], *, last: torch.Tensor) -> torch.Tensor:
+        same.append(first is pair[0] and first is last and first is not pair[1])
+        mean: torch.Tensor = attention(first, pair[0], last, need_weights=False)[0].mean() + pair[1].mean()
+        return mean
+
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    chunkmem.checkpoint(call, x, (x, x.detach()), last=x, use_reentrant=False).backward()
+    recomputed = x.grad
+    x.grad = None
+    call(x, (x, x.detach()), last=x).backward()
+    assert torch.equal(recomputed, x.grad)
+    assert same == [True] * 2  # the second run leaves no trace

@@ -83,6 +83,7 @@ RUNS_TWICE = frozenset(
         "keyboard_interrupt_in_forward",
         "bf16_weight_written_inside_of_forward",
         "weight_written_inside_of_forward",
+        "curvature_from_hooks",
         "saved_weight_modified_before_backward",
     }
 )
