@@ -10,14 +10,17 @@ memory. Until then the ledger counts it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from chunkmem.runtime.device import ComputeDevice
+from chunkmem.runtime.events import Event
 from chunkmem.runtime.native import load_library
+from chunkmem.runtime.streams import cuda_handle
 
 _CALLBACKS = "_ZN3c1031FreeCudaMemoryCallbacksRegistryB5cxx11Ev"
 """`c10::FreeCudaMemoryCallbacksRegistry()`."""
@@ -26,8 +29,8 @@ _CALLBACKS = "_ZN3c1031FreeCudaMemoryCallbacksRegistryB5cxx11Ev"
 class Reclaimable(Protocol):
     """Memory that may be taken from its owner between `offer` and `take`."""
 
-    def offer(self, memory: torch.Tensor, events: Sequence[int], stream: torch.Stream) -> None:
-        """Let the allocator take the memory, after `events`, which are handles of the device's, on `stream`."""
+    def offer(self, memory: torch.Tensor, events: Sequence[Event], stream: torch.Stream) -> None:
+        """Let the allocator take the memory, after `events`, on `stream`; not if one of them is of no stream."""
         ...
 
     def take(self, memory: torch.Tensor) -> bool:
@@ -46,13 +49,22 @@ class NativeReclaimable:
         self._take.restype = ctypes.c_int
         self._register.argtypes = [ctypes.c_void_p]
         self._register.restype = None
+        self._offered: dict[int, tuple[torch.Tensor, Sequence[Event]]] = {}
+        """What is written down in C++, which has handles of the events alone: these live until it is crossed out."""
+        weakref.finalize(self, _withdraw, self._take, self._offered)
 
-    def offer(self, memory: torch.Tensor, events: Sequence[int], stream: torch.Stream) -> None:
-        handles = (ctypes.c_void_p * len(events))(*events)
-        self._keep(memory.untyped_storage()._cdata, handles, len(events), stream.stream_id)
+    def offer(self, memory: torch.Tensor, events: Sequence[Event], stream: torch.Stream) -> None:
+        handles = [cuda_handle(event) for event in events]
+        if None not in handles:
+            key = memory.untyped_storage()._cdata
+            self._offered[key] = memory, events
+            self._keep(key, (ctypes.c_void_p * len(handles))(*handles), len(handles), stream.stream_id)
 
     def take(self, memory: torch.Tensor) -> bool:
-        return bool(self._take(memory.untyped_storage()._cdata))
+        key = memory.untyped_storage()._cdata
+        is_there = bool(self._take(key))
+        self._offered.pop(key, None)
+        return is_there
 
     def register(self) -> None:
         """Have torch's allocator of CUDA ask. The second time, do nothing.
@@ -62,6 +74,13 @@ class NativeReclaimable:
         """
         cuda = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so"))
         self._register(ctypes.cast(cuda[_CALLBACKS], ctypes.c_void_p))
+
+
+def _withdraw(take: Callable[[int], int], offered: dict[int, tuple[torch.Tensor, Sequence[Event]]]) -> None:
+    """Cross out what a pool has offered that is gone without having been closed."""
+    for key in offered:
+        take(key)
+    offered.clear()
 
 
 def reclaimable_on(compute: ComputeDevice) -> Reclaimable | None:

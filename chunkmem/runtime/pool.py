@@ -23,7 +23,6 @@ from chunkmem.runtime.device import ComputeDevice, prefer_large_pages, runtime_m
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.kept import Reclaimable
 from chunkmem.runtime.ledger import CACHE, Ledger
-from chunkmem.runtime.streams import cuda_handle
 
 T = TypeVar("T")
 _MAPPED_NBYTES = 128 << 10
@@ -249,12 +248,12 @@ class DevicePool:
             self.ledger.release(CACHE, slab.nbytes)
 
     def _offer(self, slab: Slab) -> None:
-        """Let torch's allocator have a kept slab, if all that may use it yet is on streams of the device."""
+        """Let torch's allocator have a kept slab, if the program computes on one stream."""
         if self.reclaimable is None:
             return
-        streams, handles = self._compute.computing_streams(), [cuda_handle(event) for event in slab.uses]
-        if len(streams) == 1 and None not in handles:
-            self.reclaimable.offer(slab.bytes, [handle for handle in handles if handle is not None], streams[0])
+        streams = self._compute.computing_streams()
+        if len(streams) == 1:
+            self.reclaimable.offer(slab.bytes, slab.uses, streams[0])
 
     def _has_memory(self, slab: Slab) -> bool:
         """Have a kept slab back from torch's allocator, unless it has its memory."""

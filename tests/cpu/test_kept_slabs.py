@@ -25,6 +25,7 @@ import chunkmem
 from chunkmem.cli.main import main
 from chunkmem.runtime import device
 from chunkmem.runtime.device import ComputeDevice
+from chunkmem.runtime.events import Event
 from chunkmem.runtime.kept import NativeReclaimable
 from chunkmem.runtime.lanes import ThreadLanes
 from chunkmem.runtime.native import load_library
@@ -187,7 +188,7 @@ class Asking(NativeReclaimable):
         self._draw = random.Random(0)
         self.num_asked, self.taken_nbytes = 0, 0
 
-    def offer(self, memory: torch.Tensor, events: Sequence[int], stream: torch.Stream) -> None:
+    def offer(self, memory: torch.Tensor, events: Sequence[Event], stream: torch.Stream) -> None:
         super().offer(memory, events, SimpleNamespace(stream_id=0))  # type: ignore[arg-type]
 
     def ask(self, *, chance: float = 0.3) -> None:
@@ -229,6 +230,18 @@ def test_memory_outlives_whoever_has_offered_it(library: ctypes.CDLL) -> None:
     gc.collect()
     asking.ask(chance=1)
     assert asking.taken_nbytes == 1 << 20
+
+
+def test_a_pool_that_is_gone_has_nothing_on_offer(library: ctypes.CDLL) -> None:
+    """Its events would be gone, too, which the allocator waits for in their order."""
+    asking, other = Asking(library), Asking(library)
+    memory, stream = torch.ones(1 << 20, dtype=torch.uint8), None
+    asking.offer(memory, [], stream)  # type: ignore[arg-type]
+    del asking
+    gc.collect()
+    other.ask(chance=1)
+    assert other.taken_nbytes == 0
+    assert memory.untyped_storage().nbytes() == 1 << 20
 
 
 def test_what_the_allocator_takes_changes_no_bit(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
