@@ -13,7 +13,7 @@ from math import inf
 from chunkmem.errors import CapacityError, PlanError, TraceError
 from chunkmem.plan.ahead import advance_updates
 from chunkmem.plan.candidate import Candidate, PlanOptions
-from chunkmem.plan.choose import furthest_next_use, least_recently_used, sweep
+from chunkmem.plan.choose import furthest_next_use, sweep
 from chunkmem.plan.disk import least_host_nbytes, offload_to_disk, too_small
 from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
 from chunkmem.plan.intervals import find_stays, free_room, keep_slabs, linger, prefetch
@@ -21,7 +21,6 @@ from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Lane, Plan
 from chunkmem.plan.placement import FullPlacements, Placement, has_idle_states, placements
 from chunkmem.plan.program import Program, emit
-from chunkmem.plan.search import least_traffic
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.waits import add_waits
 from chunkmem.sizes import format_nbytes
@@ -37,17 +36,11 @@ _LEAD = 2.0
 """Copies are issued this many times earlier than they would have to be, against jitter."""
 _LARGE = 2000
 """Moments from which on fewer candidates are tried, so that planning stays a matter of seconds."""
-_SEARCH_WORK = 1_000_000
-"""Of one search for the least traffic; a plan takes up to 15 of them."""
 _DISK_RESERVES = (0, 3, 6, 12)
 _FEW_DISK_RESERVES = (0, 3)
 """Slabs of HOST that are set aside for what passes between DEVICE and DISK; of a large step, the few."""
 _MOMENT_WORK = 40
 """Of making and simulating a candidate, for each of its moments."""
-
-Searched = dict[tuple[tuple[tuple[int, Tier], ...], frozenset[int], int], frozenset[int]]
-"""Gaps to keep that move least, by where groups are updated, the gaps that are kept anyway, and how much room is set
-aside; durations do not matter."""
 
 
 def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Iterator[Candidate]:
@@ -56,7 +49,7 @@ def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Itera
     Raises:
         CapacityError, PlanError: none does; see `Planner.improve`.
     """
-    for _, candidate in Candidates(trace, machine, options, {}).pieces():
+    for _, candidate in Candidates(trace, machine, options).pieces():
         if candidate is not None:
             yield candidate
 
@@ -117,7 +110,6 @@ class Candidates:
         trace: Trace,
         machine: Machine,
         options: PlanOptions,
-        known: Searched,
         *,
         is_quick: bool = False,
         placement: Placement | None = None,
@@ -128,7 +120,6 @@ class Candidates:
             trace: of the step.
             machine: caps and speeds to plan for.
             options: of a user's configuration.
-            known: what was searched for before.
             is_quick: make one candidate for each placement, to compare traces rather than to follow the plan.
             placement: make candidates for this one only; None: for all.
         """
@@ -137,7 +128,6 @@ class Candidates:
         self.machine = machine
         self.options = options
         self.only = placement
-        self.known = known
         self.is_small = len(trace.moments) <= _LARGE and not is_quick
         self.brief_reserves = (0,) if is_quick else (0, 2)
         self.has_extremes = self.is_small
@@ -216,19 +206,14 @@ class Candidates:
                 if (way := self._placed(where)) is not None:
                     yield next(self._by_rule(way, is_brief=True))
             self.has_extremes = True
-        ways: list[_Placed] = []
         if full is not None:
-            yield from self._by_residents(full, ways)
+            yield from self._by_residents(full)
         for where in others:
             if (way := self._placed(where)) is not None:
                 yield from self._by_rule(way, is_brief=not self.is_small)
-                if way not in ways:
-                    ways.append(way)
-        for way in ways if self.is_small else ():
-            yield from self._by_search(way)
 
-    def _by_residents(self, full: FullPlacements, ways: list[_Placed]) -> Iterator[tuple[int, Candidate | None]]:
-        """Try full placements, a few candidates of each, and all of the fastest one, which `ways` gets."""
+    def _by_residents(self, full: FullPlacements) -> Iterator[tuple[int, Candidate | None]]:
+        """Try full placements, a few candidates of each, and all of the fastest one."""
         tried: dict[int, _Placed] = {}
         step_s: dict[int, float] = {}
         while (count := full.next_count(step_s)) is not None:
@@ -237,8 +222,7 @@ class Candidates:
                 yield from self._by_rule(way, is_brief=True)
                 tried[count], step_s[count] = way, way.step_s
         if tried and self.is_small:
-            ways.append(min(tried.values(), key=lambda way: way.step_s))
-            yield from self._by_rule(ways[0], is_brief=False)
+            yield from self._by_rule(min(tried.values(), key=lambda way: way.step_s), is_brief=False)
 
     def _with_least_on_host(self, full: FullPlacements) -> Iterator[tuple[int, Candidate | None]]:
         for count in full.close_to_most():
@@ -289,31 +273,10 @@ class Candidates:
         for reserve in self.brief_reserves if is_brief else (0, 1, 2, 3, 4):
             if way.quiet is not None and reserve > way.quiet:
                 return
-            left = self._left(way, reserve)
-            rules = (("belady", furthest_next_use), ("lru", least_recently_used))
-            for name, order in rules[:1] if is_brief else rules:
-                kept = sweep(way.problem, left, order)
-                yield self._try(way, kept, name, reserve)
+            yield self._try(way, sweep(way.problem, self._left(way, reserve), furthest_next_use), "belady", reserve)
             if everything in way.tried:
                 way.is_whole = True
                 return
-
-    def _by_search(self, way: _Placed) -> Iterator[tuple[int, Candidate | None]]:
-        for reserve in () if way.is_whole else (0, 1, 2, 3, 4):
-            if way.quiet is not None and reserve > way.quiet:
-                return
-            width = _width(way.problem) if reserve == 0 else _width(way.problem) // 8 + 1
-            key = tuple(sorted(way.problem.update_tiers.items())), way.problem.always_kept, reserve
-            if key not in self.known:
-                search = least_traffic(way.problem, self._left(way, reserve), width=width, max_work=_SEARCH_WORK)
-                while True:
-                    try:
-                        work = next(search)
-                    except StopIteration as end:
-                        self.known[key] = end.value
-                        break
-                    yield work, None
-            yield self._try(way, self.known[key], "least-traffic", reserve)
 
     def _left(self, way: _Placed, reserve: int) -> list[int]:
         """Return the room without `reserve` chunks' worth of it, which is for prefetching."""
@@ -356,19 +319,12 @@ class Candidates:
         return min(self.machine.shadow_nbytes, self.machine.host_nbytes - program.below_peak_nbytes)
 
     def _timed(self, way: _Placed, program: Program, name: str, *, limit_nbytes: int) -> tuple[int, Candidate]:
-        """Return the work done, and the faster of two ways to begin updates early, with so much for shadow buffers."""
-        work, machine = _MOMENT_WORK * len(self.trace.moments), self.machine
+        """Return the work done, and the candidate that begins updates early with so much for shadow buffers."""
         actions = advance_updates(self.trace, program.actions, limit_nbytes=limit_nbytes)
         candidate = self._candidate(program, actions, way.placement, name)
-        if not machine.one_processor:  # else it is the same cores that forward, backward and updates wait for
-            in_time = advance_updates(self.trace, program.actions, limit_nbytes=limit_nbytes, in_time_on=machine)
-            if in_time != actions:
-                work *= 2
-                other = self._candidate(program, in_time, way.placement, f"{name}, updates in time")
-                candidate = min(candidate, other, key=lambda tried: tried.timeline.step_s)
         if self.fastest is None or candidate.step_s < self.fastest.candidate.step_s:
             self.fastest = _Made(candidate, way, program)
-        return work, candidate
+        return _MOMENT_WORK * len(self.trace.moments), candidate
 
     def _make_with_disk(self, way: _Placed, program: Program, name: str) -> tuple[int, Candidate | None]:
         """Return the work done, and the fastest candidate that has what HOST has no room for on DISK."""
@@ -425,12 +381,6 @@ def _repeating(trace: Trace) -> Trace:
                 "uses up: the next step will be another one, so record that"
             )
     return loop
-
-
-def _width(problem: Problem) -> int:
-    """States to follow side by side: all of a small problem, few of a large one, where each also costs more."""
-    work = len(problem.trace.moments) * max(1, sum(1 for chain in problem.uses if chain))
-    return max(4, min(2000, 10**11 // max(1, work * work)))
 
 
 def _program(

@@ -1,8 +1,8 @@
 """Make a plan from a trace: try candidates, keep the one that simulates fastest. Pure and deterministic.
 
 [Note: Work] Planning is counted in units of work, about a microsecond each on the machine this was written on, and not
-by a clock: the same trace, machine and amounts of work give the same plan. Candidates by rule come first, those of the
-search for the least traffic after them, and `Planner.improve` continues where it stopped.
+by a clock: the same trace, machine and amounts of work give the same plan. `Planner.improve` continues where it
+stopped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import inf
 
 from chunkmem.plan.candidate import Candidate, PlanOptions
-from chunkmem.plan.candidates import CLOSE, Candidates, Searched
+from chunkmem.plan.candidates import CLOSE, Candidates
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.simulate import simulate
@@ -27,7 +27,6 @@ class Planner:
         machine: Machine,
         *,
         options: PlanOptions | None = None,
-        known: Searched | None = None,
         before: Candidate | None = None,
     ) -> None:
         """Begin; nothing is planned yet.
@@ -36,13 +35,11 @@ class Planner:
             trace: of the step.
             machine: caps and speeds to plan for.
             options: of a user's configuration.
-            known: what a planner has found for the same step with other durations, see `retimed`.
-            before: the best of that planner.
+            before: the best of a planner for the same step with other durations, see `retimed`.
         """
-        self._known: Searched = {} if known is None else known
         self._machine = machine
         self._options = options or PlanOptions()
-        self._candidates = Candidates(trace, machine, self._options, self._known)
+        self._candidates = Candidates(trace, machine, self._options)
         self._pieces = self._candidates.pieces()
         self._close: list[Candidate] = []
         """Those so far that are as fast as the fastest, in their order."""
@@ -59,12 +56,12 @@ class Planner:
         return self._best().plan if self._close else None
 
     def retimed(self, trace: Trace) -> Planner:
-        """Return a planner for the same step with other durations; what was searched for is not searched for again."""
+        """Return a planner for the same step with other durations, which begins with the best plan of this one."""
         before = None
         if self._close:
             best = self._best()
             before = replace(best, timeline=simulate(best.plan, trace))
-        return Planner(trace, self._machine, options=self._options, known=self._known, before=before)
+        return Planner(trace, self._machine, options=self._options, before=before)
 
     def improve(self, work: int | None = None) -> Plan:
         """Try candidates for about `work` units; None: all of them. As long as there is no plan yet, those that differ

@@ -131,7 +131,7 @@ class RegionJudge:
         try:
             self._require_spare(trace, recomputed)
             is_quick = most is not None
-            made = Candidates(trace, self._machine, self._options, {}, is_quick=is_quick, placement=placement)
+            made = Candidates(trace, self._machine, self._options, is_quick=is_quick, placement=placement)
             for work, candidate in made.pieces():
                 self.work += work
                 yield work

@@ -23,17 +23,16 @@ from functools import cache
 import pytest
 
 from chunkmem.errors import PlanError
+from chunkmem.plan.choose import furthest_next_use, sweep
 from chunkmem.plan.gaps import budgets, find_gaps
 from chunkmem.plan.intervals import find_stays, free_room, prefetch
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
 from chunkmem.plan.program import emit
-from chunkmem.plan.search import least_traffic
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.waits import add_waits
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
-from tests.helpers.pieces import found_by
 from tests.helpers.traces import random_trace
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -93,7 +92,7 @@ def make_subject(rng: random.Random, trace: Trace) -> Plan:
     )
     budget = budgets(trace, machine)
     room = [have - need for have, need in zip(budget, problem.required, strict=True)]
-    stays = find_stays(problem, found_by(least_traffic(problem, room, width=20)))
+    stays = find_stays(problem, sweep(problem, room, furthest_next_use))
     prefetch(problem, stays, free_room(problem, stays, budget), machine, lead=2.0)
     program = emit(problem, stays, home_residents=rng.random() < 0.5)
     actions = add_waits(trace, program.start, program.actions)

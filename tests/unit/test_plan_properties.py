@@ -19,7 +19,7 @@ import pytest
 from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.candidate import Candidate, PlanOptions
 from chunkmem.plan.candidates import candidates
-from chunkmem.plan.choose import furthest_next_use, least_recently_used, sweep, traffic_nbytes
+from chunkmem.plan.choose import furthest_next_use, sweep, traffic_nbytes
 from chunkmem.plan.gaps import Problem, find_gaps
 from chunkmem.plan.intervals import find_stays, free_room, prefetch
 from chunkmem.plan.machine import Machine, host_links
@@ -27,13 +27,11 @@ from chunkmem.plan.model import Alloc, Copy, Free, Plan, Wait
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.program import emit
 from chunkmem.plan.resync import resync
-from chunkmem.plan.search import least_traffic
 from chunkmem.plan.semantics import Residency, residency_before
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.waits import add_waits
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Role, Tier
-from tests.helpers.pieces import found_by
 from tests.helpers.traces import random_trace
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -44,11 +42,11 @@ BLOCK = 20
 """Cases in each block of a test."""
 
 
-def drawn_trace(rng: random.Random) -> Trace:
+def drawn_trace(rng: random.Random, *, uniform: bool | None = None) -> Trace:
     return random_trace(
         rng,
         num_groups=rng.randint(1, 7),
-        uniform=rng.random() < 0.5,
+        uniform=rng.random() < 0.5 if uniform is None else uniform,
         max_held=rng.randint(1, 3),
         micro_batches=rng.randint(1, 2),
         max_non_model_nbytes=rng.choice((0, 500, 3000)),
@@ -265,10 +263,11 @@ def test_no_wait_is_implied_by_others() -> None:
 
 
 def test_more_room_never_moves_more() -> None:
+    """Of chunks of one size, as those of a layout are. Belady's rule does not know sizes."""
     compared = 0
-    for seed in range(30):
+    for seed in range(60):
         rng = random.Random(seed)
-        trace = drawn_trace(rng)
+        trace = drawn_trace(rng, uniform=True)
         machine = drawn_machine(rng, trace)
         smallest, total = smallest_cap(trace, machine), sum(trace.chunk_nbytes.values())
         caps = sorted(smallest + int(share * total) for share in (0, *(rng.random() for _ in range(4)), 2))
@@ -279,10 +278,10 @@ def test_more_room_never_moves_more() -> None:
             moved.append(min(candidate.nbytes for candidate in found))
         assert moved == sorted(moved, reverse=True), f"seed {seed}: {list(zip(caps, moved, strict=True))}"
         compared += moved[0] != moved[-1]
-    assert compared >= 20
+    assert compared >= 40
 
 
-# The least traffic.
+# Traffic.
 
 
 def drawn_problem(rng: random.Random) -> tuple[Problem, list[int]]:
@@ -308,64 +307,13 @@ def drawn_problem(rng: random.Random) -> tuple[Problem, list[int]]:
     return problem, [max(0, cap - need - beside) for need, beside in zip(problem.required, taken, strict=True)]
 
 
-class BruteForce:
-    """Every set of gaps to which none can be added: keeping one more never costs more."""
-
-    def __init__(self, problem: Problem, room: Iterable[int]) -> None:
-        self.problem, self.left = problem, list(room)
-        self.free = problem.free_to_choose
-        self.kept: set[int] = set()
-
-    def least_nbytes(self, index: int = 0, let_go: tuple[int, ...] = ()) -> int:
-        if index == len(self.free):
-            if any(map(self.fits, let_go)):
-                return AMPLE
-            return sum(traffic_nbytes(self.problem, frozenset(self.kept)))
-        at = self.free[index]
-        found = AMPLE
-        if self.fits(at):
-            self.take(at, 1)
-            self.kept.add(at)
-            found = self.least_nbytes(index + 1, let_go)
-            self.kept.remove(at)
-            self.take(at, -1)
-        return min(found, self.least_nbytes(index + 1, (*let_go, at)))
-
-    def moments(self, at: int) -> list[int]:
-        gap = self.problem.gaps[at]
-        return [moment % len(self.left) for moment in range(gap.start, gap.stop)]
-
-    def fits(self, at: int) -> bool:
-        nbytes = self.problem.nbytes[self.problem.gaps[at].chunk]
-        return all(self.left[moment] >= nbytes for moment in self.moments(at))
-
-    def take(self, at: int, times: int) -> None:
-        for moment in self.moments(at):
-            self.left[moment] -= times * self.problem.nbytes[self.problem.gaps[at].chunk]
-
-
-def test_least_traffic_is_what_brute_force_finds() -> None:
-    harder = 0
-    for seed in range(300):
-        problem, room = drawn_problem(random.Random(seed))
-        chosen = found_by(least_traffic(problem, room, width=10**6))
-        chooser = BruteForce(problem, room)
-        for at in chosen:
-            chooser.take(at, 1)
-        assert min(chooser.left, default=0) >= 0, f"seed {seed}: passes the room"
-        least = BruteForce(problem, room).least_nbytes()
-        assert sum(traffic_nbytes(problem, chosen)) == least, f"seed {seed}"
-        harder += sum(traffic_nbytes(problem, sweep(problem, room, furthest_next_use))) > least
-    assert harder >= 30  # where Belady's rule is not enough
-
-
 def test_the_traffic_of_kept_gaps_is_what_the_plan_moves() -> None:
     for seed in range(200):
         rng = random.Random(seed)
         problem, room = drawn_problem(rng)
         trace, budget = problem.trace, [a + b for a, b in zip(room, problem.required, strict=True)]
         machine = Machine(max(budget), AMPLE, links=host_links(h2d_Bps=10 ** rng.uniform(4, 8), d2h_Bps=1e6))
-        kept = sweep(problem, room, rng.choice((furthest_next_use, least_recently_used)))
+        kept = sweep(problem, room, rng.choice((furthest_next_use, lambda *gap: gap)))
         kept = frozenset(at for at in sorted(kept) if rng.random() < 0.8)
         stays = find_stays(problem, kept)
         prefetch(problem, stays, free_room(problem, stays, budget), machine, lead=rng.choice((0.0, 1.0, 4.0)))

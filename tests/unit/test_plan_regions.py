@@ -53,7 +53,7 @@ def faster_s(trace: Trace, on: Machine, *, within_s: float) -> float | None:
         other = with_recomputed(trace, recomputed)
         if sum(m.duration_s for m in other.moments if m.kind is not Kind.UPDATE) < within_s:
             try:
-                pieces = list(Candidates(other, on, PlanOptions(), {}, is_quick=True).pieces())
+                pieces = list(Candidates(other, on, PlanOptions(), is_quick=True).pieces())
             except CapacityError:
                 continue
             found_s = min(tried.timeline.step_s for _, tried in pieces if tried is not None)

@@ -71,24 +71,22 @@ def test_a_call_does_no_more_work_than_asked_for_but_its_last_piece() -> None:
         assert planner.work_done - before < 50_000 + LARGEST_PIECE
 
 
-@pytest.mark.full
-def test_the_search_ends_within_its_bound() -> None:
+def test_planning_ends_within_its_bound() -> None:
     trace, machine = uneven(4, num_groups=35, num_uses=100)
     planner = Planner(trace, machine)
     planner.improve()
     assert planner.is_done
-    assert planner.work_done < 18_000_000
+    assert planner.work_done < 250_000
 
 
 @pytest.mark.parametrize("seed", [0, 2])
-def test_other_durations_are_planned_for_without_another_search(seed: int) -> None:
+def test_other_durations_are_planned_for(seed: int) -> None:
     trace, machine = uneven(seed, num_groups=10, num_uses=24)
     planner = Planner(trace, machine)
     planner.improve()
     shorter = retimed(trace, 0.5)
     again, fresh = planner.retimed(shorter), Planner(shorter, machine)
     assert again.improve() == fresh.improve()
-    assert again.work_done < fresh.work_done
 
 
 def test_a_planner_in_pieces_says_what_does_not_fit() -> None:
