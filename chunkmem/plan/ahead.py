@@ -11,6 +11,7 @@ none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TypeGuard
 
 from chunkmem.plan.machine import Machine
@@ -38,7 +39,7 @@ def updates_ahead(trace: Trace, actions: Sequence[Sequence[Action]]) -> dict[int
 
 
 def advance_updates(
-    trace: Trace, actions: Sequence[Sequence[Action]], *, limit_nbytes: int
+    trace: Trace, actions: Sequence[Sequence[Action]], *, limit_nbytes: int, in_time_on: Machine | None = None
 ) -> tuple[tuple[Action, ...], ...]:
     """Return the program with as many updates on HOST as early as they can be; those that can be first take the log.
 
@@ -46,13 +47,20 @@ def advance_updates(
         trace: what the program is for.
         actions: a list a moment, without waits.
         limit_nbytes: of the shadow buffers.
+        in_time_on: leave those to their moments that this machine would not have done by the first of them. Issued
+            there, they come in the order in which the next forward needs them.
     """
     lists = [list(listed) for listed in actions]
     left_nbytes = limit_nbytes
+    begins = [0.0, *accumulate(moment.duration_s for moment in trace.moments)]
+    last_s = next((s for s, m in zip(begins, trace.moments, strict=False) if m.kind is Kind.UPDATE), 0.0)
+    busy_s = 0.0
     for since, at, update in sorted(_candidates(trace, actions), key=lambda found: found[:2]):
-        nbytes = log_nbytes(trace, update.group)
-        if nbytes <= left_nbytes:
-            left_nbytes -= nbytes
+        nbytes, end_s = log_nbytes(trace, update.group), busy_s
+        if in_time_on is not None:
+            end_s = max(busy_s, begins[since]) + update_s(trace, trace.moments[at], in_time_on)
+        if nbytes <= left_nbytes and end_s <= last_s:
+            left_nbytes, busy_s = left_nbytes - nbytes, end_s
             lists[at].remove(update)
             lists[since].append(update)
     return tuple(map(tuple, lists))
