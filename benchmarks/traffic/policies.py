@@ -68,7 +68,7 @@ def first_in_first_out(trace: Trace, in_use: Sequence[frozenset[ChunkId]]) -> Ra
 def belady(trace: Trace, in_use: Sequence[frozenset[ChunkId]]) -> Rank:
     """Rank by the next moment in use, cyclically. Blind to what leaving costs.
 
-    Source: Belady, IBM Systems StepLog 5(2), 1966.
+    Source: Belady, IBM Systems Journal 5(2), 1966.
     """
     used_at: dict[ChunkId, list[int]] = defaultdict(list)
     for index, chunks in enumerate(in_use):

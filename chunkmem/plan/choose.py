@@ -15,13 +15,8 @@ Order = Callable[[int, int, int], tuple[int, ...]]
 
 
 def furthest_next_use(start: int, stop: int, chunk: int) -> tuple[int, ...]:
-    """Order for `sweep`: the chunk needed last leaves first. Source: Belady, IBM Systems StepLog 5(2), 1966."""
+    """Order for `sweep`: the chunk needed last leaves first. Source: Belady, IBM Systems Journal 5(2), 1966."""
     return (-stop, chunk)
-
-
-def least_recently_used(start: int, stop: int, chunk: int) -> tuple[int, ...]:
-    """Order for `sweep`: the chunk used longest ago leaves first."""
-    return (start, chunk)
 
 
 def sweep(problem: Problem, room: Sequence[int], order: Order) -> frozenset[int]:
