@@ -267,7 +267,7 @@ def test_the_number_that_a_plan_has_is_close_to_the_best_of_all() -> None:
     trace = with_masters(training_trace(16, 1000, duration_s=2e-3, activation_nbytes=50))
     links = host_links(h2d_Bps=1e6, d2h_Bps=1e6)
     machine = Machine(37_500, 127_500, links, 3e6, host_update_Bps=4e6, charges_non_model=True)
-    every = Candidates(trace, machine, PlanOptions(), {})
+    every = Candidates(trace, machine, PlanOptions())
     full = FullPlacements(every.trace, every.budget, host_nbytes=machine.host_nbytes, margin_use_ratio=0.8)
     step_s = {}
     for count in range(full.fewest, full.most + 1):
