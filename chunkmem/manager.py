@@ -297,7 +297,8 @@ class ChunkManager(ModelBuilding, Reporting):
     def freeze(self, modules: Any, *, prefix: int | None = None, keep_states: bool = False) -> FreezeReport:
         """Train some parameters no longer, and give back at once what training them takes: see docs/freezing.md.
 
-        It sets `requires_grad` to False; the next step follows a plan. Over ranks, all call it.
+        It sets `requires_grad` to False; the next step is recorded, and those after it follow a plan.
+        Over ranks, all call it.
 
         Args:
             modules: a module, a parameter, or several.

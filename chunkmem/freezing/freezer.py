@@ -8,8 +8,8 @@
     weights             stay; nothing writes to them, so they are copied up and never down
 
 Chunks go as a whole, when the last of their parameters is frozen. A state of a parameter in a chunk that stays is
-forgotten all the same, and its master weight is rounded: training it again begins with the same numbers. The next step
-follows a plan: that of the last one, without what is gone (`chunkmem.trace.frozen`).
+forgotten all the same, and its master weight is rounded: training it again begins with the same numbers. What the next
+step follows is decided in `chunkmem.freezing.next_step`.
 """
 
 from __future__ import annotations

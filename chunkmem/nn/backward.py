@@ -77,9 +77,6 @@ class BackwardTracker:
         self._nodes = NodePins(
             pager, access, turn, graphs=self._graphs, watch=self.watch, then=lambda: self._settle_left()
         )
-        self.unpredictable: set[ManagedParameter] = set()
-        """Read by calls of recorded steps of which nobody can tell when backward would be done with them if these were
-        frozen: their inputs have no gradients, or have them when backward has left the unit."""
         self._readers: MutableMapping[torch.Tensor, tuple[int, list[Callable[[], None]]]] = WeakIdKeyDictionary()
         """By output of a call, as it was at that version: ends of calls that had it as an input."""
         self._counted: set[int] = set()
@@ -152,7 +149,6 @@ class BackwardTracker:
         )
         call.module = id(frame.module) if frame.module is not None else 0
         call.region = self._regions.current
-        self._note_end(call, frame)
         for tensor in outputs:
             self._make_hook(tensor, partial(self._announce, call))
         self._watch_inputs(call, frame)
@@ -323,34 +319,10 @@ class BackwardTracker:
 
         for index, (tensor, version) in enumerate(frame.inputs):
             # What has made it is announced by the same gradient, and comes after this call.
-            if not self._ends_before_maker(tensor, version, partial(end, index)):
+            made_at, readers = self._readers.get(tensor, (None, []))
+            readers.append(partial(end, index))
+            if made_at != version:  # else that announcement comes
                 tensor.register_hook(partial(on_gradient, index=index))
-
-    def _ends_before_maker(self, tensor: torch.Tensor, version: int, end: Callable[[], None]) -> bool:
-        """Have a call end when the gradient of its input is there, before the call that has made it is announced.
-
-        Return false if nobody announces that.
-        """
-        made_at, readers = self._readers.get(tensor, (None, []))
-        readers.append(end)
-        return made_at == version
-
-    def _note_end(self, call: BackwardCall, frame: Frame) -> None:
-        """In a recorded step, find out whether the end of a call would be known if all that it reads were frozen."""
-        if frame.recomputing or not self.is_recorded or not all(managed.requires_grad for managed in call.reads):
-            return
-        left = set(range(len(frame.noted_inputs)))
-
-        def end(index: int) -> None:
-            left.discard(index)
-            if not left and call.unit is not None and not self._units.is_held(call.unit):
-                self.unpredictable.update(call.reads)
-
-        if not left:
-            self.unpredictable.update(call.reads)
-        for index, (tensor, version) in enumerate(frame.noted_inputs):
-            if not self._ends_before_maker(tensor, version, partial(end, index)):
-                tensor.register_hook(lambda _grad, index=index: end(index))
 
     def _end(self, task: int) -> None:
         self.num_ended += 1

@@ -21,7 +21,7 @@ class Frame:
 
     __slots__ = (
         "before", "containers", "first_node", "given", "groups", "guard", "inputs", "inside", "left_inside",
-        "module", "name", "noted_inputs", "opened", "reads", "recomputing", "thread", "tier", "took_turn", "unit",
+        "module", "name", "opened", "reads", "recomputing", "thread", "tier", "took_turn", "unit",
     )  # fmt: skip
 
     def __init__(self, name: str, module: nn.Module | None = None, *, recomputing: bool = False) -> None:
@@ -52,8 +52,6 @@ class Frame:
         """The check that runs while this frame does."""
         self.inputs: list[tuple[torch.Tensor, int]] = []
         """(input that requires grad, its version at entry); noted where a frozen read ends with its gradient."""
-        self.noted_inputs: list[tuple[torch.Tensor, int]] = []
-        """The same of a call in a recorded step that reads nothing frozen."""
         self.containers: list[object] = []
         """Lists and dicts it was given: it may put outputs into them."""
         self.given: dict[int, torch.Tensor] = {}

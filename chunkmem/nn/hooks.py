@@ -239,10 +239,8 @@ class ModuleHooks:
         frame = Frame(fitted.name, module, recomputing=recomputing)
         frame.tier = fitted.tier
         frame.took_turn = took_turn or is_stale  # what is left over has not given it back
-        has_frozen = any(not managed.requires_grad for managed in fitted.own)
-        if fitted.is_leaf and (has_frozen or self._backward.is_recorded):
-            inputs = [(t, t._version) for t in tensors_in((args, kwargs)) if t.requires_grad]
-            frame.inputs, frame.noted_inputs = (inputs, []) if has_frozen else ([], inputs)
+        if fitted.is_leaf and any(not managed.requires_grad for managed in fitted.own):
+            frame.inputs = [(t, t._version) for t in tensors_in((args, kwargs)) if t.requires_grad]
         frame.containers = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, dict))]
         if frame.containers:
             frame.given = {id(tensor): tensor for tensor in tensors_in(frame.containers)}

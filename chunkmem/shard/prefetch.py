@@ -19,7 +19,7 @@ from chunkmem.errors import CapacityError, RankError
 from chunkmem.shard.shards import ShardStore
 
 Groups = tuple[int, ...]
-Schedule = tuple[tuple[str, Groups], ...]
+Schedule = list[tuple[str, Groups]]
 """What is exchanged, in its order: "gather" or "reduce", and which groups."""
 
 
@@ -47,9 +47,9 @@ class PrefetchSchedule:
     def __init__(self, shards: ShardStore, reduction: Reduces) -> None:
         self._shards = shards
         self._reduction = reduction
-        self._log: list[tuple[str, Groups]] = []
+        self._log: Schedule = []
         """Exchanged since the last step: gather or reduce, and which groups."""
-        self._schedule: list[tuple[str, Groups]] = []
+        self._schedule: Schedule = []
         """The same of the step before."""
         self._ahead: Groups | None = None
         """What is gathered ahead; held."""
@@ -63,38 +63,28 @@ class PrefetchSchedule:
         """The first rank that had all of the last step, and did not only take part in what others exchanged."""
         self._is_alike = False
         """This step has been like the one before so far."""
-        self._of_others: dict[bytes, tuple[list[tuple[str, Groups]], bool]] = {}
+        self._of_others: dict[bytes, tuple[Schedule, bool]] = {}
         """By what was trained: the exchanges of such a step, and whether there was room for two units."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """What the last step has exchanged."""
-        return tuple(self._schedule)
 
     @property
     def is_overlapped(self) -> bool:
         """Gathers are begun ahead, and reductions are waited for when the next one begins."""
         return self.is_wanted and self.has_room
 
-    def schedule_of(self, trained: bytes) -> Schedule | None:
-        """Return what was exchanged in steps that trained something else; None: there were none."""
-        found = self._of_others.get(trained)
-        return None if found is None else tuple(found[0])
+    def knows(self, trained: bytes) -> bool:
+        """Tell whether there were steps that trained this."""
+        return trained in self._of_others
 
-    def switch(self, before: bytes, after: bytes, schedule: Schedule | None) -> None:
+    def switch(self, before: bytes, after: bytes) -> None:
         """Other parameters are trained from the next step on; all ranks call it alike.
 
         Args:
             before: what was trained.
-            after: what is.
-            schedule: of such steps; None: that of the last one that there was.
+            after: what is; what was exchanged in the last step that trained it comes next, if there was one.
         """
         self._drop()
         self._of_others[before] = self._schedule, self.has_room
-        if schedule is None:
-            self._schedule, self.has_room = self._of_others[after]
-        else:
-            self._schedule = list(schedule)
+        self._schedule, self.has_room = self._of_others.get(after, ([], self.has_room))
         self._is_alike = True
 
     def forget(self) -> None:

@@ -345,10 +345,6 @@ class Units:
             self._is_last = self.agree("the last backward before the step", holds=declared)
         self._reduced = set()
 
-    def is_held(self, unit: Unit) -> bool:
-        """Tell whether a running backward has a unit here."""
-        return unit in self._backward
-
     def _is_left(self, unit: Unit) -> bool:
         """Backward has been in it, and is not thought to come back."""
         is_done = self._visited.get(unit, 0) >= self._runs.get(unit, 1)

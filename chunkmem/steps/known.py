@@ -124,24 +124,22 @@ class KnownSteps:
         self.trained = b"" if self._is_lone else trainable
         return Key(0 if cache.last is None else cache.key_of(cache.last).root, trainable)
 
-    def source_of(self, key: Key, is_current: Callable[[Trace], bool]) -> tuple[Key, Trace] | None:
-        """Return the steps that those with a key are most like, and their trace; the same key if they are known.
+    def follow_again(self, key: Key, is_current: Callable[[Trace], bool]) -> bool:
+        """Steps with a key come next; tell whether they are known.
 
         Args:
-            key: of steps.
+            key: of the steps.
             is_current: tells whether a trace of them has the chunks that there are now; what is outdated is forgotten.
         """
         cache = self.kinds[Mode.TRAIN]
         entry = cache.of(key)
-        if entry is not None and entry.trace is not None and is_current(entry.trace):
+        if entry is None:
+            return False
+        if entry.trace is not None and is_current(entry.trace):
             cache.expect_again(entry)
-            return key, entry.trace
-        if entry is not None:
-            self.drop(key)
-        above = cache.least_above(key)
-        if above is None and cache.last is not None and not cache.key_of(cache.last).trainable:
-            above = cache.last  # of any key, from an earlier run
-        return None if above is None or above.trace is None else (cache.key_of(above), above.trace)
+            return True
+        self.drop(key)
+        return False
 
     def drop(self, key: Key) -> None:
         """Forget what training steps with a key do."""
@@ -150,31 +148,18 @@ class KnownSteps:
             self.now.entry = None  # nothing is to be learnt for it
         cache.drop(key)
 
-    def record(self, key: Key, source: Key | None = None) -> None:
+    def record(self, key: Key, *, regions_of: Key | None = None) -> None:
         """The next training step with a key is to be recorded.
 
         Args:
             key: of the step.
-            source: of steps that recompute the same regions, unless that is chosen once it is recorded.
+            regions_of: steps with this key recompute the same regions; None: that is chosen once it is recorded.
         """
-        if source is not None:
-            self._recompute_as(key, source)
+        if regions_of is not None and self._choices.kept(key) is None:
+            kept = self._choices.kept(regions_of)
+            if kept is not None:
+                self._choices.keep(key, kept)
         self.kinds[Mode.TRAIN].record(key)
-
-    def expect(self, key: Key, trace: Trace, source: Key) -> None:
-        """Steps with a key come next, and are new: have a plan for them.
-
-        Args:
-            key: of the steps.
-            trace: that was made for them.
-            source: of the steps that it was made from; they recompute the same regions.
-        """
-        self._recompute_as(key, source)
-        self.kinds[Mode.TRAIN].expect(key, trace)
-
-    def _recompute_as(self, key: Key, source: Key) -> None:
-        if self._choices.kept(key) is None and (kept := self._choices.kept(source)) is not None:
-            self._choices.keep(key, kept)
 
     def adopt_plan(self, plan: Plan) -> None:
         """Use a plan of an earlier run. Its trace has to be there: adopt or record that first.

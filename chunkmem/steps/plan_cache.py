@@ -53,12 +53,6 @@ class Key:
     """Which parameters require gradients."""
 
 
-def _is_above(other: Key, key: Key) -> bool:
-    """Tell whether steps of the same model train at least what steps with `key` do."""
-    is_same = other.root == key.root and len(other.trainable) == len(key.trainable)
-    return is_same and all(more >= less for more, less in zip(other.trainable, key.trainable, strict=True))
-
-
 @dataclass(slots=True)
 class _Patience:
     """So many times before something is done about it, then twice as many."""
@@ -170,20 +164,6 @@ class PlanCache:
         """Return what was used last for steps with this key."""
         found = [entry for entry, other in self._of.items() if other == key]
         return found[-1] if found else None
-
-    def least_above(self, key: Key) -> CachedPlan | None:
-        """Return one in which all that is trained in steps with this key is, and as little else as there is."""
-        above = [
-            (sum(other.trainable), number, entry)
-            for number, (entry, other) in enumerate(reversed(self._of.items()))
-            if other is not None and entry.trace is not None and _is_above(other, key)
-        ]
-        return min(above)[2] if above else None
-
-    def expect(self, key: Key, trace: Trace) -> None:
-        """Steps with this key come next: a plan for `trace` is for them."""
-        self._add(key, trace)
-        self._expected.add(self._before[-1])
 
     def record(self, key: Key) -> None:
         """The next step with this key is to be recorded, unless something is known of it."""

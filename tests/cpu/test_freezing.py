@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import chunkmem
-from chunkmem.trace.model import Trace
 from chunkmem.types import Role
-from tests.helpers.audit import assert_as_predicted, audit
+from tests.helpers.audit import assert_as_predicted, audit, kind_of_step
 from tests.helpers.low_precision import LowPlain
 from tests.helpers.spread import spread
 from tests.helpers.training import Chunked, Plain, Side
@@ -230,36 +229,43 @@ def test_what_is_left_in_chunks_that_others_need_is_told(precision: str) -> None
         assert content_nbytes(manager) == 0
 
 
-def test_the_next_step_follows_a_plan() -> None:
+def kinds_of_steps(manager: chunkmem.ChunkManager, training: Training, num: int) -> list[str]:
+    """Go on for some steps; return what each was."""
+    kinds = []
+    for _ in range(num):
+        training.steps(1)
+        kinds.append(kind_of_step(manager))
+    return kinds
+
+
+def test_the_next_step_is_recorded_and_those_after_it_follow_a_plan() -> None:
+    """Until what was trained before is trained again: the plan for that is there."""
     with chunkmem.ChunkManager(config(20 << 10)) as manager:
         training = trained(manager)
         before = manager.trace
+        assert before is not None
         manager.freeze([training.model.inner, *training.model.blocks[:3]])
-        assert manager.timeline().plan_misses == 0  # type: ignore[union-attr]
-        training.steps(1)
-        timeline = manager.timeline()
-        assert timeline is not None
-        assert timeline.plan_misses == 0
+        assert kinds_of_steps(manager, training, 3) == ["recorded", "planned", "planned"]
         assert manager.plan is not None
-        assert manager.trace is not before
+        assert manager.trace is not None
         assert len(manager.trace.moments) < len(before.moments)
         assert manager.plan.trace_digest == manager.trace.digest
         manager.unfreeze(training.model)
-        training.steps(1)
-        assert manager.timeline().plan_misses == 0  # type: ignore[union-attr]
-        assert len(manager.trace.moments) == len(before.moments)
+        assert kinds_of_steps(manager, training, 1) == ["planned"]
+        assert manager.trace.digest == before.digest
 
 
-def test_a_plan_that_was_expected_wrongly_is_made_again_from_a_record() -> None:
-    """A module reads what it has computed in another order once the first blocks are frozen."""
+def test_a_plan_that_is_not_what_steps_do_any_more_is_made_again_at_once() -> None:
+    """A module computes in another order when the same is trained again."""
 
     class Turned(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.is_turned = False
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x.requires_grad:
+            if not self.is_turned:
                 return self.first(x) + self.second(x).tanh()
             later = self.second(x).tanh()
             return later + self.first(x)
@@ -267,22 +273,23 @@ def test_a_plan_that_was_expected_wrongly_is_made_again_from_a_record() -> None:
     with chunkmem.ChunkManager(config(20 << 10)) as manager:
         torch.manual_seed(SEED)
         with manager.init():
-            model = Blocks(Turned(), num_blocks=3)
-            model.blocks.insert(0, nn.Linear(16, 16))
+            turned = Turned()
+            model = Blocks(turned, num_blocks=3)
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, **OPTIONS)
-        misses = []
-        for step in range(9):
-            if step == 5:
-                manager.freeze([model.inner, model.blocks[0]])
+        kinds = []
+        for step in range(12):
+            if step in (5, 8):
+                manager.freeze([model.inner, model.blocks[1]])
+            if step == 7:
+                manager.unfreeze(model)
+            turned.is_turned = step >= 8
             model(features(step)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            timeline = manager.timeline()
-            assert timeline is not None
-            misses.append(timeline.plan_misses)
-        assert misses[5] > 0
-        assert misses[6:] == [0, 0, 0]
-        assert manager.plan is not None
+            kinds.append(kind_of_step(manager))
+        assert kinds[5:8] == ["recorded", "planned", "planned"]
+        assert kinds[8].startswith("planned, ")
+        assert kinds[9:] == ["recorded", "planned", "planned"]
 
 
 @pytest.mark.few(4)
@@ -319,101 +326,42 @@ def test_with_any_optimizer(kind: type[torch.optim.Optimizer], keep_states: bool
         assert_equal(run(manager), run(None))
 
 
-def moments_of(trace: Trace) -> Any:
-    """In their order until the updates begin, whose order a plan decides."""
-    moments = [(moment.kind, moment.chunk) for moment in trace.moments]
-    first = next((at for at, (kind, _) in enumerate(moments) if kind.value == "update"), len(moments))
-    return moments[:first], set(moments[first:])
-
-
-def test_the_trace_that_is_made_is_the_one_that_is_recorded() -> None:
-    """But for the order of updates, which a plan decides."""
-    found = []
-    for by_hand in (False, True):
-        with chunkmem.ChunkManager(config(20 << 10)) as manager:
-            training = trained(manager)
-            modules = [training.model.inner, *training.model.blocks[:3]]
-            if by_hand:
-                for module in modules:
-                    module.requires_grad_(False)
-                training.steps(4)
-            else:
-                manager.freeze(modules)
-                training.steps(1)
-            assert manager.trace is not None
-            found.append(moments_of(manager.trace))
-    assert found[0] == found[1]
-
-
-def recorded_again(manager: chunkmem.ChunkManager) -> None:
-    """Have the next step be recorded."""
-    controller = manager.runtime.controller
-    controller.drop(controller.now.key)
-
-
-@pytest.mark.parametrize("policy", ["keep", "offload", "recompute", "auto"])
-def test_with_managed_activations_the_next_step_follows_a_plan_too(policy: str) -> None:
-    """What is frozen saves nothing."""
-    with chunkmem.ChunkManager(config(AMPLE_NBYTES, activations={"policy": policy})) as manager:
-        training = trained(manager, 6)
-        before = manager.trace
-        assert before is not None
-        manager.freeze([training.model.inner, *training.model.blocks[:3]])
-        training.steps(1)
-        timeline = manager.timeline()
-        assert timeline is not None
-        assert manager.runtime.controller.now.entry is not None
-        assert timeline.plan_misses == 0
-        training.steps(1)
-        made = manager.trace
-        assert made is not None
-        recorded_again(manager)
-        training.steps(2)
-        recorded = manager.trace
-        assert recorded is not None
-        assert moments_of(made) == moments_of(recorded)
-        assert made.chunk_nbytes == recorded.chunk_nbytes
-        spans = [(each.name, each.number, each.forward, each.backward) for each in made.regions]
-        assert spans == [(each.name, each.number, each.forward, each.backward) for each in recorded.regions]
-        saved = {moment.chunk for moment in before.moments if moment.chunk.role is Role.ACTIVATION}
-        assert len({m.chunk for m in made.moments if m.chunk.role is Role.ACTIVATION}) == len(saved) // 2
-        manager.unfreeze(training.model)
-        training.steps(1)
-        assert manager.timeline().plan_misses == 0  # type: ignore[union-attr]
-        assert manager.trace.digest == before.digest
-
-
-def without_releases(found: Any) -> Any:
-    moments, rest = found
-    return [each for each in moments if (each[0].value, each[1].role) != ("release", Role.PARAM)], rest
-
-
-@spread(policy=("offload", None, "keep", "recompute", "auto"), device_nbytes=(AMPLE_NBYTES, 24 << 10))
-def test_frozen_blocks_between_trained_ones(policy: str | None, device_nbytes: int) -> None:
-    """They are read for the gradients of their inputs, and keep what these need for as long as the block's backward."""
+@spread(
+    policy=("offload", None, "keep", "recompute", "auto"),
+    device_nbytes=(AMPLE_NBYTES, 24 << 10),
+    every_second=(False, True),
+)
+@pytest.mark.few(4)
+def test_plans_with_frozen_blocks_are_exact(policy: str | None, device_nbytes: int, every_second: bool) -> None:
+    """First blocks save nothing; those between trained ones are read for the gradients of their inputs, and keep what
+    these need for as long as the block's backward."""
     keys = {} if policy is None else {"activations": {"policy": policy}}
     with chunkmem.ChunkManager(config(device_nbytes, **keys)) as manager:
         training = trained(manager, 6)
-        manager.freeze(training.model.blocks[1::2])
-        training.steps(1)
+        model, before = training.model, manager.trace
+        assert before is not None
+        manager.freeze(model.blocks[1::2] if every_second else [model.inner, *model.blocks[:3]])
+        kinds = kinds_of_steps(manager, training, 4)
+        num_recorded = kinds.index("planned")  # "auto" chooses what is recomputed again
+        assert kinds == ["recorded"] * num_recorded + ["planned"] * (4 - num_recorded)
+        assert num_recorded <= (2 if policy == "auto" else 1)
         assert_as_predicted(manager)
-        training.steps(1)
-        made = manager.trace
-        assert made is not None
-        recorded_again(manager)
-        training.steps(2)
-        recorded = manager.trace
-        assert recorded is not None
-        # When modules release their weights in a block is a moment sooner or later, where it saves other things.
-        assert without_releases(moments_of(made)) == without_releases(moments_of(recorded))
-        assert made.chunk_nbytes == recorded.chunk_nbytes
+        saved, saved_before = (
+            {moment.chunk for moment in trace.moments if moment.chunk.role is Role.ACTIVATION}
+            for trace in (manager.trace, before)
+            if trace is not None
+        )
+        if not every_second and policy != "auto":
+            assert len(saved) == len(saved_before) // 2
+        manager.unfreeze(model)
+        assert kinds_of_steps(manager, training, 1) == ["planned"]
+        assert manager.trace.digest == before.digest
 
 
 def test_a_plan_is_used_again_once_the_same_is_trained_again() -> None:
-    """Also one for something between: that of what was trained before is edited."""
     with chunkmem.ChunkManager(config(20 << 10)) as manager:
         training = trained(manager)
-        model, plans = training.model, []
+        model, digests, kinds = training.model, [], []
         for what, modules in (
             ("freeze", [model.inner, *model.blocks[:4]]),
             ("unfreeze", model.blocks[2:4]),
@@ -421,15 +369,12 @@ def test_a_plan_is_used_again_once_the_same_is_trained_again() -> None:
             ("freeze", [model.inner, *model.blocks[:2]]),
         ):
             getattr(manager, what)(modules)
-            training.steps(1)
-            timeline = manager.timeline()
-            assert timeline is not None
-            assert timeline.plan_misses == 0
-            assert manager.plan is not None
+            kinds.append(kinds_of_steps(manager, training, 2))
             assert manager.trace is not None
-            plans.append(moments_of(manager.trace))
-        assert plans[1] == plans[3]
-        assert len(plans[0][0]) < len(plans[1][0]) < len(plans[2][0])
+            digests.append(manager.trace.digest)
+        assert kinds == [["recorded", "planned"]] * 2 + [["planned", "planned"]] * 2
+        assert digests[1] == digests[3]
+        assert len(set(digests)) == 3
 
 
 def test_what_is_frozen_is_copied_up_and_never_down() -> None:

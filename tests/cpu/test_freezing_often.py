@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import chunkmem
-from tests.helpers.audit import audit
+from tests.helpers.audit import audit, kind_of_step
 from tests.helpers.ranks import Team
 from tests.helpers.twins import AMPLE_NBYTES, SEED, WIDTH, Blocks, config, copied, features
 
@@ -28,14 +28,6 @@ class Found:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     is_over: bool = False
     """The way to exchange was chosen."""
-
-
-def kind_of_step(manager: chunkmem.ChunkManager) -> str:
-    """Return what the last step was."""
-    now = manager.runtime.controller.now
-    kind = "recorded" if now.recorder else "planned" if now.plan_executor else "on demand"
-    misses = 0 if now.plan_executor is None else now.plan_executor.step_log.plan_misses
-    return f"{kind}, {misses} misses" if misses else kind
 
 
 def freeze_once(rank: int, after: int) -> Found:
@@ -100,21 +92,19 @@ REST = [(every, policy) for every in (1, 2, 3, 4) for policy in (None, "keep", "
     ("every", "policy"),
     [*ORDINARY, *(pytest.param(*case, marks=pytest.mark.full) for case in REST if case not in ORDINARY)],
 )
-def test_plans_are_followed_from_the_first_record_on(
-    every: int, policy: str | None, device_nbytes: int, pair: Team
-) -> None:
+def test_each_kind_of_step_is_recorded_once(every: int, policy: str | None, device_nbytes: int, pair: Team) -> None:
     """The first step shows what is exchanged. With `auto`, the one that regions are chosen from is not followed."""
     ours = pair.run(train, every, policy, device_nbytes, True)
     assert ours[0].steps == ours[1].steps
     steps = ours[0].steps
     assert steps[0] == "on demand"
-    first = steps.index("planned")
-    assert steps[1:first] == ["recorded"] * (first - 1)
-    assert set(steps[first:]) <= {"planned", "recorded"}
-    # With 1, the first step that is recorded does not train all. The other way to exchange is tried only where two
-    # steps in a row train the same; if it is better, that of all is recorded again.
-    most = {1: 2, 2: 1, 3: 3, 4: 3}[every]
-    assert steps.count("recorded") <= (most if policy != "auto" else max(most + 1, 4))
+    assert set(steps) <= {"planned", "recorded", "on demand"}
+    assert steps[-2:] == ["planned"] * 2
+    # The other way to exchange is recorded too, and if it is better, that of all is recorded again.
+    assert steps.count("recorded") <= 5 + (3 if policy == "auto" else 1)
+    # Where gathers are begun ahead, it takes a step to see what is exchanged.
+    assert steps.count("on demand") <= 5
+    assert all("planned" not in (here, after) for here, after in pairwise(steps) if here == "on demand")
     theirs = pair.run(train, every, policy, device_nbytes, False)
     for found in (ours[1], *theirs):
         assert found.weights.keys() == ours[0].weights.keys()
@@ -124,13 +114,13 @@ def test_plans_are_followed_from_the_first_record_on(
 def test_a_trial_that_was_interrupted_is_continued(pair: Team) -> None:
     """Others are trained from the third step on; when the same was trained in two steps, the other way is recorded."""
     for found in pair.run(freeze_once, 2):
-        assert found.steps == ["on demand", "recorded", "planned", "planned", "recorded", *["planned"] * 4]
+        assert found.steps == ["on demand", *["recorded"] * 2, "planned", "recorded", *["planned"] * 4]
         assert found.is_over
 
 
 def test_both_ways_are_compared_at_once_if_both_are_known(pair: Team) -> None:
     for found in pair.run(freeze_once, 3):
-        assert found.steps == ["on demand", "recorded", "recorded", *["planned"] * 6]
+        assert found.steps == ["on demand", *["recorded"] * 2, "on demand", "recorded", *["planned"] * 4]
         assert found.is_over
 
 

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from tests.cpu.test_freezing import moments_of, recorded_again
-from tests.cpu.test_freezing_often import kind_of_step
-from tests.helpers.audit import audit
+from tests.helpers.audit import assert_as_predicted, audit, kind_of_step
 from tests.helpers.ranks import RankFailure, Team
 from tests.helpers.spread import spread
 from tests.helpers.twins import AMPLE_NBYTES, SEED, WIDTH, Blocks, config, copied, features
@@ -87,56 +85,44 @@ def test_the_numbers_are_those_without_the_manager(precision: str, device_nbytes
 class Followed:
     """What steps after `freeze` and `unfreeze` have done on one rank."""
 
-    misses: list[int]
-    have_plans: list[bool]
-    made: Any
-    recorded: Any
+    kinds: list[str]
     digests: list[str]
-    exchanged: list[Any]
+    sent_nbytes: list[int]
 
 
 def follow(rank: int, device_nbytes: int, policy: str | None, every_second: bool) -> Followed:
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     keys = {} if policy is None else {"activations": {"policy": policy}}
-    found = Followed([], [], None, None, [], [])
+    found = Followed([], [], [])
     with chunkmem.ChunkManager(config(device_nbytes, **keys)) as manager:
         with manager.init():
             model = Blocks(num_blocks=6)
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
-        prefetch = manager.runtime.sharding.units.prefetch
-        assert prefetch is not None
+        shards = manager.runtime.sharding.shards
+        assert shards is not None
 
-        def step(num: int = 1) -> None:
+        def sent_nbytes() -> int:
+            return sum(exchange.traffic.sent_nbytes for exchange in shards._exchanges)
+
+        def step(num: int) -> None:
             for _ in range(num):
+                before = sent_nbytes()
                 model(features(rank)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 audit(manager)
-
-        def look() -> Any:
-            timeline, trace = manager.timeline(), manager.trace
-            assert timeline is not None
-            assert trace is not None
-            found.misses.append(timeline.plan_misses)
-            found.have_plans.append(manager.plan is not None and manager.plan.trace_digest == trace.digest)
-            found.digests.append(trace.digest)
-            found.exchanged.append(prefetch.schedule)
-            return moments_of(trace)
+                found.kinds.append(kind_of_step(manager))
+            assert manager.trace is not None
+            found.digests.append(manager.trace.digest)
+            found.sent_nbytes.append(sent_nbytes() - before)
 
         step(8)
-        look()
         manager.freeze(model.blocks[1::2] if every_second else [model.inner, *model.blocks[:4]])
-        expected = prefetch.schedule
-        step()
-        found.made = look()
-        assert prefetch.schedule == expected
-        recorded_again(manager)
-        step(2)
-        found.recorded = look()
+        step(4)
+        assert_as_predicted(manager)
         manager.unfreeze(model)
-        step()
-        look()
+        step(1)
     return found
 
 
@@ -146,46 +132,35 @@ def follow(rank: int, device_nbytes: int, policy: str | None, every_second: bool
     every_second=(False, True),
 )
 @pytest.mark.few(2)
-def test_the_next_step_follows_a_plan_on_all_ranks(
+def test_steps_with_a_new_kind_are_recorded_once_on_all_ranks(
     policy: str | None, device_nbytes: int, every_second: bool, pair: Team
 ) -> None:
     """Also if frozen blocks lie between trained ones."""
-    for found in pair.run(follow, device_nbytes, policy, every_second):
-        assert found.misses == [0, 0, 0, 0]
-        assert all(found.have_plans)
-        assert found.made == found.recorded
-        assert found.digests[0] == found.digests[3] != found.digests[1]
-        reduced = [[group for what, groups in each if what == "reduce" for group in groups] for each in found.exchanged]
-        assert len(set(reduced[1])) < len(set(reduced[0]))
-        if not every_second:
-            assert len(found.exchanged[1]) < len(found.exchanged[0])
+    ours = pair.run(follow, device_nbytes, policy, every_second)
+    assert ours[0].kinds == ours[1].kinds
+    for found in ours:
+        after = found.kinds[8:]
+        first = after.index("recorded")
+        # Where gathers are begun ahead, the first step shows what is exchanged.
+        assert after == ["on demand"] * first + ["recorded"] + ["planned"] * (4 - first)
+        assert first <= 1
+        assert found.digests[0] == found.digests[2] != found.digests[1]
+        assert found.sent_nbytes[0] == found.sent_nbytes[2] > found.sent_nbytes[1]
 
 
-class Reading(nn.Module):
-    """Has children, and reads a parameter itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x) @ self.weight)
-
-
-def freeze_what_cannot_be_told(rank: int, reads_itself: bool) -> list[str]:
+def freeze_between_micro_batches(rank: int) -> list[str]:
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     kinds = []
     with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
         with manager.init():
-            model = Blocks(*([Reading()] if reads_itself else []), num_blocks=3)
+            model = Blocks(num_blocks=3)
             model.blocks.insert(0, nn.Linear(WIDTH, WIDTH))
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
         for step in range(10):
             if step == 6:
-                manager.freeze(model.blocks[1] if reads_itself else [model.inner, model.blocks[0]])
-            for _ in range(1 if reads_itself else 2):
+                manager.freeze([model.inner, model.blocks[0]])
+            for _ in range(2):
                 model(features(rank)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -193,12 +168,9 @@ def freeze_what_cannot_be_told(rank: int, reads_itself: bool) -> list[str]:
     return kinds[5:]
 
 
-@pytest.mark.parametrize("reads_itself", [False, True], ids=["micro-batches", "a module that has children"])
-def test_what_the_trace_cannot_tell_is_recorded(reads_itself: bool, pair: Team) -> None:
-    """Backward is done with the parameter at its end. Of backwards but the last, exchanges cannot be told either."""
-    expected = ["planned", *([] if reads_itself else ["on demand"]), "recorded", "planned", "planned"]
-    for found in pair.run(freeze_what_cannot_be_told, reads_itself):
-        assert found[: len(expected)] == expected
+def test_with_micro_batches_too(pair: Team) -> None:
+    for found in pair.run(freeze_between_micro_batches):
+        assert found == ["planned", "on demand", "recorded", "planned", "planned"]
 
 
 def freeze_something_else(rank: int) -> str:

@@ -121,3 +121,11 @@ def assert_as_predicted(manager: ChunkManager) -> None:
 def copies_of(timeline: Timeline) -> Counter[tuple[int, Lane, ChunkId | None]]:
     """What was moved: (the moment it was issued in, over which link, the chunk)."""
     return Counter((span.moment, span.lane, span.chunk) for span in timeline.spans if span.nbytes)
+
+
+def kind_of_step(manager: ChunkManager) -> str:
+    """Return what the last step was: recorded, planned or on demand, and how often it missed its plan."""
+    now = manager.runtime.controller.now
+    kind = "recorded" if now.recorder else "planned" if now.plan_executor else "on demand"
+    misses = 0 if now.plan_executor is None else now.plan_executor.step_log.plan_misses
+    return f"{kind}, {misses} misses" if misses else kind
