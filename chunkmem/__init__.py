@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from chunkmem.comm.methods import ExchangeMethod
     from chunkmem.config import Config
+    from chunkmem.contrib.elastic.splits import SplitSampler
+    from chunkmem.contrib.frozen_cache.cache import FrozenCache
     from chunkmem.engine import initialize_engine
     from chunkmem.errors import (
         CapacityError,
@@ -25,9 +27,7 @@ if TYPE_CHECKING:
         TierIOError,
         TraceError,
     )
-    from chunkmem.freezing.cache import FrozenCache
     from chunkmem.freezing.schedule import FreezeSchedule
-    from chunkmem.freezing.splits import SplitSampler
     from chunkmem.manager import ChunkManager
     from chunkmem.memory import MemoryReport
     from chunkmem.nn.recompute import checkpoint, checkpoint_sequential
@@ -81,11 +81,11 @@ _HOMES = MappingProxyType(
         "EMA": "chunkmem.optim.ema",
         "ExchangeMethod": "chunkmem.comm.methods",
         "FreezeSchedule": "chunkmem.freezing.schedule",
-        "FrozenCache": "chunkmem.freezing.cache",
+        "FrozenCache": "chunkmem.contrib.frozen_cache.cache",
         "MemoryReport": "chunkmem.memory",
         "Optimizer": "chunkmem.optim.any_class",
         "SGD": "chunkmem.optim.sgd",
-        "SplitSampler": "chunkmem.freezing.splits",
+        "SplitSampler": "chunkmem.contrib.elastic.splits",
         "checkpoint": "chunkmem.nn.recompute",
         "checkpoint_sequential": "chunkmem.nn.recompute",
         "TiledLinear": "chunkmem.nn.tiled",

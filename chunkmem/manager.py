@@ -21,8 +21,9 @@ from chunkmem.checkpoints.pretrained import save_pretrained
 from chunkmem.checkpoints.saver import CheckpointSaver
 from chunkmem.comm.methods import ExchangeMethod
 from chunkmem.config import Config
+from chunkmem.contrib.async_pipeline.pipeline import AsynchronousPipeline
+from chunkmem.contrib.elastic.pipeline import ElasticPipeline
 from chunkmem.errors import CheckpointError, StateError
-from chunkmem.freezing.cache import FrozenCache
 from chunkmem.freezing.freezer import FreezeReport, freeze, unfreeze
 from chunkmem.freezing.schedule import FreezeSchedule
 from chunkmem.nn.gather import gathered, parameters_in
@@ -31,9 +32,9 @@ from chunkmem.optim.ema import EMA
 from chunkmem.optim.saved import StatefulOptimizer
 from chunkmem.pipeline.build import make_pipeline
 from chunkmem.pipeline.by_layer import ByLayerPipeline
-from chunkmem.pipeline.elastic import ElasticPipeline
 from chunkmem.pipeline.epochs import Epochs
-from chunkmem.pipeline.options import PipelineOptions, blocks_of
+from chunkmem.pipeline.frozen import Cache
+from chunkmem.pipeline.options import ASYNCHRONOUS, PipelineOptions, blocks_of
 from chunkmem.pipeline.staged import StagedPipeline
 from chunkmem.plan.machine import Machine
 from chunkmem.repack.unwrap import unwrap
@@ -117,7 +118,7 @@ class ChunkManager(ModelBuilding, Reporting):
         stages_per_rank: int | None = None,
         deferred_batch_norm: bool = False,
         freeze: FreezeSchedule | None = None,
-        cache: FrozenCache | None = None,
+        cache: Cache | None = None,
         width: str | None = None,
         versions: str | None = None,
     ) -> ByLayerPipeline | StagedPipeline | ElasticPipeline:
@@ -174,7 +175,8 @@ class ChunkManager(ModelBuilding, Reporting):
             pipeline: ByLayerPipeline | StagedPipeline | ElasticPipeline
             pipeline = ElasticPipeline(self.runtime, options, adopt=self._adopt)
         else:
-            pipeline = make_pipeline(self.runtime, options, adopt=self._adopt)
+            staged = AsynchronousPipeline if options.schedule == ASYNCHRONOUS else StagedPipeline
+            pipeline = make_pipeline(self.runtime, options, adopt=self._adopt, staged=staged)
         self._pipelines.add(pipeline)
         return pipeline
 

@@ -27,7 +27,7 @@ from benchmarks.pipeline.ranks import NUM_RANKS, QUICK, WORK, Pair
 from benchmarks.pipeline.variants import ADAMW, AMPLE_NBYTES
 from benchmarks.program import BenchmarkError, carry_out, parse, surroundings
 from benchmarks.stats import median_interval, paired_ratios
-from chunkmem.pipeline.asynchronous import AsynchronousPipeline
+from chunkmem.contrib.async_pipeline.pipeline import AsynchronousPipeline
 
 DRAINED, AGAIN = "1f1b", "1f1b-again"
 VERSIONS = {"async-stash": "stash", "async-predict": "predict", "async-gap": "predict+gap"}

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 from chunkmem.cli.answer import CommandResult
-from chunkmem.cli.deepspeed import convert
 from chunkmem.cli.machine import parse_size
 from chunkmem.config import Config, flattened
+from chunkmem.contrib.deepspeed.convert import convert
 from chunkmem.errors import ConfigError
 from chunkmem.schema import Section, read_json
 

@@ -9,17 +9,20 @@ from torch import nn
 
 from chunkmem.assembly import Runtime
 from chunkmem.errors import ConfigError, LayoutError
-from chunkmem.pipeline.asynchronous import AsynchronousPipeline
 from chunkmem.pipeline.by_layer import ByLayerPipeline, Item, LossItem
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
-from chunkmem.pipeline.options import ASYNCHRONOUS, PipelineOptions
+from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.repartition import repartition
 from chunkmem.pipeline.staged import StagedPipeline, staged_pipeline
 from chunkmem.sizes import shown
 
 
 def make_pipeline(
-    runtime: Runtime, options: PipelineOptions, *, adopt: Callable[[Runtime], None]
+    runtime: Runtime,
+    options: PipelineOptions,
+    *,
+    adopt: Callable[[Runtime], None],
+    staged: type[StagedPipeline] = StagedPipeline,
 ) -> ByLayerPipeline | StagedPipeline:
     """Return what `ChunkManager.pipeline` does, and raise what it does.
 
@@ -27,22 +30,22 @@ def make_pipeline(
         runtime: of the manager.
         options: what the user asks for.
         adopt: has the manager take other parts over, when the pipeline is divided into another number of stages.
+        staged: what is made over ranks with stages.
     """
 
     def make(after: Runtime, options: PipelineOptions) -> ByLayerPipeline | StagedPipeline:
         adopt(after)
-        return make_pipeline(after, options, adopt=adopt)
+        return make_pipeline(after, options, adopt=adopt, staged=staged)
 
-    pipeline = _made(runtime, options)
+    pipeline = _made(runtime, options, staged)
     pipeline.epochs = options.epochs
     pipeline.divide = partial(repartition, runtime, options, make=make)
     return pipeline
 
 
-def _made(runtime: Runtime, options: PipelineOptions) -> ByLayerPipeline | StagedPipeline:
+def _made(runtime: Runtime, options: PipelineOptions, staged: type[StagedPipeline]) -> ByLayerPipeline | StagedPipeline:
     if runtime.ranks.stages is not None:
-        is_asynchronous = options.schedule == ASYNCHRONOUS
-        return staged_pipeline(runtime, options, make=AsynchronousPipeline if is_asynchronous else StagedPipeline)
+        return staged_pipeline(runtime, options, make=staged)
     is_asked = options.schedule not in ("auto", "by-layer") or options.stages_per_rank is not None
     if is_asked and options.width is None:  # else it is for when there are stages
         raise ConfigError(

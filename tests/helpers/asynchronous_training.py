@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
+from chunkmem.contrib.async_pipeline.pipeline import AsynchronousPipeline
 from chunkmem.optim.scaler import LossScaler
-from chunkmem.pipeline.asynchronous import AsynchronousPipeline
 from tests.helpers.low_precision import LowPlain
 from tests.helpers.shared_training import WORDS
 from tests.helpers.staged_training import Net, loss_of

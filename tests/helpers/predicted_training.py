@@ -1,8 +1,8 @@
 """A serial simulation, in plain PyTorch, of stages that train on predicted weights, with the formulas written again.
 
-They are in the order of `chunkmem.optim.prediction`, update by update. A closed form is the same number, but not the
-same float32: it differs by a last bit of the weight, of which a gap makes as much as that bit is of an expected step,
-and momentum ten times that. `test_prediction.py` has the closed form.
+They are in the order of `chunkmem.contrib.async_pipeline.prediction`, update by update. A closed form is the same
+number, but not the same float32: it differs by a last bit of the weight, of which a gap makes as much as that bit
+is of an expected step, and momentum ten times that. `test_prediction.py` has the closed form.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chunkmem.optim.gap_aware import expected_step, note_step_, reduced
-from chunkmem.optim.prediction import predict_
+from chunkmem.contrib.async_pipeline.gap_aware import expected_step, note_step_, reduced
+from chunkmem.contrib.async_pipeline.prediction import predict_
 from tests.helpers.asynchronous_training import (
     OPTIMIZERS,
     AsynchronousOutcome,

@@ -32,6 +32,7 @@ LAYERS = (
     ("assembly",),
     ("repack",),
     ("pipeline", "checkpoints", "freezing"),
+    ("contrib",),
     ("building", "reporting"),
     ("manager",),
     ("engine", "testing", "integrations"),
@@ -238,7 +239,7 @@ def test_banned_apis_stay_home(module: str) -> None:
 
 
 def test_only_optimizers_name_their_states() -> None:
-    """A docstring may, as an example."""
+    """Or what predicts their updates; a docstring may, as an example."""
     states = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
     named = {
         module
@@ -247,7 +248,16 @@ def test_only_optimizers_name_their_states() -> None:
         for name in (getattr(node, field, None) for field in ("value", "id", "attr", "arg"))
         if isinstance(name, str) and name.lower().strip("_") in states
     }
-    assert {module.split(".")[0] for module in named} == {"optim"}
+    assert {module.rpartition(".")[0] for module in named} == {"optim", "contrib.async_pipeline"}
+
+
+def test_features_of_contrib_are_named_by_the_facade_alone() -> None:
+    """And not by each other."""
+    facade = {"__init__", "manager", "cli.config"}
+    for module, source in SOURCES.items():
+        rooms = {name.split(".")[1] for name in internal_imports(source, SOURCES) if name.startswith("contrib.")}
+        own = {module.split(".")[1]} if module.startswith("contrib.") else set()
+        assert rooms <= own or module in facade, f"chunkmem/{module} imports {sorted(rooms - own)} of contrib"
 
 
 # The checks themselves.

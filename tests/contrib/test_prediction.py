@@ -9,8 +9,8 @@ import torch
 from torch.optim import lr_scheduler
 
 import chunkmem
-from chunkmem.optim.gap_aware import note_step_
-from chunkmem.optim.prediction import learning_rates, predict_
+from chunkmem.contrib.async_pipeline.gap_aware import note_step_
+from chunkmem.contrib.async_pipeline.prediction import learning_rates, predict_
 
 NUM = 3
 

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 
 import torch
 
-from chunkmem.freezing.kept import Form, Kept
-from chunkmem.freezing.shared_memory import SharedFile
+from chunkmem.contrib.frozen_cache.kept import Form, Kept
+from chunkmem.contrib.frozen_cache.shared_memory import SharedFile
 
 HEADER_NBYTES = 4096
 _FORM_AT, _FORM_NBYTES = 1024, 2048

@@ -19,13 +19,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import chunkmem
-from chunkmem.freezing import joining
-from chunkmem.freezing.joining import Wanted, open_values
-from chunkmem.freezing.kept import Asked, Values
-from chunkmem.freezing.levels import Levels
-from chunkmem.freezing.shared_index import HEADER_NBYTES, SharedIndex
-from chunkmem.freezing.shared_levels import SharedDisk, SharedLevels
-from chunkmem.freezing.shared_memory import ProcessLock, SharedFile
+from chunkmem.contrib.frozen_cache import joining
+from chunkmem.contrib.frozen_cache.joining import Wanted, open_values
+from chunkmem.contrib.frozen_cache.kept import Asked, Values
+from chunkmem.contrib.frozen_cache.levels import Levels
+from chunkmem.contrib.frozen_cache.shared_index import HEADER_NBYTES, SharedIndex
+from chunkmem.contrib.frozen_cache.shared_levels import SharedDisk, SharedLevels
+from chunkmem.contrib.frozen_cache.shared_memory import ProcessLock, SharedFile
 from chunkmem.runtime.disk_calls import SYSTEM_CALLS
 from chunkmem.runtime.disk_file import DiskFile
 from tests.helpers.audit import audit

@@ -15,14 +15,7 @@ from torch import nn
 from chunkmem.assembly import Runtime
 from chunkmem.comm.mesh import ranks_by_stage
 from chunkmem.comm.ranks import Ranks
-from chunkmem.errors import ConfigError, LayoutError
-from chunkmem.pipeline.block_times import BlockTimes, LastSteps, SampleCost
-from chunkmem.pipeline.modules import divide, with_ends
-from chunkmem.pipeline.options import PipelineOptions
-from chunkmem.pipeline.staged import with_schedule
-from chunkmem.plan.balance import Block
-from chunkmem.plan.pipeline_schedule import Schedule
-from chunkmem.plan.pipeline_width import (
+from chunkmem.contrib.elastic.widths import (
     CallCost,
     Division,
     WidthChoice,
@@ -33,6 +26,13 @@ from chunkmem.plan.pipeline_width import (
     predicted_s,
     trained_nbytes,
 )
+from chunkmem.errors import ConfigError, LayoutError
+from chunkmem.pipeline.block_times import BlockTimes, LastSteps, SampleCost
+from chunkmem.pipeline.modules import divide, with_ends
+from chunkmem.pipeline.options import PipelineOptions
+from chunkmem.pipeline.staged import with_schedule
+from chunkmem.plan.balance import Block
+from chunkmem.plan.pipeline_schedule import Schedule
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.types import Tier
 

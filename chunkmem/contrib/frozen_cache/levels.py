@@ -11,9 +11,9 @@ from typing import Generic, TypeVar
 
 import torch
 
+from chunkmem.contrib.frozen_cache.host_memory import ROLE, HostMemory
+from chunkmem.contrib.frozen_cache.kept import Asked, Form, Found, Kept
 from chunkmem.errors import ConfigError
-from chunkmem.freezing.host_memory import ROLE, HostMemory
-from chunkmem.freezing.kept import Asked, Form, Found, Kept
 from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.runtime.disk_pool import DiskPool, DiskSlab
 from chunkmem.runtime.ledger import Ledger

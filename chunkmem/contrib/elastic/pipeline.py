@@ -1,7 +1,7 @@
 """A pipeline whose number of stages is chosen between steps: it stays the same object.
 
 [Note: Elastic pipeline] `resize()` asks all ranks how long blocks have computed, has one of them decide
-(`chunkmem.plan.pipeline_width`), and divides the same ranks again (`chunkmem.pipeline.repartition`) if that pays.
+(`chunkmem.contrib.elastic.widths`), and divides the same ranks again (`chunkmem.pipeline.repartition`) if that pays.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from chunkmem.assembly import Runtime
+from chunkmem.contrib.elastic.costs import WidthCosts
+from chunkmem.contrib.elastic.widths import Division, WidthChoice
 from chunkmem.errors import CapacityError, ConfigError, LayoutError, StateError
 from chunkmem.pipeline.block_times import BlockTimes
 from chunkmem.pipeline.build import make_pipeline
@@ -22,9 +24,7 @@ from chunkmem.pipeline.epochs import FreezeReport
 from chunkmem.pipeline.modules import with_ends
 from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.staged import StagedPipeline
-from chunkmem.pipeline.width_costs import WidthCosts
 from chunkmem.plan.pipeline_schedule import Schedule
-from chunkmem.plan.pipeline_width import Division, WidthChoice
 from chunkmem.runtime.timestamps import Interval
 
 

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from chunkmem.assembly import Runtime
+from chunkmem.contrib.frozen_cache.kept import Values
+from chunkmem.contrib.frozen_cache.levels import Levels, disk_errors
+from chunkmem.contrib.frozen_cache.shared_index import HEADER_NBYTES
+from chunkmem.contrib.frozen_cache.shared_levels import SharedDisk, SharedLevels, share_of
+from chunkmem.contrib.frozen_cache.shared_memory import SharedFile
 from chunkmem.errors import ConfigError, StateError
-from chunkmem.freezing.kept import Values
-from chunkmem.freezing.levels import Levels, disk_errors
-from chunkmem.freezing.shared_index import HEADER_NBYTES
-from chunkmem.freezing.shared_levels import SharedDisk, SharedLevels, share_of
-from chunkmem.freezing.shared_memory import SharedFile
 from chunkmem.runtime.disk_calls import SYSTEM_CALLS
 from chunkmem.runtime.disk_file import DiskFile
 

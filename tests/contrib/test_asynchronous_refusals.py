@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
 from chunkmem.assembly import Runtime
-from chunkmem.pipeline.asynchronous import AsynchronousPipeline
-from chunkmem.pipeline.asynchronous_checks import require_trainable
+from chunkmem.contrib.async_pipeline.checks import require_trainable
+from chunkmem.contrib.async_pipeline.pipeline import AsynchronousPipeline
 from tests.helpers.asynchronous_training import AsynchronousTask, train
 from tests.helpers.predicted_training import simulated
 from tests.helpers.ranks import Team

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from chunkmem.contrib.frozen_cache.host_memory import HostMemory
+from chunkmem.contrib.frozen_cache.kept import Asked, Form, Found, Kept
+from chunkmem.contrib.frozen_cache.shared_index import DISK, HOST, SharedIndex
+from chunkmem.contrib.frozen_cache.shared_memory import ProcessLock, SharedFile
 from chunkmem.errors import ConfigError, StateError, TierIOError
-from chunkmem.freezing.host_memory import HostMemory
-from chunkmem.freezing.kept import Asked, Form, Found, Kept
-from chunkmem.freezing.shared_index import DISK, HOST, SharedIndex
-from chunkmem.freezing.shared_memory import ProcessLock, SharedFile
 from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.runtime.disk_file import DiskFile, round_up
 from chunkmem.runtime.disk_pool import BLOCK_NBYTES, DEPTH
@@ -63,7 +63,7 @@ class SharedDisk:
 
 
 class SharedLevels:
-    """Values of one size, by key: see `chunkmem.freezing.kept.Values`."""
+    """Values of one size, by key: see `chunkmem.contrib.frozen_cache.kept.Values`."""
 
     def __init__(
         self,

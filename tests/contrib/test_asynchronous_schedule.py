@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chunkmem.contrib.async_pipeline.schedule import asynchronous_orders, bubbles_of, delay_of, simulate_asynchronous
 from chunkmem.errors import ConfigError
-from chunkmem.plan.pipeline_asynchronous import asynchronous_orders, bubbles_of, delay_of, simulate_asynchronous
 from chunkmem.plan.pipeline_schedule import Pass, Schedule, StageCall, StageTimes, simulate_pipeline
 
 F, B = Pass.FORWARD, Pass.BACKWARD

@@ -1,7 +1,7 @@
 """A pipeline that never drains between batches: stages update their weights as soon as a batch has come back to them.
 
-What runs when is in [Note: Rounds] of `chunkmem.plan.pipeline_asynchronous`: a call of `step` is a round. Ranks meet
-nowhere but in the messages of neighbours:
+What runs when is in [Note: Rounds] of `chunkmem.contrib.async_pipeline.schedule`: a call of `step` is a round. Ranks
+meet nowhere but in the messages of neighbours:
 
     round r of stage s    receives were posted             sends
     forward, r - s        in the round before              outputs, and what the batch was
@@ -23,23 +23,23 @@ import torch
 
 from chunkmem.assembly import Runtime
 from chunkmem.comm.neighbours import Message
+from chunkmem.contrib.async_pipeline.checks import require_trainable, require_updating
+from chunkmem.contrib.async_pipeline.other_weights import Generations
+from chunkmem.contrib.async_pipeline.schedule import delay_of, round_calls
+from chunkmem.contrib.async_pipeline.versions import Updates, make_versions
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.parked import Parked
 from chunkmem.optim.optimizer import RuleOptimizer
-from chunkmem.pipeline.asynchronous_checks import require_trainable, require_updating
 from chunkmem.pipeline.checkpoints import policy_of
 from chunkmem.pipeline.forms import BorderForm
 from chunkmem.pipeline.given_batch import digest_of
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.modules import StageModule
 from chunkmem.pipeline.options import ASYNCHRONOUS
-from chunkmem.pipeline.other_weights import Generations
 from chunkmem.pipeline.schedules import Schedule, make_schedule
 from chunkmem.pipeline.stage import Stage, StageStep
 from chunkmem.pipeline.staged import StagedPipeline
-from chunkmem.pipeline.versions import Updates, make_versions
 from chunkmem.pipeline.width import Pipeline
-from chunkmem.plan.pipeline_asynchronous import delay_of, round_calls
 from chunkmem.plan.pipeline_schedule import Pass
 
 

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from chunkmem.plan.balance import Block
-from chunkmem.plan.pipeline_schedule import Schedule
-from chunkmem.plan.pipeline_width import (
+from chunkmem.contrib.elastic.widths import (
     CallCost,
     Division,
     WidthMachine,
@@ -21,6 +19,8 @@ from chunkmem.plan.pipeline_width import (
     predicted_s,
     trained_nbytes,
 )
+from chunkmem.plan.balance import Block
+from chunkmem.plan.pipeline_schedule import Schedule
 
 MIB = 1 << 20
 ROOMY = WidthMachine(4, device_nbytes=1 << 30, cap_nbytes=1 << 31)

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import get_device_states
 
+from chunkmem.contrib.frozen_cache.joining import Wanted, open_values
+from chunkmem.contrib.frozen_cache.kept import Asked, Found
+from chunkmem.contrib.frozen_cache.levels import said_of_disk
+from chunkmem.contrib.frozen_cache.tags import ModuleTags
 from chunkmem.errors import ConfigError, StateError, TierIOError
 from chunkmem.freezing.follows import HasRuntime
-from chunkmem.freezing.joining import Wanted, open_values
-from chunkmem.freezing.kept import Asked, Found
-from chunkmem.freezing.levels import said_of_disk
-from chunkmem.freezing.tags import ModuleTags
 from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.runtime.disk_file import folder_at, is_full
 from chunkmem.sizes import parse_nbytes

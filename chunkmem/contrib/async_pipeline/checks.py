@@ -8,14 +8,14 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from chunkmem.assembly import Runtime
+from chunkmem.contrib.async_pipeline.gap_aware import require_momentum
+from chunkmem.contrib.async_pipeline.prediction import learning_rates, require_predictable
+from chunkmem.contrib.async_pipeline.versions import GAP_AWARE, STASH
 from chunkmem.errors import ConfigError
-from chunkmem.optim.gap_aware import require_momentum
 from chunkmem.optim.optimizer import RuleOptimizer
-from chunkmem.optim.prediction import learning_rates, require_predictable
 from chunkmem.pipeline.modules import StageModule
 from chunkmem.pipeline.options import ASYNCHRONOUS
 from chunkmem.pipeline.ties import holders_of
-from chunkmem.pipeline.versions import GAP_AWARE, STASH
 from chunkmem.types import Tier
 
 _SYNCHRONOUS = 'use schedule="1f1b"'

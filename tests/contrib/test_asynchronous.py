@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
-from chunkmem.pipeline.asynchronous import AsynchronousPipeline
+from chunkmem.contrib.async_pipeline.pipeline import AsynchronousPipeline
 from tests.helpers.asynchronous_training import AsynchronousOutcome, AsynchronousTask, stashed, train
 from tests.helpers.predicted_training import simulated
 from tests.helpers.ranks import Team

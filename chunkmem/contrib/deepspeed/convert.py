@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from chunkmem.cli.deepspeed_keys import (
+from chunkmem.contrib.deepspeed.keys import (
     ADAM_DEFAULTS,
     BF16,
     CHANGED,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from chunkmem.cli import deepspeed_keys
-from chunkmem.cli.deepspeed import Outcome, convert
 from chunkmem.cli.main import main
 from chunkmem.config import Config
+from chunkmem.contrib.deepspeed import keys as deepspeed_keys
+from chunkmem.contrib.deepspeed.convert import Outcome, convert
 from chunkmem.errors import ConfigError
 
 OF_TRANSFORMERS: dict[str, Any] = {

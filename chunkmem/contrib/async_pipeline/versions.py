@@ -26,12 +26,12 @@ from typing import Any, Protocol
 import torch
 
 from chunkmem.assembly import Runtime
+from chunkmem.contrib.async_pipeline.gap_aware import expected_step, note_step_, reduced
+from chunkmem.contrib.async_pipeline.other_weights import OtherWeights, Slabs
+from chunkmem.contrib.async_pipeline.prediction import learning_rates, predict_
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.gap_aware import expected_step, note_step_, reduced
 from chunkmem.optim.optimizer import RuleOptimizer
-from chunkmem.optim.prediction import learning_rates, predict_
 from chunkmem.pipeline.modules import StageModule
-from chunkmem.pipeline.other_weights import OtherWeights, Slabs
 from chunkmem.runtime.device import runtime_mode
 
 STASH = "stash"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import chunkmem
-from chunkmem.optim.gap_aware import expected_step, note_step_, reduced, require_momentum
+from chunkmem.contrib.async_pipeline.gap_aware import expected_step, note_step_, reduced, require_momentum
 
 SGD: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.0}
 ADAM: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": False}

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.freezing import tags
-from chunkmem.freezing.kept import Asked
-from chunkmem.freezing.shared_index import SharedIndex
+from chunkmem.contrib.frozen_cache import tags
+from chunkmem.contrib.frozen_cache.kept import Asked
+from chunkmem.contrib.frozen_cache.shared_index import SharedIndex
 from chunkmem.runtime.disk_calls import SystemCalls
 from tests.helpers.audit import audit
 from tests.helpers.ranks import Team

@@ -21,7 +21,7 @@ class Kept:
     crc: int
     """Of the sample as it came in."""
     tag: bytes
-    """Of those modules and their weights, 16 bytes; see `chunkmem.freezing.tags`."""
+    """Of those modules and their weights, 16 bytes; see `chunkmem.contrib.frozen_cache.tags`."""
     rank: int = 0
     """Has computed it; counted among those that share the copy."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import chunkmem
 from chunkmem.checkpoints import files
-from chunkmem.pipeline.asynchronous import AsynchronousPipeline, AsynchronousStage
+from chunkmem.contrib.async_pipeline.pipeline import AsynchronousPipeline, AsynchronousStage
 from tests.helpers.asynchronous_training import AsynchronousOutcome, AsynchronousTask, stashed, train
 from tests.helpers.predicted_training import simulated
 from tests.helpers.ranks import Team
