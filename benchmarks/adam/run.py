@@ -28,7 +28,7 @@ from benchmarks.stats import median_interval, paired_ratios
 from chunkmem.optim.blocks import BlockUpdate, adamw_blocks
 from chunkmem.optim.codes import BLOCK, SIGNED, UNSIGNED
 from chunkmem.optim.kernels import Kernels, load_kernels
-from chunkmem.optim.segments import HyperParameters, Outputs, Pass, Segments
+from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
 
 HERE = Path(__file__).parent
 HYPER = HyperParameters([1e-4], [0.9], [0.95], [1e-8], [0.1], [10])
@@ -142,7 +142,7 @@ class Bench:
         if not is_finite:
             raise BenchmarkError("a gradient is not finite")
         coefficient = min(1.0, MAX_NORM / (squares**0.5 + 1e-6))
-        self.kernels.adamw_(self.segments(self.grad_bf16, self.out), HYPER, Pass(clip_coefficient=coefficient))
+        self.kernels.adamw_(self.segments(self.grad_bf16, self.out), HYPER, SegmentPass(clip_coefficient=coefficient))
 
     def into(self, grad: torch.Tensor, *outs: torch.Tensor) -> None:
         self.kernels.adamw_into(self.segments(grad, *outs), Outputs(*([output] for output in self.outputs)), HYPER)
@@ -151,7 +151,9 @@ class Bench:
         """Update weights in fp32, also rounded to `outs`, or in bf16; bf16 gradients, stochastic rounding, in place."""
         exp_avgs, exp_avg_sqs = ([codes] for codes in self.codes)
         segments = Segments([weights], [self.grad_bf16], exp_avgs, exp_avg_sqs, list(outs))
-        adamw_blocks(self.kernels, BlockUpdate(segments, Outputs([weights], exp_avgs, exp_avg_sqs), [1]), HYPER, Pass())
+        adamw_blocks(
+            self.kernels, BlockUpdate(segments, Outputs([weights], exp_avgs, exp_avg_sqs), [1]), HYPER, SegmentPass()
+        )
 
     def results(self, name: str) -> list[torch.Tensor]:
         """Return the parameters and states that one run of a variant makes."""

@@ -87,7 +87,7 @@ def matmul(*, sizes: list[int]) -> dict[str, Any]:
 def adam_on_device(*, numel: int) -> dict[str, Any]:
     """AdamW of one flat chunk, fp32: torch's fused kernel and ours; nanoseconds a parameter and bytes a second."""
     from chunkmem.optim.kernels import load_kernels
-    from chunkmem.optim.segments import HyperParameters, Pass, Segments
+    from chunkmem.optim.segments import HyperParameters, SegmentPass, Segments
 
     begin_s = time.perf_counter()
     kernels = load_kernels(with_cuda=True)
@@ -106,7 +106,7 @@ def adam_on_device(*, numel: int) -> dict[str, Any]:
     if found["chunkmem_is_native"]:
         segments = Segments([param], [grad], [exp_avg], [exp_avg_sq])
         hyper = HyperParameters([1e-4], [0.9], [0.95], [1e-8], [0.1], [10])
-        took_s = device_median_s(lambda: kernels.adamw_(segments, hyper, Pass()), budget_s=1.0)
+        took_s = device_median_s(lambda: kernels.adamw_(segments, hyper, SegmentPass()), budget_s=1.0)
         found["chunkmem_ns"] = 1e9 * took_s / numel
     found["best_Bps"] = UPDATE_NBYTES * 1e9 / min(found["torch_ns"], found.get("chunkmem_ns", float("inf")))
     return found

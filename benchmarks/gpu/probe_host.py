@@ -101,7 +101,7 @@ def adam_on_host(*, threads: list[int], numel: int, budget_s: float) -> dict[str
     Nanoseconds a parameter.
     """
     from chunkmem.optim.kernels import load_kernels
-    from chunkmem.optim.segments import HyperParameters, Pass, Segments
+    from chunkmem.optim.segments import HyperParameters, SegmentPass, Segments
 
     kernels = load_kernels()
     tensors = [torch.ones(numel) * value for value in (0.5, 1e-3, 0.0, 1.0)]
@@ -122,7 +122,7 @@ def adam_on_host(*, threads: list[int], numel: int, budget_s: float) -> dict[str
         torch.set_num_threads(count)
         found["torch_ns"][str(count)] = 1e9 * host_median_s(by_torch, budget_s=budget_s) / numel
         if ours_is_native:
-            took_s = host_median_s(lambda: kernels.adamw_(segments, hyper, Pass()), budget_s=budget_s)
+            took_s = host_median_s(lambda: kernels.adamw_(segments, hyper, SegmentPass()), budget_s=budget_s)
             found["chunkmem_ns"][str(count)] = 1e9 * took_s / numel
     best_ns = min([*found["torch_ns"].values(), *found["chunkmem_ns"].values()])
     return found | {"best_Bps": UPDATE_NBYTES / (best_ns * 1e-9), "by_form_ns": _by_form_ns(numel, budget_s)}

@@ -16,7 +16,7 @@ from chunkmem.checkpoints.directory import MANIFEST, standing
 from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.metadata import TRUST
 from chunkmem.checkpoints.odd_files import said
-from chunkmem.checkpoints.pretrained import Files, Form, shards_of
+from chunkmem.checkpoints.pretrained import Files, StoredForm, shards_of
 from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.checkpoints.replacing import replacing
 from chunkmem.checkpoints.safetensors_files import open_safetensors
@@ -162,7 +162,7 @@ def _write_safetensors(state: Mapping[str, Any], target: Path, *, max_shard_nbyt
     kept = dict(tensors_in("", weights))
     unique = {id(value): name for name, value in reversed(kept.items())}
     kept = {name: value for name, value in kept.items() if unique[id(value)] == name}
-    forms = {name: Form(value.dtype, tuple(value.shape)) for name, value in kept.items()}
+    forms = {name: StoredForm(value.dtype, tuple(value.shape)) for name, value in kept.items()}
     files = Files(target, shards_of(forms, max_nbytes=max_shard_nbytes))
     try:
         for name, value in kept.items():

@@ -37,7 +37,7 @@ _SHARD = re.compile(r"model(-[0-9a-f]{16})?-\d{5}-of-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True)
-class Form:
+class StoredForm:
     """What is known of a tensor before it is read."""
 
     dtype: torch.dtype
@@ -57,7 +57,9 @@ def save_pretrained(runtime: Runtime, folder: Path, model: nn.Module | None, *, 
         state = runtime.modules.surface.state_dict(root, lazily=True)
     here = {name: value for name, value in _untied(root, state).items() if not value.is_meta}
     stages = ranks.stages
-    forms = {name: (Form(value.dtype, tuple(value.shape)), stages and stages.rank) for name, value in here.items()}
+    forms = {
+        name: (StoredForm(value.dtype, tuple(value.shape)), stages and stages.rank) for name, value in here.items()
+    }
     forms = ranks.over_stages(forms, label="the names of a stage's weights")
     if odd := [f"{name} ({form.dtype})" for name, (form, _) in forms.items() if form.dtype not in _NAMES]:
         raise CheckpointError(f"safetensors files have no {', '.join(odd)}; use manager.save()")
@@ -118,9 +120,9 @@ def _untied(root: nn.Module, state: Mapping[str, Any]) -> dict[str, torch.Tensor
     return {name: value for name, value in state.items() if name in kept}
 
 
-def shards_of(forms: Mapping[str, Form], *, max_nbytes: int) -> list[dict[str, Form]]:
+def shards_of(forms: Mapping[str, StoredForm], *, max_nbytes: int) -> list[dict[str, StoredForm]]:
     """Divide tensors into files of at most so many bytes, in their order; one that is larger has a file of its own."""
-    shards: list[dict[str, Form]] = [{}]
+    shards: list[dict[str, StoredForm]] = [{}]
     for name, form in forms.items():
         if shards[-1] and sum(each.nbytes for each in shards[-1].values()) + form.nbytes > max_nbytes:
             shards.append({})
@@ -131,7 +133,7 @@ def shards_of(forms: Mapping[str, Form], *, max_nbytes: int) -> list[dict[str, F
 class Files:
     """The files of a model that are being written, in a folder of their own until all are complete."""
 
-    def __init__(self, folder: Path, shards: Sequence[Mapping[str, Form]]) -> None:
+    def __init__(self, folder: Path, shards: Sequence[Mapping[str, StoredForm]]) -> None:
         """Begin with none."""
         self._folder = folder
         self._shards = shards

@@ -28,7 +28,7 @@ from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.packing import groups_by_role
 from chunkmem.optim.block_adam import adam_states
 from chunkmem.optim.rule import StateSpec
-from chunkmem.repack.change import Change, require_let_go
+from chunkmem.repack.change import Repacking, require_let_go
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import ChunkId, Role, Tier
 
@@ -110,7 +110,7 @@ class PackingAgain:
         members = tuple(before.ranks.name(row + column) for column in range(num_shards))
         ranks = Ranks(mesh=Mesh((members,)), timeout_s=before.config.distributed.timeout_s)
         try:
-            change = Change(before, ranks, call=_CALL, reader="packing again", rounded=self._rounded)
+            change = Repacking(before, ranks, call=_CALL, reader="packing again", rounded=self._rounded)
             self._require_room(change)
             try:
                 after = self._repack(change)
@@ -125,7 +125,7 @@ class PackingAgain:
             ranks.close()
         return after
 
-    def _repack(self, change: Change) -> Runtime:
+    def _repack(self, change: Repacking) -> Runtime:
         before = self._runtime
         slab_nbytes = before.registry.slab_nbytes
         for managed in before.registry.parameters:
@@ -141,7 +141,7 @@ class PackingAgain:
         change.move(after)
         return after
 
-    def _require_room(self, change: Change) -> None:
+    def _require_room(self, change: Repacking) -> None:
         shards = self._runtime.sharding.shards
         found: CapacityError | None = None
         try:

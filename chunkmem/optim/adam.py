@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from chunkmem.optim.block_adam import adam_rule
-from chunkmem.optim.host import HasRuntime
+from chunkmem.optim.host import HasOptimizerHost
 from chunkmem.optim.optimizer import RuleOptimizer
 
 
@@ -41,7 +41,7 @@ class Adam(RuleOptimizer):
         self,
         params: ParamsT,
         *,
-        manager: HasRuntime,
+        manager: HasOptimizerHost,
         lr: float | torch.Tensor | None = None,
         betas: tuple[float, float] | None = None,
         eps: float | None = None,

@@ -13,7 +13,7 @@ from chunkmem.optim.checks import check_available, check_number
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.ops import number_on
 from chunkmem.optim.rule import ChunkMemory, SlotTensors, StateSpec, UpdateItem, UpdateRule, fill
-from chunkmem.optim.segments import HyperParameters, Outputs, Pass, Segments
+from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
 from chunkmem.types import Role
 
 EXP_AVG, EXP_AVG_SQ = Role("exp_avg"), Role("exp_avg_sq")
@@ -143,10 +143,10 @@ class AdamRule(UpdateRule[AdamHyper]):
             source = old[weights if role is Role.PARAM else role].flat
             fill(memory.flat, source, memory.layout, besides=positions if role in (Role.PARAM, *written) else ())
 
-    def _pass(self, hyper: AdamHyper, multiplier: float | None) -> Pass:
+    def _pass(self, hyper: AdamHyper, multiplier: float | None) -> SegmentPass:
         tail_width = self._native.tail_width or 0
         unscale = 1.0 if multiplier is None else multiplier
-        return Pass(unscale=unscale, decoupled=hyper.decoupled, tail_width=tail_width)
+        return SegmentPass(unscale=unscale, decoupled=hyper.decoupled, tail_width=tail_width)
 
 
 def _steps_on(device: torch.device, steps: Sequence[torch.Tensor]) -> list[torch.Tensor]:

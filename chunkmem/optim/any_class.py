@@ -16,7 +16,7 @@ from chunkmem.optim.class_calls import NOT_OPTIONS, OptimizerClass, require_clas
 from chunkmem.optim.class_rule import ClassHyper, ClassRule, Place, Record, add_to, new_item
 from chunkmem.optim.class_trials import ClassTrial, EntryForm
 from chunkmem.optim.entries import EntryStates, blank_entry, entry_problems
-from chunkmem.optim.host import HasRuntime, OptimizerHost
+from chunkmem.optim.host import HasOptimizerHost, OptimizerHost
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.rule import StateSpec, UpdateItem
 from chunkmem.optim.saved import HeldStates
@@ -60,7 +60,7 @@ class Optimizer(RuleOptimizer):
         classes: type[torch.optim.Optimizer] | Sequence[Pair],
         params: ParamsT | None = None,
         *,
-        manager: HasRuntime,
+        manager: HasOptimizerHost,
         max_grad_norm: float | None = None,
         in_backward: bool | None = None,
         **options: Any,

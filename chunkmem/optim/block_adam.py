@@ -12,7 +12,7 @@ from chunkmem.optim.blocks import BlockUpdate, adamw_blocks
 from chunkmem.optim.codes import SIGNED, UNSIGNED, update_key
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.rule import ChunkMemory, SlotTensors, StateSpec, UpdateItem, fill
-from chunkmem.optim.segments import HyperParameters, Outputs, Pass, Segments
+from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
 from chunkmem.types import Role
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
@@ -110,7 +110,7 @@ class BlockAdamRule(AdamRule):
         *,
         num_threads: int = 0,
     ) -> None:
-        how = Pass(unscale=1.0 if multiplier is None else multiplier, decoupled=hyper.decoupled)
+        how = SegmentPass(unscale=1.0 if multiplier is None else multiplier, decoupled=hyper.decoupled)
         adamw_blocks(self._native.kernels, update, numbers, how, num_threads=num_threads)
 
     def _keys(self, numbers: Sequence[int], steps: Sequence[torch.Tensor]) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from chunkmem.optim.codes import SIGNED, UNSIGNED, BlockCodes, random_words, to_bfloat16
 from chunkmem.optim.kernels import Kernels, arguments, tell_autograd
 from chunkmem.optim.reference import AdamStep
-from chunkmem.optim.segments import HyperParameters, Outputs, Pass, Segments, check_num_threads
+from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments, check_num_threads
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class BlockUpdate:
 
 
 def adamw_blocks(
-    kernels: Kernels, update: BlockUpdate, hyper: HyperParameters, how: Pass, *, num_threads: int = 0
+    kernels: Kernels, update: BlockUpdate, hyper: HyperParameters, how: SegmentPass, *, num_threads: int = 0
 ) -> None:
     """Update weights and states: as `Kernels.adamw_into`, then states are rounded to codes, and bfloat16 weights, too.
 
@@ -50,7 +50,7 @@ def is_native(kernels: Kernels, device: torch.device) -> bool:
     )
 
 
-def reference(update: BlockUpdate, hyper: HyperParameters, how: Pass, *, num_threads: int = 0) -> None:
+def reference(update: BlockUpdate, hyper: HyperParameters, how: SegmentPass, *, num_threads: int = 0) -> None:
     """Do what the native kernel does, with the same bits; the arguments are those of `adamw_blocks`."""
     check_num_threads(num_threads)
     segments, outputs = update.segments, update.outputs

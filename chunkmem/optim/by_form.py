@@ -9,7 +9,7 @@ import torch
 from chunkmem.optim.blocks import BlockUpdate, adamw_blocks
 from chunkmem.optim.codes import SIGNED, UNSIGNED
 from chunkmem.optim.kernels import Kernels
-from chunkmem.optim.segments import HyperParameters, Outputs, Pass, Segments
+from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
 from chunkmem.types import UpdateForm
 
 _HYPER = HyperParameters([1e-3], [0.9], [0.999], [1e-8], [0.01], [10])
@@ -41,8 +41,8 @@ def updates_by_form(kernels: Kernels, numel: int) -> Iterator[tuple[UpdateForm, 
         def update(segments: Segments = segments, is_coded: bool = is_coded) -> None:
             if is_coded:
                 outputs = Outputs(segments.params, segments.exp_avgs, segments.exp_avg_sqs)
-                adamw_blocks(kernels, BlockUpdate(segments, outputs, [1]), _HYPER, Pass())
+                adamw_blocks(kernels, BlockUpdate(segments, outputs, [1]), _HYPER, SegmentPass())
             else:
-                kernels.adamw_(segments, _HYPER, Pass())
+                kernels.adamw_(segments, _HYPER, SegmentPass())
 
         yield form, held_nbytes, update

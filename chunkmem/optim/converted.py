@@ -11,7 +11,7 @@ import torch
 from chunkmem.errors import StateError
 from chunkmem.optim.adam import Adam, AdamW
 from chunkmem.optim.any_class import Optimizer
-from chunkmem.optim.host import HasRuntime
+from chunkmem.optim.host import HasOptimizerHost
 from chunkmem.optim.saved import StatefulOptimizer
 from chunkmem.optim.sgd import SGD
 
@@ -29,7 +29,7 @@ _HOOKS = tuple(
 def converted(
     optimizer: torch.optim.Optimizer,
     *,
-    manager: HasRuntime,
+    manager: HasOptimizerHost,
     max_grad_norm: float | None,
     in_backward: bool | None = None,
 ) -> StatefulOptimizer:

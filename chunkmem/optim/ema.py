@@ -13,7 +13,7 @@ from chunkmem.errors import CheckpointError, ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.lazy_tensor import copy_values
 from chunkmem.optim.averages import averages_role
-from chunkmem.optim.host import HasRuntime, OptimizerHost
+from chunkmem.optim.host import HasOptimizerHost, OptimizerHost
 from chunkmem.optim.plain_averages import Mix, PlainAverages
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.slot_source import SlotSource
@@ -45,7 +45,7 @@ class EMA:
         CapacityError: there is no room for the averages next to weights, gradients and optimizer states.
     """
 
-    def __init__(self, manager: HasRuntime, decay: float, params: Iterable[torch.Tensor] | None = None) -> None:
+    def __init__(self, manager: HasOptimizerHost, decay: float, params: Iterable[torch.Tensor] | None = None) -> None:
         host = self._host = manager.runtime
         host.require_open()
         self.decay = _checked(decay)

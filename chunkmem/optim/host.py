@@ -110,7 +110,7 @@ class OptimizerHost(Protocol):
         ...
 
 
-class HasRuntime(Protocol):
+class HasOptimizerHost(Protocol):
     """A `chunkmem.ChunkManager`."""
 
     @property

@@ -17,7 +17,7 @@ import torch
 
 from chunkmem.optim import reference
 from chunkmem.optim.codes import SIGNED, UNSIGNED
-from chunkmem.optim.segments import LOWP, HyperParameters, Outputs, Pass, Segments
+from chunkmem.optim.segments import LOWP, HyperParameters, Outputs, SegmentPass, Segments
 from chunkmem.runtime.build import BuildError, cpu_recipe, cuda_recipe_in, load_library
 from chunkmem.runtime.own_folder import default_cache_dir
 
@@ -33,7 +33,7 @@ class Kernels:
     native_devices: frozenset[str]
     """Types of devices with a native kernel; on the others the PyTorch reference runs."""
 
-    def adamw_(self, segments: Segments, hyper: HyperParameters, how: Pass | None = None) -> None:
+    def adamw_(self, segments: Segments, hyper: HyperParameters, how: SegmentPass | None = None) -> None:
         """Update parameters and states in place, and write the low-precision outputs, in one pass.
 
         Autograd is told that parameters and outputs changed.
@@ -41,7 +41,7 @@ class Kernels:
         Raises:
             RuntimeError: dtypes, shapes, devices or lengths do not fit, or a step is below 1; it names the argument.
         """
-        how = Pass() if how is None else how
+        how = SegmentPass() if how is None else how
         if not segments.params:
             return
         if segments.params[0].device.type in self.native_devices:
@@ -55,7 +55,7 @@ class Kernels:
         segments: Segments,
         outputs: Outputs,
         hyper: HyperParameters,
-        how: Pass | None = None,
+        how: SegmentPass | None = None,
         *,
         num_threads: int = 0,
     ) -> None:
@@ -71,7 +71,7 @@ class Kernels:
         Raises:
             RuntimeError: as `adamw_`, or an output begins where another tensor of the call does.
         """
-        how = Pass() if how is None else how
+        how = SegmentPass() if how is None else how
         if not segments.params:
             return
         lists = (outputs.params, outputs.exp_avgs, outputs.exp_avg_sqs)
@@ -119,7 +119,7 @@ class Kernels:
             ours = Segments(*([t.clone() for t in ts] for ts in (params, grads, exp_avgs, exp_avg_sqs)))
             theirs = Segments(*([t.clone() for t in ts] for ts in (params, grads, exp_avgs, exp_avg_sqs)))
             hyper = HyperParameters([1e-2], [beta1], [0.99], [1e-8], [0.1], [3])
-            self.adamw_(ours, hyper, Pass(decoupled=decoupled, tail_width=tail_width))
+            self.adamw_(ours, hyper, SegmentPass(decoupled=decoupled, tail_width=tail_width))
             fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
             steps = [torch.tensor(3.0)] * len(lengths)
             options: dict[str, Any] = {"lr": 1e-2, "beta1": beta1, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
@@ -135,7 +135,7 @@ class Kernels:
         return True
 
 
-def arguments(segments: Segments, hyper: HyperParameters, how: Pass) -> tuple[Any, ...]:
+def arguments(segments: Segments, hyper: HyperParameters, how: SegmentPass) -> tuple[Any, ...]:
     """Return what `torch.ops.chunkmem.adamw_` is called with."""
     return (
         *(segments.params, segments.grads, segments.exp_avgs, segments.exp_avg_sqs, segments.lowp_outs),
@@ -230,7 +230,7 @@ def _trial_of_blocks(dtype: torch.dtype, device: str) -> torch.Tensor:
     weights = param.to(device, dtype)
     segments = Segments([weights], [gradient.to(device)], [states[0]], [states[1]])
     outputs = ([weights], [states[0]], [states[1]])
-    torch.ops.chunkmem.adamw_blocks(*arguments(segments, _TRIAL_HYPER, Pass(0.5)), *outputs, [12345], 0)
+    torch.ops.chunkmem.adamw_blocks(*arguments(segments, _TRIAL_HYPER, SegmentPass(0.5)), *outputs, [12345], 0)
     return torch.cat([weights.view(torch.uint8), *states])
 
 
@@ -245,7 +245,7 @@ def differing_calls(kernels: Kernels, device: str, *, expected: Kernels) -> list
         flat = _trial_values(dtype)
         grads = f"{str(dtype).removeprefix('torch.')} gradients"
         for width in (0, 8):
-            how = Pass(0.5, 0.7, tail_width=width)
+            how = SegmentPass(0.5, 0.7, tail_width=width)
             calls[f"adamw_ of {grads} and tail_width {width}"] = partial(_trial_of_adamw_, flat, how)
             calls[f"adamw_into of {grads} and tail_width {width}"] = partial(_trial_of_adamw_into, flat, how)
         calls[f"norm_and_finite of {grads}"] = partial(_trial_of_norm, flat)
@@ -268,13 +268,13 @@ def _trial_copies(flat: Sequence[torch.Tensor], device: str) -> list[list[torch.
     return [[copy[a:b] for a, b in pairwise(ends)] for copy in (tensor.to(device, copy=True) for tensor in flat)]
 
 
-def _trial_of_adamw_(flat: Sequence[torch.Tensor], how: Pass, kernels: Kernels, device: str) -> torch.Tensor:
+def _trial_of_adamw_(flat: Sequence[torch.Tensor], how: SegmentPass, kernels: Kernels, device: str) -> torch.Tensor:
     segments = Segments(*_trial_copies(flat, device))
     kernels.adamw_(segments, _TRIAL_HYPER, how)
     return _bits((*segments.params, *segments.exp_avgs, *segments.exp_avg_sqs), segments.lowp_outs)
 
 
-def _trial_of_adamw_into(flat: Sequence[torch.Tensor], how: Pass, kernels: Kernels, device: str) -> torch.Tensor:
+def _trial_of_adamw_into(flat: Sequence[torch.Tensor], how: SegmentPass, kernels: Kernels, device: str) -> torch.Tensor:
     segments = Segments(*_trial_copies(flat, device))
     outputs = Outputs(*_trial_copies([torch.zeros(_PROBE_NUMEL)] * 3, device))
     kernels.adamw_into(segments, outputs, _TRIAL_HYPER, how)

@@ -14,7 +14,7 @@ import torch
 from chunkmem.optim.segments import (
     HyperParameters,
     Outputs,
-    Pass,
+    SegmentPass,
     Segments,
     check_grads,
     check_num_threads,
@@ -26,7 +26,7 @@ NORM_LANES = 32
 _BLOCKS_AT_ONCE = 4096
 
 
-def adamw_(segments: Segments, hyper: HyperParameters, how: Pass) -> None:
+def adamw_(segments: Segments, hyper: HyperParameters, how: SegmentPass) -> None:
     """Update the parameters and states of `segments` in place; the arguments are those of `Kernels.adamw_`."""
     check_segments(segments, hyper, how)
     grad_scale = how.unscale * how.clip_coefficient
@@ -42,7 +42,7 @@ def adamw_(segments: Segments, hyper: HyperParameters, how: Pass) -> None:
 
 
 def adamw_into(
-    segments: Segments, outputs: Outputs, hyper: HyperParameters, how: Pass, *, num_threads: int = 0
+    segments: Segments, outputs: Outputs, hyper: HyperParameters, how: SegmentPass, *, num_threads: int = 0
 ) -> None:
     """Write what `adamw_` would make of parameters and states to `outputs`; the arguments are those of `Kernels`."""
     check_segments(segments, hyper, how, outputs, num_threads=num_threads)

@@ -47,7 +47,7 @@ class HyperParameters:
 
 
 @dataclass(frozen=True)
-class Pass:
+class SegmentPass:
     """What is the same for all parameters of a call."""
 
     unscale: float = 1.0
@@ -60,7 +60,12 @@ class Pass:
 
 
 def check_segments(
-    segments: Segments, hyper: HyperParameters, how: Pass, outputs: Outputs | None = None, *, num_threads: int = 0
+    segments: Segments,
+    hyper: HyperParameters,
+    how: SegmentPass,
+    outputs: Outputs | None = None,
+    *,
+    num_threads: int = 0,
 ) -> None:
     """Check a call, as `csrc/arguments.h` does and with its words; without `outputs` it is in place.
 

@@ -12,7 +12,7 @@ from torch.optim.sgd import sgd
 
 from chunkmem.errors import ConfigError
 from chunkmem.optim.checks import check_available, check_number
-from chunkmem.optim.host import HasRuntime
+from chunkmem.optim.host import HasOptimizerHost
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.rule import StateSpec, UpdateRule
 from chunkmem.types import Role
@@ -105,7 +105,7 @@ class SGD(RuleOptimizer):
         self,
         params: ParamsT,
         *,
-        manager: HasRuntime,
+        manager: HasOptimizerHost,
         lr: float | torch.Tensor = 1e-3,
         momentum: float = 0,
         dampening: float = 0,

@@ -32,7 +32,7 @@ from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.frozen import Cache, FrozenBlocks, FrozenPrefix
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.outputs import BlockOutput
-from chunkmem.pipeline.random_streams import RandomStreams, Streams, foreign_states, states_of
+from chunkmem.pipeline.random_streams import MicroBatchStreams, RandomStreams, foreign_states, states_of
 from chunkmem.pipeline.width import OfWidth
 
 
@@ -238,7 +238,7 @@ class ByLayerPipeline(OfWidth):
                 batch.outputs[depth - 1][number] = output
                 output.park()
 
-    def _forward_by_layer(self, batch: _Batch, streams: Streams) -> None:
+    def _forward_by_layer(self, batch: _Batch, streams: MicroBatchStreams) -> None:
         for at, item in enumerate(self._items[batch.frozen.start :], start=batch.frozen.start):
             with self._runtime.sharding.units.held(item.unit):
                 for number in range(len(batch.parts)):

@@ -2,57 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
-from torch import nn
-
-from chunkmem.assembly import Runtime
 from chunkmem.errors import ConfigError
+from chunkmem.freezing.freezer import FreezeReport
+from chunkmem.freezing.schedule import FreezeSchedule, Gathers
 
 
-class FreezeReport(Protocol):
-    """What `ChunkManager.freeze` returns. `str()` is one line."""
-
-    @property
-    def num_params(self) -> int:
-        """Elements whose parameters are frozen from now on, and were not before."""
-        ...
-
-    @property
-    def freed_nbytes(self) -> int:
-        """Given back on all tiers of this rank."""
-        ...
-
-
-class Freezes(Protocol):
+class Freezes(Gathers, Protocol):
     """A `chunkmem.ChunkManager`."""
 
     def freeze(self, modules: Any) -> FreezeReport: ...
-
-    def gather(self, params: Any = None, *, grads: bool = False) -> Any: ...
-
-    @property
-    def runtime(self) -> Runtime: ...
-
-
-class Schedule(Protocol):
-    """A `chunkmem.FreezeSchedule`."""
-
-    @property
-    def adaptive(self) -> bool:
-        """It looks at gradients."""
-        ...
-
-    def step(self) -> Sequence[nn.Module]: ...
-
-    def observe(self, manager: Freezes) -> None: ...
 
 
 class Epochs:
     """Has a schedule look at gradients in a few steps of each epoch, and freezes what it says at the end."""
 
-    def __init__(self, manager: Freezes, schedule: Schedule) -> None:
+    def __init__(self, manager: Freezes, schedule: FreezeSchedule) -> None:
         """Begin an epoch.
 
         Raises:

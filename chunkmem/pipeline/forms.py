@@ -21,7 +21,7 @@ from chunkmem.runtime.quiet import silenced
 
 
 @dataclass(frozen=True)
-class TensorForm:
+class MessageForm:
     """A tensor without its values."""
 
     shape: torch.Size
@@ -40,11 +40,11 @@ class BorderForm:
     name: str
     spec: TreeSpec
     leaves: tuple[Any, ...]
-    """Tensors as `TensorForm`, and what else there is."""
+    """Tensors as `MessageForm`, and what else there is."""
 
     @classmethod
     def of(cls, name: str, value: Any) -> BorderForm:
-        """Return that of a value that has `TensorForm` in place of tensors."""
+        """Return that of a value that has `MessageForm` in place of tensors."""
         leaves, spec = tree_flatten(value)
         return cls(name, spec, tuple(leaves))
 
@@ -54,9 +54,9 @@ class BorderForm:
         return tree_unflatten(list(self.leaves), self.spec)
 
     @property
-    def tensors(self) -> list[TensorForm]:
+    def tensors(self) -> list[MessageForm]:
         """Those that are sent."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, TensorForm)]
+        return [leaf for leaf in self.leaves if isinstance(leaf, MessageForm)]
 
     def flattened(self, value: Any) -> list[torch.Tensor]:
         """Return the tensors of a value, in the dtypes in which they are sent.
@@ -78,7 +78,9 @@ class BorderForm:
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the value that has these tensors."""
         rest = iter(tensors)
-        return tree_unflatten([next(rest) if isinstance(leaf, TensorForm) else leaf for leaf in self.leaves], self.spec)
+        return tree_unflatten(
+            [next(rest) if isinstance(leaf, MessageForm) else leaf for leaf in self.leaves], self.spec
+        )
 
 
 class BorderForms:
@@ -177,7 +179,7 @@ def form_of(value: Any, name: str, *, dtype: torch.dtype) -> BorderForm:
 
 def _leaf(leaf: Any, name: str, dtype: torch.dtype) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return TensorForm(leaf.shape, dtype if leaf.dtype is torch.float32 else leaf.dtype, leaf.requires_grad)
+        return MessageForm(leaf.shape, dtype if leaf.dtype is torch.float32 else leaf.dtype, leaf.requires_grad)
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return leaf
     raise StateError(f"{name} has a {type(leaf).__name__}; stages give each other tensors, in tuples, lists and dicts")

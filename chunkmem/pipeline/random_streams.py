@@ -28,7 +28,7 @@ States = tuple[torch.Tensor, ...]
 """Of all generators."""
 
 
-class Streams:
+class MicroBatchStreams:
     """Those of one step: micro-batch m draws from the m-th."""
 
     def __init__(self, generators: Sequence[torch.Generator], starts: list[States]) -> None:
@@ -68,7 +68,7 @@ class RandomStreams:
         self._draws: dict[Hashable, tuple[int | None, ...]] = {}
         """By form of a micro-batch: how many numbers it draws from each; None: that varies, or cannot be told."""
 
-    def begin(self, forms: Sequence[Hashable]) -> Streams | None:
+    def begin(self, forms: Sequence[Hashable]) -> MicroBatchStreams | None:
         """Return streams for a step of micro-batches of these forms; None if forward has to run them in turn."""
         none = (0,) * len(self.generators)
         draw_nothing = bool(self._draws) and all(each == none for each in self._draws.values())
@@ -79,7 +79,7 @@ class RandomStreams:
         for _, each in zip(forms[1:], draws, strict=False):
             pairs = zip(self.generators, starts[-1], each, strict=True)
             starts.append(tuple(_advanced(generator, state, count or 0) for generator, state, count in pairs))
-        return Streams(self.generators, starts)
+        return MicroBatchStreams(self.generators, starts)
 
     def are_known(self, forms: Sequence[Hashable]) -> bool:
         """Tell whether all micro-batches of each form draw the same amount, that of the last one of a step left out."""

@@ -26,7 +26,7 @@ from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.schedules import check_schedule
 from chunkmem.pipeline.staged import with_schedule
 from chunkmem.pipeline.width import Pipeline
-from chunkmem.repack.change import Change, require_let_go
+from chunkmem.repack.change import Repacking, require_let_go
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.shard.ownership import RoundRobin
 
@@ -168,7 +168,7 @@ class _Ordinary:
     """By `chunkmem.EMA` and number of a parameter."""
 
 
-class _Change(Change):
+class _Change(Repacking):
     """To another number of stages."""
 
     def check(self, options: PipelineOptions, stage: int, shard: int, *, num_stages: int, num_shards: int) -> None:

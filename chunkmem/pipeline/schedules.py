@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import (
 
 from chunkmem.errors import ConfigError
 from chunkmem.pipeline.options import ASYNCHRONOUS
-from chunkmem.pipeline.stage import Stage
+from chunkmem.pipeline.stage import PackedStage
 
 ONE_STAGE = ("gpipe", "1f1b", ASYNCHRONOUS)
 """Schedules of one stage for each rank."""
@@ -34,7 +34,7 @@ FOR_ANY_NUMBER = MappingProxyType({"1f1b": "gpipe", "interleaved": "looped-bfs"}
 """By schedule that is not for any number of micro-batches: one of as many stages that is."""
 
 
-class Schedule(Protocol):
+class RankSchedule(Protocol):
     """Runs the stages of this rank."""
 
     def step(self, *args: Any, target: Any = None, return_outputs: bool = True, **kwargs: Any) -> Any:
@@ -74,14 +74,14 @@ def check_schedule(schedule: str, stages_per_rank: int | None) -> tuple[str, int
     return schedule, num
 
 
-def make_schedule(name: str, stages: Sequence[Stage], num_micro_batches: int) -> Schedule:
+def make_schedule(name: str, stages: Sequence[PackedStage], num_micro_batches: int) -> RankSchedule:
     """Return a schedule of the stages of this rank.
 
     Raises:
         ConfigError: it cannot run so many micro-batches.
     """
     options: dict[str, Any] = {"loss_fn": _given_loss, "scale_grads": False}
-    make: Callable[..., Schedule] = SCHEDULES[name]
+    make: Callable[..., RankSchedule] = SCHEDULES[name]
     try:
         return make(stages[0] if name in ONE_STAGE else list(stages), num_micro_batches, **options)
     except ValueError as error:

@@ -29,7 +29,7 @@ from chunkmem.nn.parked import Parked, ParkedTensors
 from chunkmem.pipeline.announced import AnnouncedForms
 from chunkmem.pipeline.block_times import BlockTimes
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
-from chunkmem.pipeline.forms import BorderForm, TensorForm, border_name
+from chunkmem.pipeline.forms import BorderForm, MessageForm, border_name
 from chunkmem.pipeline.frozen_stages import FrozenStep
 from chunkmem.pipeline.micro_batches import MicroBatch
 from chunkmem.pipeline.modules import StageModule
@@ -63,7 +63,7 @@ class StageStep:
     """Of micro-batches, divided; on the last stage."""
 
 
-class Stage(_PipelineStageBase):
+class PackedStage(_PipelineStageBase):
     """Modules that this rank runs for every micro-batch."""
 
     def __init__(
@@ -274,11 +274,11 @@ class Stage(_PipelineStageBase):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
 
-    def _inputs(self, part: int) -> list[TensorForm]:
+    def _inputs(self, part: int) -> list[MessageForm]:
         assert self._step is not None
         return self._step.borders[part][self.stage_index - 1].tensors
 
-    def _outputs(self, part: int) -> list[TensorForm]:
+    def _outputs(self, part: int) -> list[MessageForm]:
         assert self._step is not None
         return self._step.borders[part][self.stage_index].tensors
 
@@ -356,7 +356,7 @@ class Stage(_PipelineStageBase):
 class _Cut:
     """An input of a stage: a tensor whose gradient goes to the stage before."""
 
-    def __init__(self, form: TensorForm, tensor: torch.Tensor) -> None:
+    def __init__(self, form: MessageForm, tensor: torch.Tensor) -> None:
         self.form = form
         self.content: torch.Tensor | None = tensor
         self.found: torch.Tensor | None = None

@@ -25,8 +25,8 @@ from chunkmem.pipeline.held import HeldStage
 from chunkmem.pipeline.micro_batches import not_given, split
 from chunkmem.pipeline.modules import StageModule, divide, with_ends
 from chunkmem.pipeline.options import PipelineOptions
-from chunkmem.pipeline.schedules import FOR_ANY_NUMBER, Schedule, check_schedule, make_schedule
-from chunkmem.pipeline.stage import Stage, StageStep
+from chunkmem.pipeline.schedules import FOR_ANY_NUMBER, RankSchedule, check_schedule, make_schedule
+from chunkmem.pipeline.stage import PackedStage, StageStep
 from chunkmem.pipeline.ties import TiedParameters
 from chunkmem.pipeline.width import OfWidth
 
@@ -94,7 +94,7 @@ def with_schedule(
 class StagedPipeline(OfWidth):
     """Runs the stages of this rank, together with the ranks that have the others."""
 
-    make_stage: type[Stage] = Stage
+    make_stage: type[PackedStage] = PackedStage
     """Of its stages."""
 
     @staticmethod
@@ -128,7 +128,7 @@ class StagedPipeline(OfWidth):
         """Its name."""
         self.reason = reason
         """Why it was chosen; empty if it was asked for."""
-        self._schedules: dict[int, Schedule] = {}
+        self._schedules: dict[int, RankSchedule] = {}
         """By number of micro-batches."""
         waiting = runtime.memory.pager.waiting
         self._neighbours = Neighbours(self._ranks, runtime.device, waiting=waiting)
@@ -221,7 +221,7 @@ class StagedPipeline(OfWidth):
             schedule.eval(target=torch.arange(len(step.parts)), return_outputs=False)
             return self._loss(step)
 
-    def _prepare(self, inputs: Any, target: Any, ids: Any, *, is_training: bool) -> tuple[StageStep, Schedule]:
+    def _prepare(self, inputs: Any, target: Any, ids: Any, *, is_training: bool) -> tuple[StageStep, RankSchedule]:
         """Have the stages of this rank know a batch, the same on all ranks of the pipeline; return what runs it."""
         self.require_current()
         self._runtime.require_open()
@@ -260,7 +260,7 @@ class StagedPipeline(OfWidth):
         if inputs is None and self._options.cache is not None:
             raise ConfigError("pipe.step(): a cache looks up samples on all ranks: give all of them the inputs")
 
-    def _make_schedule(self, num: int) -> Schedule:
+    def _make_schedule(self, num: int) -> RankSchedule:
         """Return the schedule for so many micro-batches; where it was chosen here, another one if it is not for them.
 
         Raises:

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from chunkmem.errors import StateError
+from chunkmem.freezing.freezer import FreezeReport
 from chunkmem.pipeline.block_times import BlockTimes
-from chunkmem.pipeline.epochs import Epochs, FreezeReport
+from chunkmem.pipeline.epochs import Epochs
 from chunkmem.pipeline.micro_batches import MicroBatch
 from chunkmem.pipeline.options import PipelineOptions
 

@@ -32,7 +32,7 @@ from chunkmem.types import Role
 T = TypeVar("T")
 
 
-class Change:
+class Repacking:
     """What has to be known of the old parts, and brings it into new ones: [Note: Repacking]."""
 
     def __init__(

@@ -83,7 +83,7 @@ def _wraps_runtime(frame: FrameType) -> bool:
 
 
 @dataclass(frozen=True)
-class Section:
+class UninterruptedSection:
     """Work of the runtime that must not be interrupted."""
 
     outermost: FrameType
@@ -102,13 +102,13 @@ class Section:
         return not (code.co_name in ("__enter__", "__del__") or code.co_flags & inspect.CO_GENERATOR or is_finalizer)
 
 
-def running_section(frame: FrameType | None) -> Section | None:
+def running_section(frame: FrameType | None) -> UninterruptedSection | None:
     """Return the section that `frame` is in; None where it is user code, or where no user code has called it."""
     outermost = None
     while frame is not None:
         owner = whose(frame)
         if owner is Whose.USER:
-            return None if outermost is None else Section(outermost, frame)
+            return None if outermost is None else UninterruptedSection(outermost, frame)
         if owner is Whose.RUNTIME or (owner is Whose.BACKWARD and outermost is not None):
             outermost = frame
         frame = frame.f_back
@@ -188,7 +188,7 @@ class HeldSignal:
             self._num_held = 0
             self.installed(signum, frame)
 
-    def _break_into(self, section: Section, signum: int, frame: FrameType | None) -> Any:
+    def _break_into(self, section: UninterruptedSection, signum: int, frame: FrameType | None) -> Any:
         """Call the handler in the middle of the runtime's work."""
         try:
             return self.installed(signum, frame)
@@ -205,7 +205,7 @@ class HeldSignal:
 class _Watch:
     """Tells when a section is over, by a trace function of Python; a debugger's is called as well."""
 
-    def __init__(self, section: Section, ended: Callable[[FrameType], object]) -> None:
+    def __init__(self, section: UninterruptedSection, ended: Callable[[FrameType], object]) -> None:
         """`ended` is called with the frame that ends, or in which user code continues; it may raise."""
         self._ended = ended
         self._watched = section.outermost if section.can_raise else section.caller
@@ -255,7 +255,7 @@ def _is_unwinding(frame: FrameType) -> bool:
     return not dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
 
 
-def _waiting(section: Section, signum: int) -> str:
+def _waiting(section: UninterruptedSection, signum: int) -> str:
     return (
         f"chunkmem: {signal.Signals(signum).name} is held until {_function(section.outermost)} returns; once more "
         "interrupts it in the middle, and its manager cannot be used any more"

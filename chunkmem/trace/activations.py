@@ -27,7 +27,7 @@ class Content(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class ActivationContents:
     """Of one chunk."""
 
     region: str
@@ -44,12 +44,12 @@ PARKED = frozenset({Content.OUTPUTS, Content.GRADIENTS})
 """On its way from block to block, and no part of a region."""
 
 
-def activation_contents(trace: Trace) -> dict[ChunkId, Contents]:
+def activation_contents(trace: Trace) -> dict[ChunkId, ActivationContents]:
     """Return what the ACTIVATION chunks of a step hold, in the order in which they get it.
 
     A chunk of a region is filled in forward, or when the region is recomputed; then those that are held are its inputs.
     """
-    found: dict[ChunkId, Contents] = {}
+    found: dict[ChunkId, ActivationContents] = {}
     held: set[ChunkId] = set()
     for moment in trace.moments:
         chunk, kind = moment.chunk, moment.kind
@@ -57,10 +57,10 @@ def activation_contents(trace: Trace) -> dict[ChunkId, Contents]:
             continue
         if kind is Kind.CREATE:
             name, _, when = moment.label.rpartition(" ")
-            content = found[chunk] = Contents(name, _BY_LABEL.get(when, Content.ACTIVATIONS))
+            content = found[chunk] = ActivationContents(name, _BY_LABEL.get(when, Content.ACTIVATIONS))
             for inputs in held if content.content is Content.RECOMPUTED else ():
-                if found[inputs] == Contents(name, Content.ACTIVATIONS):
-                    found[inputs] = Contents(name, Content.INPUTS)
+                if found[inputs] == ActivationContents(name, Content.ACTIVATIONS):
+                    found[inputs] = ActivationContents(name, Content.INPUTS)
         elif kind is Kind.HOLD:
             held.add(chunk)
         elif kind is Kind.RELEASE:

@@ -11,7 +11,7 @@ import pytest
 from chunkmem.cli.main import main
 from chunkmem.config import Config
 from chunkmem.contrib.deepspeed import keys as deepspeed_keys
-from chunkmem.contrib.deepspeed.convert import Outcome, convert
+from chunkmem.contrib.deepspeed.convert import KeyOutcome, convert
 from chunkmem.errors import ConfigError
 
 OF_TRANSFORMERS: dict[str, Any] = {
@@ -87,7 +87,9 @@ def test_every_key_is_told_about_once(theirs: dict[str, Any]) -> None:
     extra = {"optimizer.params.weight_decay", "activation_checkpointing"}
     assert set(told) - extra == paths_of(theirs) - extra
     assert all(
-        note.text.startswith("has no counterpart because ") for note in found.notes if note.outcome is Outcome.DROPPED
+        note.text.startswith("has no counterpart because ")
+        for note in found.notes
+        if note.outcome is KeyOutcome.DROPPED
     )
 
 
@@ -189,13 +191,13 @@ def test_keys_that_are_nothing_here_have_a_reason() -> None:
     """Each of the tables is read."""
     for key in (*deepspeed_keys.DROPPED, *deepspeed_keys.CHANGED):
         (note,) = convert({key: {}}).notes
-        assert note.outcome in (Outcome.DROPPED, Outcome.CHANGED)
+        assert note.outcome in (KeyOutcome.DROPPED, KeyOutcome.CHANGED)
     for key in deepspeed_keys.ZERO:
         (note,) = convert({"zero_optimization": {key: 1}}).notes
-        assert (note.key, note.outcome) == (f"zero_optimization.{key}", Outcome.DROPPED)
+        assert (note.key, note.outcome) == (f"zero_optimization.{key}", KeyOutcome.DROPPED)
     for key in deepspeed_keys.OFFLOAD:
         (note,) = convert({"zero_optimization": {"offload_optimizer": {key: 1}}}).notes
-        assert note.outcome is Outcome.DROPPED
+        assert note.outcome is KeyOutcome.DROPPED
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import chunkmem
 from chunkmem.contrib.frozen_cache import tags
-from chunkmem.contrib.frozen_cache.kept import Asked
+from chunkmem.contrib.frozen_cache.kept import AskedSamples
 from chunkmem.contrib.frozen_cache.shared_index import SharedIndex
 from chunkmem.runtime.disk_calls import SystemCalls
 from tests.helpers.audit import audit
@@ -249,7 +249,7 @@ def raise_on_one(rank: int, where: str) -> tuple[str, str]:
         except Exception as error:
             values: Any = cache._values
             assert not values._lock._threads.locked()
-            found = values.find(Asked([rank], [zlib.crc32(sample(rank).numpy())], cache._asked_tags))
+            found = values.find(AskedSamples([rank], [zlib.crc32(sample(rank).numpy())], cache._asked_tags))
             assert torch.equal(found.values, first), "what was there is there still"
             return type(error).__name__, str(error)
         return "", ""

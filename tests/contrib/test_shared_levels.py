@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import chunkmem
 from chunkmem.contrib.frozen_cache import joining
 from chunkmem.contrib.frozen_cache.joining import Wanted, open_values
-from chunkmem.contrib.frozen_cache.kept import Asked, Values
+from chunkmem.contrib.frozen_cache.kept import AskedSamples, Values
 from chunkmem.contrib.frozen_cache.levels import Levels
 from chunkmem.contrib.frozen_cache.shared_index import HEADER_NBYTES, SharedIndex
 from chunkmem.contrib.frozen_cache.shared_levels import SharedDisk, SharedLevels
@@ -38,8 +38,8 @@ VALUE_NBYTES = 4 * NUMEL
 TAGS = (b"first module....", b"second module...")
 
 
-def asked(keys: list[Any], *, num_modules: int = 1) -> Asked:
-    return Asked(keys, [hash(key) & 0xFF for key in keys], TAGS[:num_modules])
+def asked(keys: list[Any], *, num_modules: int = 1) -> AskedSamples:
+    return AskedSamples(keys, [hash(key) & 0xFF for key in keys], TAGS[:num_modules])
 
 
 def rows(keys: list[int], *, depth: int = 1, numel: int = NUMEL) -> torch.Tensor:
@@ -164,7 +164,7 @@ def test_ids_are_the_same_in_all_processes(manager: chunkmem.ChunkManager) -> No
     values.keep(asked(keys), rows([*range(5)]))
     assert [bool(values.find(asked([key])).depth) for key in keys] == [True] * 5
     assert len(values) == 5
-    assert values.find(Asked([numpy.int64(3)], [hash(3) & 0xFF], TAGS[:1])).depth == 1
+    assert values.find(AskedSamples([numpy.int64(3)], [hash(3) & 0xFF], TAGS[:1])).depth == 1
     with pytest.raises(chunkmem.ConfigError, match="a float; over ranks, ids are whole numbers"):
         values.find(asked([0.5]))
 

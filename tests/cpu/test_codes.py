@@ -13,7 +13,7 @@ from chunkmem.optim import blocks, kernels
 from chunkmem.optim.blocks import BlockUpdate, adamw_blocks
 from chunkmem.optim.codes import BLOCK, SIGNED, UNSIGNED, BlockCodes, random_words, to_bfloat16, update_key
 from chunkmem.optim.kernels import Kernels, arguments, differing_block_calls, load_kernels
-from chunkmem.optim.segments import HyperParameters, Outputs, Pass, Segments
+from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
 from tests.cpu.test_kernels import EDGES, LENGTHS, bits, levels
 from tests.helpers.spread import spread
 
@@ -204,7 +204,7 @@ def test_the_native_kernel_has_the_bits_of_the_reference(
     param, grad, out = dtypes
     update = make(*LENGTHS, 20_000, param=param, grad=grad, out=out, has_codes=has_codes)
     for decoupled, tail_width in ((True, 0), (False, 8)):
-        how = Pass(0.5, decoupled=decoupled, tail_width=tail_width)
+        how = SegmentPass(0.5, decoupled=decoupled, tail_width=tail_width)
         expected = result(into(update, in_place=True), lambda u: blocks.reference(u, HYPER, how))  # noqa: B023
         found = result(
             into(update, in_place=in_place),
@@ -219,12 +219,12 @@ def test_the_native_kernel_has_the_bits_of_the_reference(
 @pytest.mark.parametrize("param", [torch.float32, torch.bfloat16])
 def test_every_instruction_set_has_the_same_bits(native: Kernels, param: torch.dtype) -> None:
     update = make(*LENGTHS, 3000, param=param, grad=torch.bfloat16, out=None, has_codes=True)
-    expected = result(into(update, in_place=True), lambda u: blocks.reference(u, HYPER, Pass()))
+    expected = result(into(update, in_place=True), lambda u: blocks.reference(u, HYPER, SegmentPass()))
     for level in levels():
 
         def run(u: BlockUpdate, level: int = level) -> None:
             lists = (u.outputs.params, u.outputs.exp_avgs, u.outputs.exp_avg_sqs)
-            torch.ops.chunkmem._adamw_blocks_at(*arguments(u.segments, HYPER, Pass()), *lists, u.keys, 0, level)
+            torch.ops.chunkmem._adamw_blocks_at(*arguments(u.segments, HYPER, SegmentPass()), *lists, u.keys, 0, level)
 
         found = result(into(update, in_place=False), run)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), level
@@ -252,7 +252,7 @@ def test_updates_larger_than_caches_have_the_same_bits(
 
         def run(u: BlockUpdate, level: int = level) -> None:
             lists = (u.outputs.params, u.outputs.exp_avgs, u.outputs.exp_avg_sqs)
-            given = arguments(u.segments, replace(HYPER, beta1=[beta1]), Pass(decoupled=decoupled))
+            given = arguments(u.segments, replace(HYPER, beta1=[beta1]), SegmentPass(decoupled=decoupled))
             torch.ops.chunkmem._adamw_blocks_at(*given, *lists, u.keys, 2, level)
 
         copy = into(update, in_place=True)
@@ -271,8 +271,8 @@ def test_edges_have_the_bits_of_the_reference(native: Kernels) -> None:
     for index, edge in enumerate(EDGES):
         update.segments.grads[index][index] = edge
         update.segments.params[index][270] = edge
-    expected = result(into(update, in_place=True), lambda u: blocks.reference(u, HYPER, Pass()))
-    found = result(into(update, in_place=True), lambda u: adamw_blocks(native, u, HYPER, Pass()))
+    expected = result(into(update, in_place=True), lambda u: blocks.reference(u, HYPER, SegmentPass()))
+    found = result(into(update, in_place=True), lambda u: adamw_blocks(native, u, HYPER, SegmentPass()))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     for index, edge in enumerate(EDGES):
         decoded = SIGNED.decode(found[len(EDGES) + index], 300)
@@ -288,8 +288,8 @@ def test_a_first_update_from_zeros_is_that_of_fp32_states(native: Kernels) -> No
     for segments in (update.segments, exact.segments):
         segments.exp_avgs[0].zero_()
         segments.exp_avg_sqs[0].zero_()
-    adamw_blocks(native, update, first, Pass())
-    native.adamw_(exact.segments, first, Pass())
+    adamw_blocks(native, update, first, SegmentPass())
+    native.adamw_(exact.segments, first, SegmentPass())
     assert torch.equal(update.segments.params[0], exact.segments.params[0])
     off = SIGNED.decode(update.segments.exp_avgs[0], 3000) - exact.segments.exp_avgs[0]
     assert 0 < off.abs().max() < exact.segments.exp_avgs[0].abs().max() / 16
@@ -319,4 +319,4 @@ def test_a_wrong_argument_is_named(
     segments = replace(update.segments, **{name: [wrong(tensor) for tensor in getattr(update.segments, name)]})
     outputs = Outputs(segments.params, segments.exp_avgs, segments.exp_avg_sqs)
     with pytest.raises(RuntimeError, match=words):
-        adamw_blocks(native, replace(update, segments=segments, outputs=outputs), HYPER, Pass())
+        adamw_blocks(native, replace(update, segments=segments, outputs=outputs), HYPER, SegmentPass())

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 import torch
 from chunkmem.optim.kernels import Kernels, differing_calls
-from chunkmem.optim.segments import HyperParameters, Outputs, Pass, Segments
+from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
 from tests.helpers.cuda_on_cpu import KernelsOnCpu
 
 cuda = KernelsOnCpu(Path(sys.argv[1]))
@@ -49,12 +49,12 @@ for grad, out in ((torch.float32, None), (torch.bfloat16, torch.bfloat16), (torc
         return all(torch.equal(x, y) for n in lists for x, y in zip(getattr(a, n), getattr(b, n), strict=True))
     ours, theirs = copy(), copy()
     num_tensors = sum(length > 0 for length in lengths)
-    assert launches(cuda.kernels.adamw_, ours, hyper, Pass(0.5, tail_width=8)) == -(-num_tensors // 24)
-    reference.adamw_(theirs, hyper, Pass(0.5, tail_width=8))
+    assert launches(cuda.kernels.adamw_, ours, hyper, SegmentPass(0.5, tail_width=8)) == -(-num_tensors // 24)
+    reference.adamw_(theirs, hyper, SegmentPass(0.5, tail_width=8))
     assert same(ours, theirs), grad
     inputs = copy()
     made = Outputs(*([torch.full_like(t, 77.0) for t in before.params] for _ in range(3)))
-    cuda.kernels.adamw_into(inputs, made, hyper, Pass(0.5, tail_width=8))
+    cuda.kernels.adamw_into(inputs, made, hyper, SegmentPass(0.5, tail_width=8))
     assert same(Segments(made.params, [], made.exp_avgs, made.exp_avg_sqs, inputs.lowp_outs), theirs), grad
 assert launches(cuda.kernels.adamw_, Segments([], [], [], []), hyper) == 0
 
@@ -71,7 +71,7 @@ for param, grad, out, has_codes in (
         lists = (before.params, before.grads, before.exp_avgs, before.exp_avg_sqs, before.lowp_outs)
         own = Segments(*([t.clone() for t in ts] for ts in lists))
         return blocks.BlockUpdate(own, Outputs(own.params, own.exp_avgs, own.exp_avg_sqs), list(range(len(lengths))))
-    ours, theirs, how = update(), update(), Pass(0.5, tail_width=8)
+    ours, theirs, how = update(), update(), SegmentPass(0.5, tail_width=8)
     assert launches(blocks.adamw_blocks, cuda.kernels, ours, hyper, how) == -(-num_tensors // 24)
     blocks.reference(theirs, hyper, how)
     assert same(ours.segments, theirs.segments), (param, grad, has_codes)

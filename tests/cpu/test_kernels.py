@@ -11,7 +11,7 @@ import torch
 
 from chunkmem.optim import reference
 from chunkmem.optim.kernels import Kernels, arguments, load_kernels
-from chunkmem.optim.segments import HyperParameters, Pass, Segments
+from chunkmem.optim.segments import HyperParameters, SegmentPass, Segments
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LOWP = (torch.bfloat16, torch.float16)
@@ -82,13 +82,13 @@ def differences(a: Segments, b: Segments) -> list[str]:
     ]
 
 
-def at_level(segments: Segments, hyper: HyperParameters, how: Pass, level: int) -> Segments:
+def at_level(segments: Segments, hyper: HyperParameters, how: SegmentPass, level: int) -> Segments:
     updated = copy(segments)
     torch.ops.chunkmem._adamw_at_(*arguments(updated, hyper, how), level)
     return updated
 
 
-def updated(kernels: Kernels, segments: Segments, hyper: HyperParameters, how: Pass) -> Segments:
+def updated(kernels: Kernels, segments: Segments, hyper: HyperParameters, how: SegmentPass) -> Segments:
     result = copy(segments)
     kernels.adamw_(result, hyper, how)
     return result
@@ -119,7 +119,7 @@ def ulps(error: torch.Tensor, *operands: torch.Tensor) -> float:
 def test_within_a_few_ulps_of_fp64(either: Kernels, decoupled: bool, beta1: float, grad: torch.dtype) -> None:
     before = make(10_000, grad=grad)
     hyper = replace(HYPER, beta1=[beta1])
-    after = updated(either, before, hyper, Pass(unscale=0.5, clip_coefficient=0.3, decoupled=decoupled))
+    after = updated(either, before, hyper, SegmentPass(unscale=0.5, clip_coefficient=0.3, decoupled=decoupled))
     p, m, v = (tensor.double() for (tensor,) in (before.params, before.exp_avgs, before.exp_avg_sqs))
     g = (before.grads[0].float() * single(0.15)).double()  # multiplied in fp32, as told
     if not decoupled:
@@ -139,8 +139,8 @@ def test_within_a_few_ulps_of_fp64(either: Kernels, decoupled: bool, beta1: floa
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_the_tail_differs_from_the_rest_in_its_last_bits_only(either: Kernels, decoupled: bool) -> None:
     before = make(4095)
-    uniform = updated(either, before, HYPER, Pass(decoupled=decoupled))
-    with_tail = updated(either, before, HYPER, Pass(decoupled=decoupled, tail_width=4096))
+    uniform = updated(either, before, HYPER, SegmentPass(decoupled=decoupled))
+    with_tail = updated(either, before, HYPER, SegmentPass(decoupled=decoupled, tail_width=4096))
     assert differences(uniform, with_tail) != []
     torch.testing.assert_close(uniform.exp_avg_sqs, with_tail.exp_avg_sqs, rtol=3e-7, atol=0)
 
@@ -148,12 +148,12 @@ def test_the_tail_differs_from_the_rest_in_its_last_bits_only(either: Kernels, d
 def test_every_tensor_has_its_own_hyper_parameters(either: Kernels) -> None:
     both = make(40, 50)
     hyper = HyperParameters([1e-2, 1e-3], [0.9, 0.8], [0.99, 0.9], [1e-8, 1e-6], [0.1, 0.0], [1, 1000])
-    together = updated(either, both, hyper, Pass(decoupled=False))
+    together = updated(either, both, hyper, SegmentPass(decoupled=False))
     for index in range(2):
         one = map_lists(both, lambda tensors, index=index: tensors[index : index + 1])
         names = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
         alone = HyperParameters(*([getattr(hyper, name)[index]] for name in names))
-        apart = updated(either, one, alone, Pass(decoupled=False))
+        apart = updated(either, one, alone, SegmentPass(decoupled=False))
         assert differences(apart, map_lists(together, lambda tensors, index=index: tensors[index : index + 1])) == []
 
 
@@ -167,7 +167,7 @@ def test_all_instruction_sets_equal_the_reference(
     native: Kernels, grad: torch.dtype, out: torch.dtype | None, decoupled: bool
 ) -> None:
     before = make(*LENGTHS, grad=grad, out=out)
-    how = Pass(0.37, 0.9, decoupled=decoupled, tail_width=8)
+    how = SegmentPass(0.37, 0.9, decoupled=decoupled, tail_width=8)
     expected = updated(Kernels(frozenset()), before, HYPER, how)
     for level in levels():
         assert differences(at_level(before, HYPER, how, level), expected) == []
@@ -181,7 +181,7 @@ def test_edges_are_the_same_everywhere(native: Kernels, decoupled: bool, weight_
     hyper = replace(HYPER, weight_decay=[weight_decay])
     for v in EDGES:
         before = Segments([p], [g], [m], [torch.full_like(p, v)], [p.bfloat16()])
-        how = Pass(0.7, decoupled=decoupled, tail_width=8)
+        how = SegmentPass(0.7, decoupled=decoupled, tail_width=8)
         expected = updated(Kernels(frozenset()), before, hyper, how)
         for level in levels():
             assert differences(at_level(before, hyper, how, level), expected) == []
@@ -189,7 +189,7 @@ def test_edges_are_the_same_everywhere(native: Kernels, decoupled: bool, weight_
 
 def test_threads_and_cuts_do_not_show(native: Kernels) -> None:
     whole = make(200_001, grad=torch.bfloat16, out=torch.bfloat16)
-    how = Pass(0.5)
+    how = SegmentPass(0.5)
     expected = updated(native, whole, HYPER, how)
     torch.set_num_threads(2)
     assert differences(updated(native, whole, HYPER, how), expected) == []
@@ -268,7 +268,7 @@ def test_the_same_bits_as_torch(
     hyper = replace(HYPER, beta1=[beta1], weight_decay=[weight_decay])
     for step in range(1, 6):
         at_step = replace(hyper, step=[step])
-        native.adamw_(cut(chunk, ends), at_step, Pass(decoupled=decoupled, tail_width=width))
+        native.adamw_(cut(chunk, ends), at_step, SegmentPass(decoupled=decoupled, tail_width=width))
         fused_by_torch(cut(theirs, ends), at_step, decoupled)
     assert differences(chunk, theirs) == []
 
@@ -320,7 +320,7 @@ def test_every_low_precision_gradient_is_read_exactly(native: Kernels, grad: tor
     for level in levels():
         zeros = [torch.zeros(1 << 16) for _ in range(3)]
         segments = Segments([zeros[0]], [every], [zeros[1]], [zeros[2]])
-        read = at_level(segments, replace(HYPER, beta1=[0.0]), Pass(), level).exp_avgs[0]
+        read = at_level(segments, replace(HYPER, beta1=[0.0]), SegmentPass(), level).exp_avgs[0]
         finite = every.isfinite()
         assert torch.equal(bits(read[finite]), bits(every[finite].float()))
         assert not read[~finite].isfinite().any()
@@ -375,8 +375,8 @@ def test_no_gradients_have_norm_zero(either: Kernels) -> None:
 
 def test_opcheck(native: Kernels) -> None:
     segments = make(100, 3, out=torch.bfloat16)
-    torch.library.opcheck(torch.ops.chunkmem.adamw_.default, arguments(segments, HYPER, Pass()))
-    torch.library.opcheck(torch.ops.chunkmem.adamw_.default, arguments(make(5), HYPER, Pass(decoupled=False)))
+    torch.library.opcheck(torch.ops.chunkmem.adamw_.default, arguments(segments, HYPER, SegmentPass()))
+    torch.library.opcheck(torch.ops.chunkmem.adamw_.default, arguments(make(5), HYPER, SegmentPass(decoupled=False)))
     torch.library.opcheck(torch.ops.chunkmem.norm_and_finite.default, (segments.grads, 0.5))
 
 
@@ -431,14 +431,14 @@ def test_another_device_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("hyper", "how", "message"),
     [
-        (replace(HYPER, step=[0]), Pass(), r"step\[0\] is 0; updates are counted from 1"),
-        (replace(HYPER, step=[3, -7]), Pass(), r"step\[1\] is -7"),
-        (replace(HYPER, lr=[0.1, 0.1, 0.1]), Pass(), "lr has 3 entries for 2 tensors"),
-        (replace(HYPER, beta2=[]), Pass(), "beta2 has 0 entries for 2 tensors"),
-        (HYPER, Pass(tail_width=-1), "tail_width is -1; it must be at least 0"),
+        (replace(HYPER, step=[0]), SegmentPass(), r"step\[0\] is 0; updates are counted from 1"),
+        (replace(HYPER, step=[3, -7]), SegmentPass(), r"step\[1\] is -7"),
+        (replace(HYPER, lr=[0.1, 0.1, 0.1]), SegmentPass(), "lr has 3 entries for 2 tensors"),
+        (replace(HYPER, beta2=[]), SegmentPass(), "beta2 has 0 entries for 2 tensors"),
+        (HYPER, SegmentPass(tail_width=-1), "tail_width is -1; it must be at least 0"),
     ],
 )
-def test_numbers_that_do_not_fit(either: Kernels, hyper: HyperParameters, how: Pass, message: str) -> None:
+def test_numbers_that_do_not_fit(either: Kernels, hyper: HyperParameters, how: SegmentPass, message: str) -> None:
     segments = make(4, 5)
     before = copy(segments)
     with pytest.raises(RuntimeError, match=message):

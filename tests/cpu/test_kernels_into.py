@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from chunkmem.optim.kernels import Kernels, arguments, differing_calls, load_kernels
-from chunkmem.optim.segments import HyperParameters, Outputs, Pass, Segments
+from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
 from tests.cpu.test_kernels import FLOATS, HYPER, LENGTHS, LOWP, bits, copy, cut, differences, levels, make, updated
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,13 @@ def as_segments(outputs: Outputs, segments: Segments) -> Segments:
 
 
 def updated_into(
-    kernels: Kernels, segments: Segments, hyper: HyperParameters, how: Pass, *, num_threads: int = 0, offset: int = 0
+    kernels: Kernels,
+    segments: Segments,
+    hyper: HyperParameters,
+    how: SegmentPass,
+    *,
+    num_threads: int = 0,
+    offset: int = 0,
 ) -> Segments:
     """Update out of place, check that the inputs stayed, and return what an update in place would leave."""
     inputs = copy(segments)
@@ -80,7 +86,7 @@ def test_all_instruction_sets_give_the_bits_of_in_place(
     native: Kernels, grad: torch.dtype, out: torch.dtype | None, decoupled: bool, tail_width: int
 ) -> None:
     before = make(*LENGTHS, grad=grad, out=out)
-    how = Pass(0.37, 0.9, decoupled=decoupled, tail_width=tail_width)
+    how = SegmentPass(0.37, 0.9, decoupled=decoupled, tail_width=tail_width)
     expected = updated(native, before, HYPER, how)
     assert differences(updated_into(native, before, HYPER, how), expected) == []
     assert differences(updated_into(Kernels(frozenset()), before, HYPER, how), expected) == []
@@ -98,7 +104,7 @@ def test_all_instruction_sets_give_the_bits_of_in_place(
 @pytest.mark.parametrize("numels", [(LARGE, 33), (300, 33)])
 def test_every_kind_of_update(native: Kernels, numels: tuple[int, ...], beta1: float, decoupled: bool) -> None:
     before = make(*numels, grad=torch.float16, out=torch.bfloat16)
-    hyper, how = replace(HYPER, beta1=[beta1]), Pass(0.37, decoupled=decoupled, tail_width=8)
+    hyper, how = replace(HYPER, beta1=[beta1]), SegmentPass(0.37, decoupled=decoupled, tail_width=8)
     expected = updated(native, before, hyper, how)
     for level in levels():
         outputs = outputs_for(before)
@@ -111,7 +117,7 @@ def test_every_kind_of_update(native: Kernels, numels: tuple[int, ...], beta1: f
 @pytest.mark.parametrize("numel", [0, 1, 40_001, LARGE])
 def test_threads_do_not_show(native: Kernels, numel: int, num_threads: int) -> None:
     before = make(numel, grad=torch.bfloat16, out=torch.bfloat16)
-    how = Pass(0.5, tail_width=8)
+    how = SegmentPass(0.5, tail_width=8)
     expected = updated(native, before, HYPER, how)
     torch.set_num_threads(2)
     assert differences(updated_into(native, before, HYPER, how, num_threads=num_threads), expected) == []
@@ -122,14 +128,14 @@ def test_threads_do_not_show(native: Kernels, numel: int, num_threads: int) -> N
 def test_cuts_do_not_show(native: Kernels, num_threads: int) -> None:
     before = make(200_001, grad=torch.float16, out=torch.float16)
     ends = [1, 1, 8, 301, *range(1000, 1100), 66_666, 131_075, 200_001]
-    expected = updated(native, before, HYPER, Pass())
+    expected = updated(native, before, HYPER, SegmentPass())
     inputs, outputs = copy(before), outputs_for(before)
     pieces = cut(as_segments(outputs, inputs), ends)
     native.adamw_into(
         cut(inputs, ends),
         Outputs(pieces.params, pieces.exp_avgs, pieces.exp_avg_sqs),
         HYPER,
-        Pass(),
+        SegmentPass(),
         num_threads=num_threads,
     )
     assert_kept(inputs, before)
@@ -145,10 +151,10 @@ def test_addresses_do_not_show(
     # So many that the outputs are stored past the caches, which needs aligned addresses.
     level = min(level, max(levels()))
     before = make(LARGE, out=out, offset=offset)
-    expected = updated(native, before, HYPER, Pass(tail_width=8))
+    expected = updated(native, before, HYPER, SegmentPass(tail_width=8))
     outputs = outputs_for(before, offset=out_offset)
     lists = (outputs.params, outputs.exp_avgs, outputs.exp_avg_sqs)
-    torch.ops.chunkmem._adamw_into_at(*arguments(before, HYPER, Pass(tail_width=8)), *lists, 0, level)
+    torch.ops.chunkmem._adamw_into_at(*arguments(before, HYPER, SegmentPass(tail_width=8)), *lists, 0, level)
     assert differences(as_segments(outputs, before), expected) == []
 
 
@@ -164,11 +170,11 @@ def test_nothing_is_written_beside_the_outputs(native: Kernels, numel: int) -> N
 
 def test_an_update_can_be_thrown_away_and_done_again(either: Kernels) -> None:
     before = make(1000, 33, grad=torch.bfloat16, out=torch.bfloat16)
-    expected = updated(either, before, HYPER, Pass(clip_coefficient=0.25))
+    expected = updated(either, before, HYPER, SegmentPass(clip_coefficient=0.25))
     outputs = outputs_for(before)
     either.adamw_into(before, outputs, HYPER)
     assert differences(as_segments(outputs, before), expected) != []
-    either.adamw_into(before, outputs, HYPER, Pass(clip_coefficient=0.25))
+    either.adamw_into(before, outputs, HYPER, SegmentPass(clip_coefficient=0.25))
     assert differences(as_segments(outputs, before), expected) == []
 
 
@@ -208,7 +214,7 @@ class Watched:
         runs.join()
 
     def _run(self) -> None:
-        self._kernels.adamw_into(self._segments, self._outputs, HYPER, Pass(), num_threads=self._num_threads)
+        self._kernels.adamw_into(self._segments, self._outputs, HYPER, SegmentPass(), num_threads=self._num_threads)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -229,13 +235,13 @@ WITHOUT_MORE_THREADS = """
 import resource, threading
 import torch
 from chunkmem.optim.kernels import load_kernels
-from chunkmem.optim.segments import Outputs, Pass
+from chunkmem.optim.segments import Outputs, SegmentPass
 from tests.cpu.test_kernels import HYPER, copy, differences, make, updated
 from tests.cpu.test_kernels_into import as_segments, outputs_for
 
 kernels = load_kernels()
 before = make(300_001)
-expected, outputs = updated(kernels, before, HYPER, Pass()), outputs_for(before)
+expected, outputs = updated(kernels, before, HYPER, SegmentPass()), outputs_for(before)
 squares = kernels.norm_and_finite(before.grads)
 in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 # Room for what a call needs, but not for the stack of a thread.
@@ -266,7 +272,7 @@ def test_opcheck(native: Kernels) -> None:
     outputs = outputs_for(segments)
     lists = (outputs.params, outputs.exp_avgs, outputs.exp_avg_sqs)
     for num_threads in (0, 2):
-        given = (*arguments(segments, HYPER, Pass()), *lists, num_threads)
+        given = (*arguments(segments, HYPER, SegmentPass()), *lists, num_threads)
         torch.library.opcheck(torch.ops.chunkmem.adamw_into.default, given)
     torch.library.opcheck(torch.ops.chunkmem.norm_and_finite.default, (segments.grads, 0.5, 2))
 
@@ -342,8 +348,8 @@ def test_inputs_may_share_memory(either: Kernels) -> None:
     values = torch.rand(100)
     same = Segments([values], [values], [values], [values])
     apart = copy(same)
-    expected = updated(either, apart, HYPER, Pass())
-    assert differences(updated_into(either, same, HYPER, Pass()), expected) == []
+    expected = updated(either, apart, HYPER, SegmentPass())
+    assert differences(updated_into(either, same, HYPER, SegmentPass()), expected) == []
 
 
 def test_outputs_that_torch_has_not_copied_yet(native: Kernels) -> None:
@@ -352,7 +358,7 @@ def test_outputs_that_torch_has_not_copied_yet(native: Kernels) -> None:
     outputs = Outputs(
         *([torch._lazy_clone(getattr(before, name)[0])] for name in ("params", "exp_avgs", "exp_avg_sqs"))
     )
-    expected = updated(native, make(1000), HYPER, Pass())
+    expected = updated(native, make(1000), HYPER, SegmentPass())
     native.adamw_into(before, outputs, HYPER)
     assert_kept(before, make(1000))
     assert differences(as_segments(outputs, before), expected) == []
@@ -399,7 +405,7 @@ class Off(Kernels):
         segments: Segments,
         outputs: Outputs,
         hyper: HyperParameters,
-        how: Pass | None = None,
+        how: SegmentPass | None = None,
         *,
         num_threads: int = 0,
     ) -> None:
@@ -416,7 +422,7 @@ class Overwrites(Kernels):
         segments: Segments,
         outputs: Outputs,
         hyper: HyperParameters,
-        how: Pass | None = None,
+        how: SegmentPass | None = None,
         *,
         num_threads: int = 0,
     ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chunkmem.optim.kernels import Kernels, differing_calls, load_kernels
-from chunkmem.optim.segments import Outputs, Pass, Segments
+from chunkmem.optim.segments import Outputs, SegmentPass, Segments
 from tests.cpu.test_kernels import FLOATS, HYPER, LENGTHS, LOWP, bits, copy, cut, differences, make, map_lists, updated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -46,7 +46,7 @@ def test_the_bits_of_the_cpu_in_place_and_out_of_place(
     native: Kernels, grad: torch.dtype, out: torch.dtype | None, decoupled: bool, tail_width: int
 ) -> None:
     before = make(*LENGTHS, 70_007, grad=grad, out=out)
-    how = Pass(0.37, 0.9, decoupled=decoupled, tail_width=tail_width)
+    how = SegmentPass(0.37, 0.9, decoupled=decoupled, tail_width=tail_width)
     expected = updated(native, before, HYPER, how)
     assert differences(on("cpu", updated(native, on("cuda", before), HYPER, how)), expected) == []
     for offset in (0, 1, 4):
@@ -65,13 +65,13 @@ def test_views_that_begin_anywhere(native: Kernels) -> None:
     whole = make(10_000, grad=torch.bfloat16, out=torch.bfloat16)
     ends = [*range(1, 300, 7), 2049, 5555, 10_000]
     expected = copy(whole)
-    native.adamw_(cut(expected, ends), HYPER, Pass(tail_width=8))
+    native.adamw_(cut(expected, ends), HYPER, SegmentPass(tail_width=8))
     inputs = on("cuda", whole)
     outputs = outputs_for(inputs.params, 3)
     made = Segments(outputs.params, inputs.grads, outputs.exp_avgs, outputs.exp_avg_sqs, inputs.lowp_outs)
     views = cut(made, ends)
     lists = Outputs(views.params, views.exp_avgs, views.exp_avg_sqs)
-    native.adamw_into(cut(inputs, ends), lists, HYPER, Pass(tail_width=8))
+    native.adamw_into(cut(inputs, ends), lists, HYPER, SegmentPass(tail_width=8))
     assert differences(on("cpu", made), expected) == []
 
 

@@ -36,8 +36,8 @@ from chunkmem.pipeline.given_batch import digest_of
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.modules import StageModule
 from chunkmem.pipeline.options import ASYNCHRONOUS
-from chunkmem.pipeline.schedules import Schedule, make_schedule
-from chunkmem.pipeline.stage import Stage, StageStep
+from chunkmem.pipeline.schedules import RankSchedule, make_schedule
+from chunkmem.pipeline.stage import PackedStage, StageStep
 from chunkmem.pipeline.staged import StagedPipeline
 from chunkmem.pipeline.width import Pipeline
 from chunkmem.plan.pipeline_schedule import Pass
@@ -54,7 +54,7 @@ class _Batch:
     """Tells it from others."""
 
 
-class AsynchronousStage(Stage):
+class AsynchronousStage(PackedStage):
     """A stage whose messages are under way over updates: they are tensors, as no step has all of a chunk's life."""
 
     def _park(self, tensors: list[torch.Tensor], *, step: int, what: str) -> Parked:
@@ -213,7 +213,7 @@ class AsynchronousPipeline(StagedPipeline):
                 f"{call} with {len(self._batches)} batches under way; call pipe.flush() on all ranks first"
             )
 
-    def _make_schedule(self, num: int) -> Schedule:
+    def _make_schedule(self, num: int) -> RankSchedule:
         return make_schedule("gpipe", self.stages, num)  # of an evaluation
 
     # A round.

@@ -31,7 +31,7 @@ AUTO: Final = "auto"
 """What Trainer of transformers replaces by one of its arguments."""
 
 
-class Outcome(enum.Enum):
+class KeyOutcome(enum.Enum):
     """What becomes of a key."""
 
     KEPT = "kept"
@@ -49,7 +49,7 @@ class Note:
 
     key: str
     """Its path in their configuration."""
-    outcome: Outcome
+    outcome: KeyOutcome
     text: str
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Note:
 
 
 @dataclass
-class Converted:
+class ConvertedConfig:
     """Our configuration, and a note for each key of theirs."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Converted:
         self.put(value, *(path or key.split(".")))
         here = ".".join(path) if path and ".".join(path) != key else ""
         text = f"is {here}" if here else "kept"
-        self.notes.append(Note(key, Outcome.CHANGED if here else Outcome.KEPT, f"{text}{because}"))
+        self.notes.append(Note(key, KeyOutcome.CHANGED if here else KeyOutcome.KEPT, f"{text}{because}"))
 
     def put(self, value: object, *path: str) -> None:
         """Write a key of ours."""
@@ -79,20 +79,20 @@ class Converted:
 
     def change(self, key: str, text: str) -> None:
         """Note what a key is now."""
-        self.notes.append(Note(key, Outcome.CHANGED, text))
+        self.notes.append(Note(key, KeyOutcome.CHANGED, text))
 
     def drop(self, key: str, reason: str) -> None:
         """Note why a key has no counterpart."""
-        self.notes.append(Note(key, Outcome.DROPPED, f"has no counterpart because {reason}"))
+        self.notes.append(Note(key, KeyOutcome.DROPPED, f"has no counterpart because {reason}"))
 
     def unknown(self, key: str, known: Mapping[str, object]) -> None:
         """Note a key that nobody knows."""
         near = difflib.get_close_matches(key.rpartition(".")[2], known, n=1)
         meant = f"; did you mean {near[0]}?" if near else ""
-        self.notes.append(Note(key, Outcome.UNKNOWN, f"is not known as a key of DeepSpeed{meant}"))
+        self.notes.append(Note(key, KeyOutcome.UNKNOWN, f"is not known as a key of DeepSpeed{meant}"))
 
 
-def convert(theirs: Mapping[str, Any], *, disk_capacity: str | None = None) -> Converted:
+def convert(theirs: Mapping[str, Any], *, disk_capacity: str | None = None) -> ConvertedConfig:
     """Return what a DeepSpeed configuration is here.
 
     Args:
@@ -104,8 +104,8 @@ def convert(theirs: Mapping[str, Any], *, disk_capacity: str | None = None) -> C
     """
     if not isinstance(theirs, Mapping):
         raise ConfigError(f"a configuration of DeepSpeed is an object with keys, not {shown(theirs)}")
-    found = Converted()
-    sections: dict[str, Callable[[Converted, Any], None]] = {
+    found = ConvertedConfig()
+    sections: dict[str, Callable[[ConvertedConfig, Any], None]] = {
         "optimizer": _optimizer,
         "zero_optimization": lambda found, value: _zero(found, value, disk_capacity),
         "bf16": lambda found, value: _bf16(found, value, "bf16"),
@@ -136,7 +136,7 @@ def _entries(value: object, at: str) -> Iterator[tuple[str, str, Any]]:
         yield str(key), f"{at}.{key}", inner
 
 
-def _optimizer(found: Converted, value: object) -> None:
+def _optimizer(found: ConvertedConfig, value: object) -> None:
     entries = {key: inner for key, _, inner in _entries(value, "optimizer")}
     name, params = str(entries.pop("type", "")), entries.pop("params", {})
     for key in entries:
@@ -152,14 +152,14 @@ def _optimizer(found: Converted, value: object) -> None:
     _adam(found, name, given)
 
 
-def _adam(found: Converted, name: str, given: dict[str, tuple[str, Any]]) -> None:
+def _adam(found: ConvertedConfig, name: str, given: dict[str, tuple[str, Any]]) -> None:
     """Write an Adam: theirs decays weights as AdamW does, unless `adam_w_mode` is false."""
     decoupled = name.lower() == "adamw" or given.get("adam_w_mode", ("", True))[1] is not False
     ours = "AdamW" if decoupled else "Adam"
     because = "" if ours == name else ": with adam_w_mode, DeepSpeed's Adam decouples weight decay"
     found.put(ours, "optimizer", "type")
     if ours == name:
-        found.notes.append(Note("optimizer.type", Outcome.KEPT, "kept"))
+        found.notes.append(Note("optimizer.type", KeyOutcome.KEPT, "kept"))
     else:
         found.change("optimizer.type", f'is "{ours}"{because if decoupled else ""}')
     for key, (path, value) in given.items():
@@ -179,7 +179,7 @@ def _adam(found: Converted, name: str, given: dict[str, tuple[str, Any]]) -> Non
         found.change("optimizer.params.weight_decay", "not given: is 0, DeepSpeed's default; ours for AdamW is 0.01")
 
 
-def _zero(found: Converted, value: object, disk_capacity: str | None) -> None:
+def _zero(found: ConvertedConfig, value: object, disk_capacity: str | None) -> None:
     at = "zero_optimization"
     if isinstance(value, bool):
         value = {"stage": int(value)}
@@ -203,7 +203,7 @@ def _zero(found: Converted, value: object, disk_capacity: str | None) -> None:
             found.unknown(path, {**ZERO, "stage": 0, "offload_optimizer": 0, "offload_param": 0})
 
 
-def _offload(found: Converted, value: object, at: str, disk_capacity: str | None) -> None:
+def _offload(found: ConvertedConfig, value: object, at: str, disk_capacity: str | None) -> None:
     section = {key: inner for key, _, inner in _entries(value, at)}
     for key, path, inner in _entries(value, at):
         if key == "device":
@@ -229,7 +229,7 @@ def _what_offloading_is(device: object) -> str:
     return "is now the plan's choice: what memory.device has no room for is on HOST, and updated there"
 
 
-def _bf16(found: Converted, value: object, at: str) -> None:
+def _bf16(found: ConvertedConfig, value: object, at: str) -> None:
     section = {key: inner for key, _, inner in _entries(value, at)}
     for key, path, inner in _entries(value, at):
         if key == "enabled":
@@ -244,7 +244,7 @@ def _bf16(found: Converted, value: object, at: str) -> None:
             found.unknown(path, {**BF16, "enabled": 0})
 
 
-def _fp16(found: Converted, value: object) -> None:
+def _fp16(found: ConvertedConfig, value: object) -> None:
     section = {key: inner for key, _, inner in _entries(value, "fp16")}
     enabled = section.get("enabled") is True
     for key, path, inner in _entries(value, "fp16"):
@@ -266,7 +266,7 @@ def _fp16(found: Converted, value: object) -> None:
         found.change("fp16.loss_scale_window", "not given: is 1000, DeepSpeed's default; ours is 2000")
 
 
-def _enabled(found: Converted, path: str, value: object, precision: str) -> None:
+def _enabled(found: ConvertedConfig, path: str, value: object, precision: str) -> None:
     if value == AUTO:
         found.change(
             path, f'is "precision": "{precision}" if you train with --{precision}: {AUTO} is Trainer\'s argument'
@@ -279,14 +279,14 @@ def _enabled(found: Converted, path: str, value: object, precision: str) -> None
         found.change(path, 'is false: "precision" is another one')
 
 
-def _clipping(found: Converted, value: object) -> None:
+def _clipping(found: ConvertedConfig, value: object) -> None:
     if value == AUTO:
         found.change("gradient_clipping", f"is max_grad_norm of Trainer, which clips: {AUTO} is its argument")
     else:
         found.keep("gradient_clipping", value)
 
 
-def _checkpointing(found: Converted, value: object) -> None:
+def _checkpointing(found: ConvertedConfig, value: object) -> None:
     at = "activation_checkpointing"
     for key, path, _ in _entries(value, at):
         if key in CHECKPOINTING:

@@ -17,10 +17,10 @@ from chunkmem.assembly import Runtime
 from chunkmem.contrib.elastic.costs import WidthCosts
 from chunkmem.contrib.elastic.widths import Division, WidthChoice
 from chunkmem.errors import CapacityError, ConfigError, LayoutError, StateError
+from chunkmem.freezing.freezer import FreezeReport
 from chunkmem.pipeline.block_times import BlockTimes
 from chunkmem.pipeline.build import make_pipeline
 from chunkmem.pipeline.by_layer import ByLayerPipeline
-from chunkmem.pipeline.epochs import FreezeReport
 from chunkmem.pipeline.modules import with_ends
 from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.staged import StagedPipeline

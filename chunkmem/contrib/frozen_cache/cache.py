@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import get_device_states
 
 from chunkmem.contrib.frozen_cache.joining import Wanted, open_values
-from chunkmem.contrib.frozen_cache.kept import Asked, Found
+from chunkmem.contrib.frozen_cache.kept import AskedSamples, Found
 from chunkmem.contrib.frozen_cache.levels import said_of_disk
 from chunkmem.contrib.frozen_cache.tags import ModuleTags
 from chunkmem.errors import ConfigError, StateError, TierIOError
@@ -33,7 +33,7 @@ _NORM: Any = nn.modules.batchnorm._NormBase
 class CachedSamples:
     """Samples that a cache was asked for."""
 
-    asked: Asked
+    asked: AskedSamples
     found: Found
 
     @property
@@ -218,7 +218,7 @@ class FrozenCache:
         keys = _keys(ids, x)
         samples = x.detach().to("cpu").contiguous()
         crcs = [zlib.crc32(sample.reshape(-1).view(torch.uint8).numpy()) for sample in samples]
-        asked = Asked(keys, crcs, self._asked_tags, own)
+        asked = AskedSamples(keys, crcs, self._asked_tags, own)
         found = self._values.find(asked)
         if own is None or len(self._asked_tags) in own:
             is_found = found.depth == len(self._asked_tags)

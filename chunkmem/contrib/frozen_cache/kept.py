@@ -27,7 +27,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedSamples:
     """What is asked about samples."""
 
     keys: Sequence[Hashable]
@@ -71,7 +71,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ValueForm:
     """The value of one sample."""
 
     shape: torch.Size
@@ -92,7 +92,7 @@ class Values(Protocol):
     num_ranks: int
     """That have the same copy."""
 
-    def find(self, asked: Asked) -> Found:
+    def find(self, asked: AskedSamples) -> Found:
         """Return how far all of the samples have come.
 
         Raises:
@@ -105,7 +105,7 @@ class Values(Protocol):
         """Return values that `find` has found, and not returned."""
         ...
 
-    def keep(self, asked: Asked, rows: torch.Tensor) -> None:
+    def keep(self, asked: AskedSamples, rows: torch.Tensor) -> None:
         """Keep what all modules have made of samples: a row each, on the CPU; the least recently used give way.
 
         Raises:

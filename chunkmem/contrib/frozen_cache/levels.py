@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import torch
 
 from chunkmem.contrib.frozen_cache.host_memory import ROLE, HostMemory
-from chunkmem.contrib.frozen_cache.kept import Asked, Form, Found, Kept
+from chunkmem.contrib.frozen_cache.kept import AskedSamples, Found, Kept, ValueForm
 from chunkmem.errors import ConfigError
 from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.runtime.disk_pool import DiskPool, DiskSlab
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry(Generic[T]):
+class CachedValue(Generic[T]):
     """One value: where it is, and what it is of."""
 
     place: T
@@ -59,15 +59,15 @@ class Levels:
         except BaseException:
             self._close_disk()
             raise
-        self._form: Form | None = None
-        self._on_host: OrderedDict[Hashable, Entry[int]] = OrderedDict()
+        self._form: ValueForm | None = None
+        self._on_host: OrderedDict[Hashable, CachedValue[int]] = OrderedDict()
         """The least recently used first: places."""
-        self._on_disk: OrderedDict[Hashable, Entry[DiskSlab]] = OrderedDict()
+        self._on_disk: OrderedDict[Hashable, CachedValue[DiskSlab]] = OrderedDict()
         """Those that came there, or were used there, first."""
         self._free: list[int] = []
         self._size_nbytes = 0
 
-    def find(self, asked: Asked) -> Found:
+    def find(self, asked: AskedSamples) -> Found:
         entries = [self._on_host.get(key) or self._on_disk.get(key) for key in asked.keys]
         kept = (None if entry is None else entry.kept for entry in entries)
         depths = {asked.depth_of(number, one) for number, one in enumerate(kept)}
@@ -86,8 +86,8 @@ class Levels:
                 self._on_disk.move_to_end(key)
         return batch
 
-    def keep(self, asked: Asked, rows: torch.Tensor) -> None:
-        form = Form(rows.shape[1:], rows.dtype)
+    def keep(self, asked: AskedSamples, rows: torch.Tensor) -> None:
+        form = ValueForm(rows.shape[1:], rows.dtype)
         if form != self._form:
             self._form = form
             self._clear(form.nbytes)
@@ -123,7 +123,7 @@ class Levels:
         place = self._take_place() if entry is None else entry.place
         if place is not None:
             self._at(place).copy_(value)
-            self._on_host[key] = Entry(place, kept)
+            self._on_host[key] = CachedValue(place, kept)
         else:
             self._write_to_disk(key, value, kept)
 
@@ -152,7 +152,7 @@ class Levels:
         except BaseException:
             self._disk.free(ROLE, slab)
             raise
-        self._on_disk[key] = Entry(slab, kept)
+        self._on_disk[key] = CachedValue(slab, kept)
 
     def _forget_on_disk(self) -> None:
         assert self._disk is not None

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import torch
 
-from chunkmem.contrib.frozen_cache.kept import Form, Kept
+from chunkmem.contrib.frozen_cache.kept import Kept, ValueForm
 from chunkmem.contrib.frozen_cache.shared_memory import SharedFile
 
 HEADER_NBYTES = 4096
@@ -40,7 +40,7 @@ class SharedIndex:
         """Use `file`, of at least `HEADER_NBYTES`."""
         self._file = file
         self._generation = -1
-        self._form: Form | None = None
+        self._form: ValueForm | None = None
         self._map()
 
     def _map(self) -> None:
@@ -53,7 +53,7 @@ class SharedIndex:
         self._form = None
         if length:
             shape, dtype = json.loads(raw)
-            self._form = Form(torch.Size(shape), getattr(torch, dtype))
+            self._form = ValueForm(torch.Size(shape), getattr(torch, dtype))
 
     @property
     def _num_places(self) -> int:
@@ -74,7 +74,7 @@ class SharedIndex:
         self._numbers[_CHANGING] = is_changing
 
     @property
-    def form(self) -> Form | None:
+    def form(self) -> ValueForm | None:
         """Of all values; None: there is none yet."""
         return self._form
 
@@ -82,7 +82,7 @@ class SharedIndex:
         """Return how many values are on a tier."""
         return self._numbers[_COUNT + tier]
 
-    def clear(self, form: Form | None, host_room: int, disk_room: int) -> None:
+    def clear(self, form: ValueForm | None, host_room: int, disk_room: int) -> None:
         """Forget everything; values to come have this form, and there are so many places for them."""
         generation = self._numbers[_GENERATION] + 1
         num_buckets = max(1, host_room + disk_room)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from chunkmem.contrib.frozen_cache.host_memory import HostMemory
-from chunkmem.contrib.frozen_cache.kept import Asked, Form, Found, Kept
+from chunkmem.contrib.frozen_cache.kept import AskedSamples, Found, Kept, ValueForm
 from chunkmem.contrib.frozen_cache.shared_index import DISK, HOST, SharedIndex
 from chunkmem.contrib.frozen_cache.shared_memory import ProcessLock, SharedFile
 from chunkmem.errors import ConfigError, StateError, TierIOError
@@ -102,7 +102,7 @@ class SharedLevels:
         self._abandon = weakref.finalize(self, _give_back, disk, self._files)
         """What happens to it when it is forgotten, or the process ends, without `close`."""
 
-    def find(self, asked: Asked) -> Found:
+    def find(self, asked: AskedSamples) -> Found:
         names = [_name(key) for key in asked.keys]
         with self._reading() as is_whole:
             found = self._find(asked, names) if is_whole else None
@@ -118,8 +118,8 @@ class SharedLevels:
     def read(self, keys: Sequence[Hashable]) -> torch.Tensor:
         raise AssertionError("what was found has been read, as other ranks may forget it")
 
-    def keep(self, asked: Asked, rows: torch.Tensor) -> None:
-        form = Form(rows.shape[1:], rows.dtype)
+    def keep(self, asked: AskedSamples, rows: torch.Tensor) -> None:
+        form = ValueForm(rows.shape[1:], rows.dtype)
         kept = [Kept(len(asked.tags), crc, asked.tags[-1], self._rank) for crc in asked.crcs]
         for key, one, row in zip(asked.keys, kept, rows, strict=True):
             with self._changing():  # by itself, so that others need not wait for all of them
@@ -183,7 +183,7 @@ class SharedLevels:
         with self._reading() as is_whole:
             return self._index.count(tier) if is_whole else 0
 
-    def _find(self, asked: Asked, names: Sequence[bytes]) -> Found:
+    def _find(self, asked: AskedSamples, names: Sequence[bytes]) -> Found:
         places = [self._index.find(name) for name in names]
         kept = [self._index.kept(place) if place else None for place in places]
         depths = {asked.depth_of(number, one) for number, one in enumerate(kept)}
