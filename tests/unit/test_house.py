@@ -1,0 +1,136 @@
+"""What the package costs to whoever carries it on: none of these figures grows. Where one falls, lower it here."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from tests.unit.test_layering import SOURCES, internal_imports, parsed
+
+CORE = {module: source for module, source in SOURCES.items() if not module.startswith("contrib")}
+
+MOST_TOKENS = 399_400
+"""Names, numbers, operators and strings; without imports, docstrings and comments."""
+MOST_WITH_ONE_IMPORTER = 75
+"""Files that one other imports, of their own folder."""
+MOST_ASSIGNED_LATE = 31
+"""Attributes of parts that whoever puts them together assigns, where the constructor should be given them."""
+WIRING = ("parts", "assembly", "manager", "building", "reporting", "built_models", "entry_points")
+LONG_FUNCTIONS = {
+    "assembly.__init__",
+    "cli.estimate._question",
+    "freezing.freezer.freeze",
+    "manager.pipeline",
+    "parts.make_modules",
+    "pipeline.staged.__init__",
+    "plan.gaps.find_gaps",
+}
+THREADS = {
+    "updates in backward": (r"in_backward(?!\()|InBackward|BackwardUpdate", "optim", 16),
+    "speculative updates": (r"specul|shadow|roll_back", "runtime", 15),
+    "modules on HOST": (r"compute_tier|on_host\b|is_on_host|HostModules|cpu_embedding", "nn", 50),
+    "tiles": (r"[Tt]iled|\btiles?\b|tile_numel|untile", "optim", 18),
+    "averages": (r"EMA\b|is_kept|[Aa]verages", "optim", 24),
+    "disk": (r"[Dd]isk|DISK", "cli", 52),
+    "regions and recompute": (r"[Rr]egion|recomput", "nn", 52),
+    "freezing": (r"freez(?!e\()|Freez", "freezing", 9),
+    "deferred init": (r"\bis_meta\b|[Aa]waited|[Ll]ent\b|[Rr]eleased\b", "nn", 20),
+    "left-out moments": (r"left_out|LeftOut|leave_out", "steps", 11),
+}
+"""Of each feature: what names it in code, the folder that has most of it, and how many other files name it, too."""
+
+
+@cache
+def lines_of_code(source: str) -> frozenset[int]:
+    """Numbers of lines that are not empty, comments, imports or docstrings."""
+    aside: set[int] = set()
+    for node in ast.walk(parsed(source)):
+        value = node.value if isinstance(node, ast.Expr) else None
+        is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
+        if isinstance(node, ast.Import | ast.ImportFrom) or is_text:
+            aside.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = enumerate(source.splitlines(), 1)
+    return frozenset(n for n, line in lines if line.strip() and not line.strip().startswith("#")) - aside
+
+
+def num_tokens(source: str) -> int:
+    counted = {tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)}
+    lines = lines_of_code(source)
+    found = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(token.type in counted and token.start[0] in lines for token in found)
+
+
+def functions(source: str) -> Iterator[ast.FunctionDef]:
+    return (node for node in ast.walk(parsed(source)) if isinstance(node, ast.FunctionDef))
+
+
+def test_tokens_are_counted_as_documented() -> None:
+    assert num_tokens('"""Text."""\nimport os\n\n# A comment.\nx = f(1, "s")\n') == 8
+
+
+@pytest.mark.skipif(hasattr(tokenize, "FSTRING_MIDDLE"), reason="an f-string is one token here, and several there")
+def test_code_does_not_grow() -> None:
+    assert sum(map(num_tokens, CORE.values())) <= MOST_TOKENS
+
+
+@pytest.mark.parametrize("feature", THREADS)
+def test_no_more_files_name_a_feature(feature: str) -> None:
+    pattern, home, most = THREADS[feature]
+    named = set()
+    for module, source in CORE.items():
+        lines = source.splitlines()
+        if any(re.search(pattern, lines[number - 1]) for number in lines_of_code(source)):
+            named.add(module)
+    others = {module for module in named if module.rpartition(".")[0] != home}
+    assert 0 < len(others) <= most
+
+
+def test_no_class_name_is_in_two_rooms() -> None:
+    rooms = defaultdict[str, set[str]](set)
+    for module, source in SOURCES.items():
+        for node in parsed(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                rooms[node.name].add(module.split(".")[0] if not module.startswith("contrib") else module)
+    assert not {name: where for name, where in rooms.items() if len(where) > 1}
+
+
+def test_no_function_is_longer_than_a_screen() -> None:
+    long = {
+        f"{module}.{function.name}"
+        for module, source in CORE.items()
+        for function in functions(source)
+        if (function.end_lineno or 0) - function.lineno >= 60
+    }
+    assert long <= LONG_FUNCTIONS
+
+
+def test_constructors_are_given_what_parts_need() -> None:
+    late = [
+        f"chunkmem/{module}.py:{node.lineno}"
+        for module in WIRING
+        for node in ast.walk(parsed(SOURCES[module]))
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and getattr(target.value, "id", "") not in ("self", "cls")
+    ]
+    assert len(late) <= MOST_ASSIGNED_LATE, late
+
+
+def test_files_are_not_cut_from_others() -> None:
+    importers = defaultdict[str, set[str]](set)
+    for module, source in SOURCES.items():
+        for imported in internal_imports(source, SOURCES):
+            importers[imported].add(module)
+
+    def folder(module: str) -> str:
+        return module.rpartition(".")[0]
+
+    of_one = [m for m in CORE if len(importers[m]) == 1 and folder(m) == folder(next(iter(importers[m])))]
+    assert len(of_one) <= MOST_WITH_ONE_IMPORTER, of_one
