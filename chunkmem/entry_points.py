@@ -233,14 +233,10 @@ class EntryPoints:
             self._averages_in_backward = False
             self._sharding.reduction.reduce_excluded(self.averaged)
 
-    def keep_exchanges(self) -> bool:
-        """Other parameters are trained from the next step on, over ranks: keep what is known of exchanges, if anything
-        is; tell whether there is.
-
-        Raises:
-            RankError: a rank is missing, or somewhere else.
-        """
-        return self._trial is not None and self._trial.interrupt()
+    @property
+    def knows_exchanges(self) -> bool:
+        """What is known of exchanges counts when other parameters are trained, over ranks."""
+        return self._trial is not None and self._trial.has_learned
 
     def learn_exchanges(self) -> None:
         """What ranks exchange in the next step is not known."""

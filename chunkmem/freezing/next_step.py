@@ -29,7 +29,7 @@ def expect_step(runtime: Runtime) -> None:
         return
     if key.trainable == before:
         return
-    if not runtime.entry_points.keep_exchanges():
+    if not runtime.entry_points.knows_exchanges:
         runtime.forget_plans()
         return
     if prefetch.knows(key.trainable):  # on all ranks alike, unlike plans: one that had no batch has none

@@ -21,7 +21,7 @@ from chunkmem.runtime.device import give_back_freed_ram
 from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.sizes import format_nbytes
 from chunkmem.steps.plan_log import log_planning
-from chunkmem.steps.planning import WORK_A_STEP, StepPlanner
+from chunkmem.steps.planning import StepPlanner
 from chunkmem.trace.model import Mode, Trace
 from chunkmem.types import Tier
 
@@ -117,19 +117,10 @@ class CachedPlan:
             self._planner, self.plan = planner, planner.plan
         return True
 
-    def fits(self, trace: Trace) -> bool:
-        """Tell whether there is a plan for a trace: the first one that is found will do."""
-        try:
-            self._make_planner(trace, work=0)
-        except PlanError:
-            return False
-        return True
-
     def planned_stall_s(self, trace: Trace) -> float:
         """Return how long computing stalls in a planned step of a trace; inf if there is no plan for it."""
         try:
-            plan = self.plan if trace is self.trace else None
-            return simulate(plan or self._make_planner(trace).plan, trace).step_s - trace.compute_s
+            return simulate(self._make_planner(trace).plan, trace).step_s - trace.compute_s
         except PlanError:
             return inf
 
@@ -235,7 +226,7 @@ class CachedPlan:
             self.adopt(replace(trace, moments=moments))
             self._charged_nbytes = charged_nbytes
 
-    def _make_planner(self, trace: Trace, *, work: int = WORK_A_STEP) -> StepPlanner:
+    def _make_planner(self, trace: Trace) -> StepPlanner:
         kept_nbytes = self._kept_nbytes()
         try:
             return StepPlanner(
@@ -244,7 +235,6 @@ class CachedPlan:
                 options=self._options,
                 bystanders_nbytes=self._bystanders_nbytes(trace),
                 kept_nbytes=kept_nbytes,
-                work=work,
             )
         except CapacityError as error:
             tier = Tier.DISK if error.on_disk else Tier.HOST if error.on_host else Tier.DEVICE

@@ -197,7 +197,6 @@ class StepController(KnownSteps):
 
     def forget(self) -> None:
         """There is more to manage than was recorded: record again."""
-        self._aside, self._kinds_aside, self._is_first_of_two = None, None, False
         self.now.recorder, self.trained = None, b""
         self._stop_watch()
         for kinds in self.kinds.values():
@@ -223,8 +222,7 @@ class StepController(KnownSteps):
         entry = None if is_recorded else kinds.choose(key)
         for other in self.kinds.values():
             other.stop(besides=entry)
-        has_alternative = mode is Mode.TRAIN and self._aside is not None
-        plan_executor = None if entry is None else entry.prepare(has_alternative=has_alternative)
+        plan_executor = None if entry is None else entry.prepare()
         self.now.mode, self.now.is_running, self.now.has_compiled, self.now.is_settled = mode, True, False, False
         self._iteration_end.begin()
         self.timelines.begin()
@@ -276,11 +274,7 @@ class StepController(KnownSteps):
                 raise TraceError("other gradients wait for their step at its end than did at its beginning")
             return self._trace_of(recorder)
 
-        kinds = self.kinds[recorder.mode]
-        kinds.recorded(self.now.key, trace)
-        if self._is_first_of_two and recorder.mode is Mode.TRAIN:
-            self._is_first_of_two, self._aside = False, kinds.trace
-            kinds.forget()
+        self.kinds[recorder.mode].recorded(self.now.key, trace)
 
     @property
     def is_choosing_regions(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -16,7 +17,6 @@ from chunkmem.steps.plan_cache import Key, PlanCache
 from chunkmem.steps.region_choice import RegionChoices
 from chunkmem.trace.ahead import overlapped
 from chunkmem.trace.model import Mode, Trace
-from chunkmem.trace.retimed import with_compute_s
 
 
 class KnownSteps:
@@ -39,11 +39,6 @@ class KnownSteps:
         self._trainable = trainable
         self._choices = choices
         self._is_lone = is_lone
-        self._is_first_of_two = False
-        """What was just recorded is put aside for `compare`."""
-        self._aside: Trace | None = None
-        self._kinds_aside: PlanCache | None = None
-        """Where steps followed plans of one way, before the other one is recorded: all of these."""
         self.kinds = {mode: self._no_plans(mode) for mode in Mode}
         """Of training steps, and of evaluations."""
         self.now = Iteration()
@@ -173,56 +168,24 @@ class KnownSteps:
         assert self._training is not None
         self._training.adopt(self.trace, plan)
 
-    # Two ways to step, of which one is kept; see `chunkmem.steps.trial`.
+    # How ranks exchange, see `chunkmem.steps.trial`.
 
-    def record_another(self) -> None:
-        """The next step goes another way than the one that is over: record it, too."""
-        self._is_first_of_two = self.now.recorder is not None
-        if not self._is_first_of_two:
-            self._aside, self._kinds_aside = self.trace, self.kinds[Mode.TRAIN]
-            self._kinds_aside.stop()
-            self.kinds[Mode.TRAIN] = self._no_plans(Mode.TRAIN)
-            self.now.entry = None  # nothing is to be learnt for what is put aside
-
-    def put_back(self) -> None:
-        """The other way is not recorded after all: follow what was put aside."""
-        self._is_first_of_two = False
-        self.keep(first=True)
-
-    def fits_overlapped(self) -> bool:
-        """Tell whether a plan for steps like the one that is over fits both tiers if exchanges overlap computing.
-
-        A rank that knows nothing, as it had no batch, says yes as far as it is concerned.
+    def stalls(self) -> tuple[float, float] | None:
+        """Return how long computing would stall in planned steps like the one that is over: with exchanges as in that,
+        and with exchanges that overlap computing. inf: there is no plan; None: nothing is known of such steps.
         """
         recorder, trace = self.now.recorder, self.trace
         if recorder is not None:
             try:
                 trace = recorder.trace(self._layout(), self._pager.store.chunks)
             except TraceError:
-                return False  # it was torn down in the middle
-        return trace is None or self._maker.make(Mode.TRAIN).fits(overlapped(trace))
-
-    def compare(self) -> tuple[float, float] | None:
-        """Return how long computing stalls in steps of both ways, as planned; inf: there is no plan for it.
-
-        None if the two are not both known. What they compute is the same, but not how long that took when recorded.
-        """
-        entry, aside = self._training, self._aside
-        if aside is None or entry is None or entry.trace is None:
+                return math.inf, math.inf  # it was torn down in the middle
+        if trace is None:
             return None
-        if self._kinds_aside is not None:  # its times are those of steps that followed a plan, which nobody watched
-            aside = with_compute_s(aside, entry.trace.compute_s)
-        return entry.planned_stall_s(aside), entry.planned_stall_s(entry.trace)
+        entry = self._maker.make(Mode.TRAIN)
+        return entry.planned_stall_s(trace), entry.planned_stall_s(overlapped(trace))
 
-    def keep(self, *, first: bool) -> None:
-        """Forget one of the two."""
-        aside, self._aside = self._aside, None
-        kinds, self._kinds_aside = self._kinds_aside, None
-        if not first or aside is None:
-            return
-        if kinds is None:
-            self.kinds[Mode.TRAIN].take(self.now.key, aside)
-        else:
-            self.kinds[Mode.TRAIN].stop()
-            self.kinds[Mode.TRAIN] = kinds
-        self.now.entry = None
+    def record_again(self) -> None:
+        """Training steps of all kinds go another way from now on; what the last one did does not count."""
+        self.kinds[Mode.TRAIN].forget()
+        self.now.entry, self.now.is_excused = None, True

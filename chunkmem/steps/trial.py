@@ -1,24 +1,24 @@
-"""Whether gathers between ranks are begun ahead: both ways are recorded and planned, and the slowest rank decides.
+"""Whether gathers between ranks are begun ahead: both ways are planned, and the slowest rank decides.
 
 [Note: Trial] All ranks go through the same states, one a step, since every one of them comes to the end of each step.
 
 1. The first step shows what is exchanged, and when. After it the links are measured.
 2. If regions may be recomputed or not, a step that recomputes all is recorded, and the first rank that had all of it
    chooses.
-3. One is recorded that gathers when it needs to. If a plan for the same step with exchanges that overlap computing fits
-   both tiers on all ranks, the next one gathers ahead, and is recorded, too.
-4. One follows the plan for that. After it the two plans are compared by how long computing stalls, as simulated:
-   the largest over ranks counts. The way that stalls for less is kept by all.
+3. One is recorded that gathers when it needs to. From its trace that of the same step with exchanges that overlap
+   computing is derived (`chunkmem.trace.ahead`), and plans for the two are compared by how long computing stalls, as
+   simulated: the largest over ranks counts. If gathering ahead stalls for no longer, and its plan fits both tiers on
+   all ranks, the next step gathers ahead, and is recorded.
 
 A step in which torch's compiler has worked on any rank is repeated: what it took is no part of computing.
 
-[Note: An interrupted trial] When other parameters are trained from the next step on, what was learnt counts: links,
-and what comes in which order, are those of the same units. If both ways are recorded, they are compared at once. If
-one is, steps follow plans for it, and the other one is recorded as soon as two steps in a row have trained the same.
+When other parameters are trained meanwhile, what was learnt counts: links, and what comes in which order, are those of
+the same units.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -27,8 +27,6 @@ from chunkmem.shard.prefetch import PrefetchSchedule
 from chunkmem.steps.controller import StepController
 
 _LABEL = "choosing whether to gather ahead"
-_NUM_UNDISTURBED = 2
-"""Steps that train the same, before one is recorded to continue a trial that was interrupted."""
 
 
 class AheadTrial:
@@ -62,31 +60,12 @@ class AheadTrial:
         """Begin again before the first step: there is more to exchange."""
         self._prefetch.is_wanted = self._controller.may_record = self.is_over = False
         self._prefetch.forget()
-        self._num_undisturbed = 0
-        self._states: deque[Callable[[], None]] = deque(
-            (self._learned, self._chosen, self._recorded, self._recorded_ahead, self._followed)
-        )
+        self._states: deque[Callable[[], None]] = deque((self._learned, self._chosen, self._recorded))
 
-    def interrupt(self) -> bool:
-        """Other parameters are trained from the next step on, on all ranks: see [Note: An interrupted trial].
-
-        Return whether anything is known that counts for these steps.
-
-        Raises:
-            RankError: a rank is missing, or somewhere else.
-        """
-        if self.is_over or not self._controller.may_record:
-            return self.is_over
-        state = self._states[0]
-        if state == self._recorded_ahead and self._prefetch.is_wanted:
-            self._prefetch.is_wanted = False
-            self._controller.put_back()
-            self._states.appendleft(self._undisturbed)
-        elif state in (self._recorded_ahead, self._followed):
-            self._states.clear()
-            self._followed()
-        self._num_undisturbed = 0
-        return True
+    @property
+    def has_learned(self) -> bool:
+        """What is known counts for steps that train other parameters, too."""
+        return self.is_over or self._controller.may_record
 
     def learn_again(self) -> None:
         """What the next step exchanges is not known: record the one after it, if gathers are begun ahead in that."""
@@ -136,29 +115,11 @@ class AheadTrial:
             self._states.popleft()()
 
     def _recorded(self) -> None:
+        self.is_over = True
         if not self._prefetch.has_room:
             return
-        (is_full,) = self._ranks.max_over((float(not self._controller.fits_overlapped()),), label=_LABEL)
-        if not is_full:
-            self._prefetch.is_wanted = True
-            self._controller.record_another()
-
-    def _undisturbed(self) -> None:
-        self._num_undisturbed += 1
-        if self._num_undisturbed < _NUM_UNDISTURBED:
-            self._states.appendleft(self._undisturbed)
-        else:
-            self._recorded()
-
-    def _recorded_ahead(self) -> None:
-        """The next step follows the plan that is made from it."""
-
-    def _followed(self) -> None:
-        self.is_over = True
-        if not self._prefetch.is_wanted:
-            return
         # A rank that does not know, as it had no batch, agrees with the others.
-        lazy_s, ahead_s = self._ranks.max_over(self._controller.compare() or (0.0, 0.0), label=_LABEL)
-        is_lazy = lazy_s < ahead_s
-        self._prefetch.is_wanted = not is_lazy
-        self._controller.keep(first=is_lazy)
+        lazy_s, ahead_s = self._ranks.max_over(self._controller.stalls() or (0.0, 0.0), label=_LABEL)
+        if ahead_s <= lazy_s and ahead_s < math.inf:
+            self._prefetch.is_wanted = True
+            self._controller.record_again()

@@ -38,12 +38,6 @@ def with_warm_forward(trace: Trace) -> Trace:
     return _with_seconds(trace, is_s)
 
 
-def with_compute_s(trace: Trace, compute_s: float) -> Trace:
-    """Return a trace whose moments take `compute_s` seconds together, in proportion; as it is if they take none."""
-    factor = compute_s / trace.compute_s if trace.compute_s else 1.0
-    return replace(trace, moments=tuple(replace(m, duration_s=factor * m.duration_s) for m in trace.moments))
-
-
 def _with_seconds(trace: Trace, seconds: Mapping[Hashable, float]) -> Trace:
     """Return the trace with parts that take so long, their moments in proportion; all others as they are."""
     was_s = _seconds(trace)

@@ -22,7 +22,7 @@ from chunkmem.trace.model import Trace
 from chunkmem.types import Tier
 from tests.helpers.estimated_ranks import AMPLE_NBYTES, CASES, IN_RAM, Case, Facts, train
 from tests.helpers.ranks import Team
-from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, make_config
+from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, make_config, watch_trial
 
 SIZES = [2, pytest.param(4, marks=pytest.mark.full)]
 ALL = [pytest.param(1, marks=pytest.mark.full), *SIZES]
@@ -60,6 +60,7 @@ def record_both(rank: int, task: Task) -> tuple[list[list[tuple[str, str]]], lis
     torch.set_num_threads(1)
     traces: list[Trace] = []
     with chunkmem.ChunkManager(make_config(task)) as manager:
+        watch_trial(manager, traces)
         torch.manual_seed(0)
         with manager.init():
             model = MODELS[task.model]()
@@ -68,9 +69,8 @@ def record_both(rank: int, task: Task) -> tuple[list[list[tuple[str, str]]], lis
             manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
             optimizer.step()
             optimizer.zero_grad()
-            for trace in (manager.runtime.controller._aside, manager.trace):
-                if trace is not None and all(trace.digest != known.digest for known in traces):
-                    traces.append(trace)
+        assert manager.trace is not None
+        traces.append(manager.trace)
     return [[(f"{m.kind.value} {m.chunk}", str(m)) for m in trace.moments] for trace in traces], [
         t.digest for t in traces
     ]

@@ -111,16 +111,18 @@ def test_each_kind_of_step_is_recorded_once(every: int, policy: str | None, devi
         assert all(torch.equal(value, found.weights[name]) for name, value in ours[0].weights.items())
 
 
-def test_a_trial_that_was_interrupted_is_continued(pair: Team) -> None:
-    """Others are trained from the third step on; when the same was trained in two steps, the other way is recorded."""
-    for found in pair.run(freeze_once, 2):
-        assert found.steps == ["on demand", *["recorded"] * 2, "planned", "recorded", *["planned"] * 4]
-        assert found.is_over
-
-
-def test_both_ways_are_compared_at_once_if_both_are_known(pair: Team) -> None:
-    for found in pair.run(freeze_once, 3):
-        assert found.steps == ["on demand", *["recorded"] * 2, "on demand", "recorded", *["planned"] * 4]
+@pytest.mark.parametrize(
+    ("after", "first"),
+    [
+        (1, ["on demand", "recorded", "recorded"]),
+        (2, ["on demand", "recorded", "on demand", "recorded"]),
+        (3, ["on demand", "recorded", "recorded", "on demand", "recorded"]),
+    ],
+)
+def test_how_to_exchange_is_chosen_once(after: int, first: list[str], pair: Team) -> None:
+    """Others are trained before a step is recorded, between the two that are recorded, and after these."""
+    for found in pair.run(freeze_once, after):
+        assert found.steps == first + ["planned"] * (9 - len(first))
         assert found.is_over
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -34,6 +35,7 @@ from tests.helpers.shared_training import (
     open_manager,
     serial,
     train,
+    watch_trial,
 )
 
 ALL = (2, 3, 4)
@@ -123,23 +125,12 @@ def test_what_is_gathered_ahead_has_to_fit_both_tiers(teams: dict[int, Team]) ->
 def record_both(rank: int, task: Task) -> tuple[int, int, int]:
     """Return the most bytes in use at a time: as recorded without gathering ahead, as derived from that, as recorded
     with it."""
-    found: list[int] = []
-
-    def watch(manager: chunkmem.ChunkManager) -> None:
-        compare = manager.runtime.controller.compare
-
-        def compared() -> tuple[float, float] | None:
-            lazy, ahead = manager.runtime.controller._aside, manager.trace
-            assert lazy is not None
-            assert ahead is not None
-            found.extend(map(most_in_use, (lazy, overlapped(lazy), ahead)))
-            return compare()
-
-        manager.runtime.controller.compare = compared  # type: ignore[method-assign]
-
-    with trained(rank, task, before=watch):
-        lazy, derived, ahead = found
-        return lazy, derived, ahead
+    recorded: list[Trace] = []
+    with trained(rank, task, before=partial(watch_trial, found=recorded)) as manager:
+        assert is_overlapped(manager)
+        (lazy,), ahead = recorded, manager.trace
+    assert ahead is not None
+    return most_in_use(lazy), most_in_use(overlapped(lazy)), most_in_use(ahead)
 
 
 def most_in_use(trace: Trace) -> int:
@@ -166,17 +157,17 @@ def disagree(rank: int) -> bool:
     compared = []
 
     def pretend(manager: chunkmem.ChunkManager) -> None:
-        compare = manager.runtime.controller.compare
+        stalls = manager.runtime.controller.stalls
 
         def pretended() -> tuple[float, float] | None:
-            compared.append(compare())
+            compared.append(stalls())
             return (0.5, 0.6) if rank == 0 else None
 
-        manager.runtime.controller.compare = pretended  # type: ignore[method-assign]
+        manager.runtime.controller.stalls = pretended  # type: ignore[method-assign]
 
     with trained(rank, Task(steps=7, device_nbytes=100 << 10), before=pretend) as manager:
         assert len(compared) == 1
-        assert compared[0] is not None, "both ways were recorded"
+        assert compared[0] is not None, "a step was recorded"
         lazy_s, ahead_s = compared[0]
         assert 0 < ahead_s < lazy_s
         assert_as_predicted(manager)

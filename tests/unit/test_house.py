@@ -16,7 +16,7 @@ from tests.unit.test_layering import SOURCES, internal_imports, parsed
 
 CORE = {module: source for module, source in SOURCES.items() if not module.startswith("contrib")}
 
-MOST_TOKENS = 399_400
+MOST_TOKENS = 398_800
 """Names, numbers, operators and strings; without imports, docstrings and comments."""
 MOST_WITH_ONE_IMPORTER = 75
 """Files that one other imports, of their own folder."""
