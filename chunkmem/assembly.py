@@ -133,8 +133,12 @@ class Runtime:
         lanes = (make_lanes or partial(open_lanes, blocking=blocking))(compute)
         self.tiers.device_pool.wait = lanes.compute_waits
         places = StatePlaces(self.memory.store, self.tiers.caps, margin_use_ratio=margin_use_ratio(config))
-        self.gradients = GradientBook(self.memory.pager, settles=places.updates_on_host, is_shared=self.ranks.size > 1)
-        self.gradients.is_of_stage = self.ranks.stages is not None
+        self.gradients = GradientBook(
+            self.memory.pager,
+            settles=places.updates_on_host,
+            is_shared=self.ranks.size > 1,
+            is_of_stage=self.ranks.stages is not None,
+        )
         exchanges = _agreed_exchanges(self.ranks, compute, saving=opts.with_mem_saving_comm, own=exchange)
         self.sharding = make_sharding(self.memory, self.ranks, exchanges, self.gradients)
         # Asked by optimizers for every parameter: without a call in between.
@@ -363,11 +367,15 @@ class Runtime:
         """Raise a `StateError` if the manager is closed."""
         self.memory.require_open()
 
+    def note_scaled(self) -> None:
+        """The gradients up to the next step come multiplied by the loss scale, where there is one."""
+        if self.scaler is not None:
+            self.scaler.note_scaled()
+
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """Surround the backwards of a batch, whose gradients come multiplied by the loss scale."""
-        if self.scaler is not None:
-            self.scaler.is_used = True
+        self.note_scaled()
         guard = self.entry_points.make_guard()
         with self.ranks.telling(), guard or contextlib.nullcontext():
             yield

@@ -13,7 +13,6 @@ from chunkmem.assembly import Runtime
 from chunkmem.config import REGION_POLICIES, Config
 from chunkmem.errors import ConfigError, LayoutError, StateError
 from chunkmem.nn.built import HERE
-from chunkmem.nn.collect import Collector
 from chunkmem.nn.initialisers import Initialisers
 from chunkmem.nn.released import BuiltOverRanks
 from chunkmem.nn.tiling import tile_linears
@@ -40,22 +39,15 @@ class ModelBuilding:
             ConfigError, RankError: not all ranks build the same.
         """
         self.runtime.require_open()
-        if self.runtime.built.collector is not None:
-            raise StateError(
-                "manager.init() inside manager.init(): build all modules in one block, or in blocks in turn"
-            )
-        collector = self.runtime.built.collector = Collector()
         built = HERE
         can_release = self.runtime.ranks.stages is None and not self.runtime.config.release_after_init
-        if self.runtime.sharding.shards is not None and can_release:
-            built = BuiltOverRanks(self.runtime.sharding.shards, collector)
-        try:
+        with self.runtime.built.collecting() as collector:
+            if self.runtime.sharding.shards is not None and can_release:
+                built = BuiltOverRanks(self.runtime.sharding.shards, collector)
             with self.runtime.built.random_numbers(), collector.watching(), built.watching():
                 yield
                 for root in collector.roots() if self.config.with_tiling_linear else ():
                     self._tile(root, self._configured_numel)
-        finally:
-            self.runtime.built.collector = None
         self.runtime.built.add(collector.roots(), collector.excluded(), kept=collector.not_reduced(), built=built)
 
     def wrap(

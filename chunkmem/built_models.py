@@ -91,6 +91,23 @@ class BuiltModels:
         """Return the modules that are each rank's own: excluded, and their gradients are not averaged."""
         return [module for added in self.added for module in added.kept]
 
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[Collector]:
+        """Collect the modules that are built in this block.
+
+        Raises:
+            StateError: it is inside of another one.
+        """
+        if self.collector is not None:
+            raise StateError(
+                "manager.init() inside manager.init(): build all modules in one block, or in blocks in turn"
+            )
+        self.collector = Collector()
+        try:
+            yield self.collector
+        finally:
+            self.collector = None
+
     def check_stages(self, stages: Iterable[nn.Module]) -> None:
         """Check that the model that was built can be packed as these stages.
 

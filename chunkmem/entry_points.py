@@ -220,7 +220,7 @@ class EntryPoints:
 
     def declare_last(self, is_last: bool) -> None:
         """Say, as `DistributedDataParallel` does, whether the next backward is the last one before the step."""
-        self._sharding.units.declared = is_last
+        self._sharding.units.declare_last(is_last)
         self._averages_in_backward = is_last
 
     def end_backward(self) -> None:
@@ -275,7 +275,7 @@ class EntryPoints:
             self._state_frozen()
             parameters = list(self._modules.registry.parameters)
             if self._scaler is not None and not gradients.any_landed(parameters):
-                self._scaler.is_used = True  # what this rank adds is 0 at any scale
+                self._scaler.note_scaled()  # what this rank adds is 0 at any scale
             self._sharding.units.replay_without_batch(label)
             reduction.reduce(parameters, is_step=is_step)
             reduction.reduce_excluded(self.averaged)

@@ -201,7 +201,7 @@ class ChunkManager(ModelBuilding, Reporting):
             raise StateError(f"manager.backward() takes the loss as a tensor, not a {type(loss).__name__}")
         if last is False:
             self.runtime.updater.in_backward.require_none("manager.backward(loss, last=False)")
-        self.runtime.sharding.units.declared = last
+        self.runtime.sharding.units.declare_last(last)
         if self.runtime.scaler is not None and not is_scaled:
             loss = loss.float() * self.runtime.scaler.loss_scale
         with self.runtime.backward():
@@ -213,8 +213,7 @@ class ChunkManager(ModelBuilding, Reporting):
         For backwards that do not pass through `backward`, as those of `torch.distributed.pipelining`; only fp16 asks.
         """
         self.runtime.require_open()
-        if self.runtime.scaler is not None:
-            self.runtime.scaler.is_used = True
+        self.runtime.note_scaled()
 
     def accumulate(self, num_backwards: int) -> None:
         """Declare how many backwards there are before each `step()`; see `backward`."""

@@ -20,16 +20,23 @@ from chunkmem.types import Tier
 class GradientValues(GradientSlots):
     """Serves what users do to lazy gradients; see `GradientOwner`."""
 
-    def __init__(self, pager: Pager, *, settles: Callable[[int], bool], is_shared: bool = False) -> None:
-        """Begin with none; see `GradientSlots`. `is_shared`: summed over ranks, what one has is not the gradient."""
+    def __init__(
+        self, pager: Pager, *, settles: Callable[[int], bool], is_shared: bool = False, is_of_stage: bool = False
+    ) -> None:
+        """Begin with none.
+
+        Args:
+            pager, settles: see `GradientSlots`.
+            is_shared: summed over ranks, what one has is not the gradient.
+            is_of_stage: other ranks have the gradients of other pipeline stages.
+        """
         super().__init__(pager, settles=settles)
         self.is_shared = is_shared
         self.shared: SharedGradients | None = None
         """Over ranks: norms and scalings that users ask for."""
         self.shows_means = False
         """`.grad` stands for the mean over ranks, as it does below `DistributedDataParallel`."""
-        self.is_of_stage = False
-        """Other ranks have the gradients of other pipeline stages."""
+        self.is_of_stage = is_of_stage
         self.before_change: Callable[[], None] = lambda: None
         """Called before gradients are changed by a user: updates that have read them are wrong."""
         self.before_adding: Callable[[ManagedParameter], None] = lambda managed: None

@@ -32,9 +32,10 @@ class GradientBook(GradientValues):
         *,
         settles: Callable[[int], bool],
         is_shared: bool = False,
+        is_of_stage: bool = False,
     ) -> None:
         """Make an empty book; the arguments are those of `GradientValues`."""
-        super().__init__(pager, settles=settles, is_shared=is_shared)
+        super().__init__(pager, settles=settles, is_shared=is_shared, is_of_stage=is_of_stage)
         self.exposed: set[ManagedParameter] = set()
         """Parameters whose `.grad` is the user's for a while, inside `manager.gather(grads=True)`."""
         self._shown: dict[ManagedParameter, LazyGradient] = {}

@@ -30,6 +30,10 @@ class LossScaler:
         self._patience = config.hysteresis
         self._num_good = 0
 
+    def note_scaled(self) -> None:
+        """A loss is scaled, or what comes in its place."""
+        self.is_used = True
+
     def step(self, *, overflow: bool) -> None:
         """Learn from one step whether its gradients overflowed."""
         self.is_used = False

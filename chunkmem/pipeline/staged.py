@@ -206,8 +206,7 @@ class StagedPipeline(OfWidth):
             self._held.begin([stage.submod for stage in self.stages])
             self._ties.begin()
             schedule.step(target=torch.arange(len(step.parts)), return_outputs=False)
-            if self._runtime.scaler is not None:  # also on a rank whose stages are frozen, and have no backward
-                self._runtime.scaler.is_used = True
+            self._runtime.note_scaled()  # also on a rank whose stages are frozen, and have no backward
             self._ties.end()
             loss = self._loss(step)
         if self.epochs is not None:
@@ -276,7 +275,7 @@ class StagedPipeline(OfWidth):
     @contextlib.contextmanager
     def _in_backward(self) -> Iterator[None]:
         """Surround a backward, after which gradients are not reduced: more of them come."""
-        self._runtime.sharding.units.declared = False
+        self._runtime.sharding.units.declare_last(False)
         with self._runtime.backward():
             yield
 

@@ -61,8 +61,8 @@ class Units:
         self.prefetch = None if shards is None or reduction is None else PrefetchSchedule(shards, reduction)
         """The schedule of exchanges; None with one rank."""
         self._shards = shards
-        self.declared: bool | None = None
-        """Whether the next backward is the last one before the step; None: what the steps before tell."""
+        self._is_next_last: bool | None = None
+        """The next backward is the last one before the step; None: what the steps before tell."""
         self._expected: int | None = None
         """Backwards a step: declared, or as many as the step before had; None: not known."""
         self._is_declared = False
@@ -94,6 +94,10 @@ class Units:
         """Since the last step."""
         self.is_in_step = False
         """A model has been called with gradients since the last step: what is called now is no evaluation."""
+
+    def declare_last(self, is_last: bool | None) -> None:
+        """Say whether the next backward is the last one before the step; None: as the steps before tell."""
+        self._is_next_last = is_last
 
     def accumulate(self, num_backwards: int) -> None:
         """Expect so many backwards before each step from now on."""
@@ -338,11 +342,11 @@ class Units:
             return
         self._in_backward = True
         self._num_backwards += 1
-        declared, self.declared = self.declared, None
-        if declared is None:
+        is_last, self._is_next_last = self._is_next_last, None
+        if is_last is None:
             self._is_last = self._num_backwards == self._expected
         else:  # others may have more to come, and say so
-            self._is_last = self.agree("the last backward before the step", holds=declared)
+            self._is_last = self.agree("the last backward before the step", holds=is_last)
         self._reduced = set()
 
     def _is_left(self, unit: Unit) -> bool:

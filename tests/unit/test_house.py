@@ -16,11 +16,11 @@ from tests.unit.test_layering import SOURCES, internal_imports, parsed
 
 CORE = {module: source for module, source in SOURCES.items() if not module.startswith("contrib")}
 
-MOST_TOKENS = 398_800
+MOST_TOKENS = 398_830
 """Names, numbers, operators and strings; without imports, docstrings and comments."""
 MOST_WITH_ONE_IMPORTER = 75
 """Files that one other imports, of their own folder."""
-MOST_ASSIGNED_LATE = 31
+MOST_ASSIGNED_LATE = 23
 """Attributes of parts that whoever puts them together assigns, where the constructor should be given them."""
 WIRING = ("parts", "assembly", "manager", "building", "reporting", "built_models", "entry_points")
 LONG_FUNCTIONS = {

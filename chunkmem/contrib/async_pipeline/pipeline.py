@@ -231,8 +231,7 @@ class AsynchronousPipeline(StagedPipeline):
                 self._runtime.entry_points.begin_root(stage.submod)
                 self._call(number, forward, backward, updates)
             if backward is not None:
-                if self._runtime.scaler is not None:
-                    self._runtime.scaler.is_used = True
+                self._runtime.note_scaled()
                 found = self._pass_loss(step, last)
         if backward is not None:
             self._versions.update(updates)
