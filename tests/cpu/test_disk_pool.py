@@ -6,6 +6,7 @@ import errno
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from chunkmem.errors import StateError
 from chunkmem.runtime.disk_calls import SystemCalls
 from chunkmem.runtime.disk_pool import DiskPool, DiskSlab
+from chunkmem.runtime.disk_threads import TransferThreads
 from chunkmem.testing.disk import Fault, FaultKind, FaultyDisk
 from tests.helpers.disk import BLOCK, ROLE, disk_threads, numbers, opened, wait_until
 from tests.helpers.spread import spread
@@ -287,27 +289,39 @@ def test_slabs_are_read_and_written_by_several_threads(pool: DiskPool) -> None:
     assert len(disk_threads()) == 2
 
 
-def test_a_short_read_is_not_held_up_by_a_long_write(tmp_path: Path) -> None:
-    # write |W W W W W W W W W W W W W W W W ...   128 blocks; from the 50th on they come after the read
-    # read       |R|                               one block, in its turn
-    has_read = threading.Event()
+def test_a_short_read_is_not_held_up_by_a_long_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # write |W W W W W W W W W W W W W W W W ...   128 blocks; the first ones wait until the read is asked for
+    # read       |R|                               one block, in its turn: the last ones wait until it is there
+    is_asked, has_read = threading.Event(), threading.Event()
 
     class Patient(SystemCalls):
         def pwritev(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if calls.num_calls["pwritev"] >= 3:
+                assert is_asked.wait(60)
             if calls.num_calls["pwritev"] >= 50:
-                has_read.wait(60)
+                assert has_read.wait(60), "the read waits for the write"
             return super().pwritev(descriptor, buffers, offset)
 
+        def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+            has_read.set()
+            return super().preadv(descriptor, buffers, offset)
+
+    queue = TransferThreads._queue
+
+    def asked(self: TransferThreads[Any], transfer: Any) -> None:
+        queue(self, transfer)
+        if threading.current_thread() is threading.main_thread() and writer.is_alive():
+            is_asked.set()
+
+    monkeypatch.setattr(TransferThreads, "_queue", asked)
     calls = FaultyDisk(calls=Patient())
     with opened(tmp_path, calls=calls) as pool:
         long, short = pool.alloc(ROLE, 128 * BLOCK), pool.alloc(ROLE, BLOCK)
-        short.write(numbers(BLOCK))
         writer = threading.Thread(target=lambda: long.write(numbers(128 * BLOCK)))
+        short.write(numbers(BLOCK))
         writer.start()
         wait_until(lambda: calls.num_calls["pwritev"] >= 3)
         short.read(numbers(BLOCK))
-        assert calls.num_calls["pwritev"] < 100
-        has_read.set()
         writer.join()
         assert calls.num_calls["pwritev"] == 1 + 128
 
