@@ -65,8 +65,9 @@ class PrefetchSchedule:
         """This step has been like the one before so far."""
         self._num_backwards = 0
         """Of the step before."""
-        self._is_usual = False
-        """It had as many as the one before it: reductions wait for the last one, whose number steps learn from that."""
+        self._is_shown = False
+        """A step has shown the schedule, and had as many backwards as the one before it: reductions wait for the last
+        one, whose number steps learn from that."""
         self._of_others: dict[bytes, tuple[Schedule, bool]] = {}
         """By what was trained: the exchanges of such a step, and whether there was room for two units."""
 
@@ -87,8 +88,9 @@ class PrefetchSchedule:
             after: what is; what was exchanged in the last step that trained it comes next, if there was one.
         """
         self._drop()
-        if self._is_usual:
+        if self._is_shown:
             self._of_others[before] = self._schedule, self.has_room
+        self._is_shown = after in self._of_others
         self._schedule, self.has_room = self._of_others.get(after, ([], self.has_room))
         self._is_alike = True
 
@@ -159,7 +161,7 @@ class PrefetchSchedule:
             self._log, num_backwards = self._shards.ranks.broadcast_object(own, source=complete, label=_ORDER)
         self.was_empty = not self._log
         if self._log:
-            self._is_usual, self._num_backwards = num_backwards == self._num_backwards, num_backwards
+            self._is_shown, self._num_backwards = num_backwards == self._num_backwards, num_backwards
         if self._log and self._log != self._schedule:
             self._schedule = self._log
             self.has_room = self._shards.fits_beside(self._gathers(), always=always)

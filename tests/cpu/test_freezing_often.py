@@ -126,6 +126,39 @@ def test_how_to_exchange_is_chosen_once(after: int, first: list[str], pair: Team
         assert found.is_over
 
 
+def freeze_in_between(rank: int, frozen: dict[int, tuple[int, ...]]) -> list[str]:
+    """Before some steps, freeze so many blocks, one number after the other; return what each step was."""
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    kinds = []
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        with manager.init():
+            model = Blocks(num_blocks=4)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        for step in range(12):
+            for num in frozen.get(step, ()):
+                manager.unfreeze(model)
+                if num:
+                    manager.freeze([model.inner, *model.blocks[:num]])
+            model(features(10 * step + rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            audit(manager)
+            kinds.append(kind_of_step(manager))
+    return kinds
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [{1: (1,), 5: (0,)}, {5: (1, 2), 8: (1,)}, {5: (1, 0)}],
+    ids=["after the first step", "without a step between", "and back"],
+)
+def test_what_no_step_has_shown_is_not_taken_for_known(frozen: dict[int, tuple[int, ...]], pair: Team) -> None:
+    for kinds in pair.run(freeze_in_between, frozen):
+        assert set(kinds) <= {"on demand", "recorded", "planned"}, "no step misses its plan"
+        assert kinds[-2:] == ["planned"] * 2
+
+
 class Turned(nn.Module):
     """Reads its layers in another order once nothing before it is trained; has one that it never calls."""
 
