@@ -6,9 +6,9 @@ import contextlib
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NoReturn
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -19,14 +19,15 @@ from chunkmem.comm.exchange import Exchange
 from chunkmem.comm.mesh import end_groups, groups_of, mesh_of
 from chunkmem.comm.methods import ExchangeMethod, possible_exchanges, require_method
 from chunkmem.comm.ranks import Ranks
-from chunkmem.config import Config, flattened
+from chunkmem.config import Config, OptsConfig, flattened
 from chunkmem.entry_points import EntryPoints, collect_abandoned
 from chunkmem.errors import ConfigError, StateError
+from chunkmem.layout.spec import digest
 from chunkmem.nn.autocast import AutocastCache
-from chunkmem.nn.binding import BoundChunk, move_to
+from chunkmem.nn.binding import BoundChunk, ManagedParameter, move_to
 from chunkmem.nn.gradients import GradientBook
-from chunkmem.nn.registry import check_fits
-from chunkmem.nn.shared_gradients import SharedGradients
+from chunkmem.nn.hooks import ModuleHooks
+from chunkmem.nn.registry import ModelRegistry, check_fits
 from chunkmem.nn.wrappers import WrapperCheck
 from chunkmem.optim.by_form import updates_by_form
 from chunkmem.optim.ema import EMA
@@ -34,14 +35,20 @@ from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.saved import StatefulOptimizer
 from chunkmem.optim.scaler import LossScaler
+from chunkmem.optim.update import GroupUpdater, UpdateParts
 from chunkmem.parts import (
     DTYPES,
     Memory,
+    Modules,
+    Sharding,
     make_modules,
     make_sharding,
+    make_shards,
+    make_update_parts,
     make_updater,
     margin_use_ratio,
 )
+from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.machine import Machine
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.disk_calls import DiskCalls
@@ -50,172 +57,81 @@ from chunkmem.runtime.interrupts import InterruptGuard
 from chunkmem.runtime.lanes import open_lanes
 from chunkmem.runtime.numa import warn_of_far_cores
 from chunkmem.runtime.pager import Pager
+from chunkmem.runtime.policy import SpeculativeUpdates
 from chunkmem.runtime.storage import ChunkStorage, HostStorage, StorageBackend, default_backend
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import Tiers, shadow_nbytes, warn_of_fragmentation, warn_of_shares
+from chunkmem.shard.shards import ShardStore
 from chunkmem.speeds import Links
-from chunkmem.steps.making import make_controller
+from chunkmem.steps.controller import StepController
 from chunkmem.steps.trial import AheadTrial
+from chunkmem.tracing.watch import Watch
 from chunkmem.types import Tier
 
+T = TypeVar("T")
 MakeLanes = Callable[[ComputeDevice], Lanes]
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What the parts of a manager are made from, and who uses them: for those that take their place."""
+    """What the parts of a manager are made from, those of `ChunkManager`; and who uses them."""
 
+    config: Config
     process_group: Any
     mesh: object
-    make_others: Callable[..., Runtime]
-    optimizers: list[weakref.ref[torch.optim.Optimizer]] = field(default_factory=list)
-    averages: list[weakref.ref[EMA]] = field(default_factory=list)
+    exchange: type[ExchangeMethod] | None
+    device_index: int | None
+    machine: Machine | None
+    make_lanes: MakeLanes | None
+    disk_calls: DiskCalls | None
     groups: list[Any] = field(default_factory=list)
     """Process groups that were made for the mesh, and end with it: the user has made another one."""
+    optimizers: list[weakref.ref[torch.optim.Optimizer]] = field(default_factory=list)
+    averages: list[weakref.ref[EMA]] = field(default_factory=list)
+
+    def again(self, *, process_group: Any, mesh: object, groups: Iterable[Any]) -> Origin:
+        """Return the same for parts that take the place of these, which nobody uses yet."""
+        return replace(self, process_group=process_group, mesh=mesh, groups=[*groups], optimizers=[], averages=[])
 
 
+@dataclass(frozen=True, eq=False)
 class Runtime:
-    """The parts of one manager, which has it; see `ChunkManager` and [Note: Order of parts]."""
+    """The parts of one manager, which has it; see `build_runtime` and [Note: Order of parts]."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        process_group: Any,
-        mesh: object,
-        exchange: type[ExchangeMethod] | None,
-        device_index: int | None,
-        machine: Machine | None,
-        make_lanes: MakeLanes | None,
-        disk_calls: DiskCalls | None,
-        before: Runtime | None = None,
-    ) -> None:
-        """Wire the parts together.
+    config: Config
+    origin: Origin
+    ranks: Ranks
+    scaler: LossScaler | None
+    tiers: Tiers
+    memory: Memory
+    gradients: GradientBook
+    sharding: Sharding
+    updater: GroupUpdater
+    modules: Modules
+    links: Links
+    controller: StepController
+    entry_points: EntryPoints
+    hooks: ModuleHooks
+    built: BuiltModels
+    foreign_steps: ForeignStepCheck
+    foreign_wrappers: WrapperCheck
 
-        Args:
-            config, process_group, mesh, exchange, device_index, machine, make_lanes, disk_calls: those of
-                `ChunkManager`.
-            before: what these parts take the place of, and use the tiers and the loss scale of; it has stopped.
-        """
-        self.config = _checked(config)
-        make_others = partial(
-            Runtime,
-            config,
-            exchange=exchange,
-            device_index=device_index,
-            machine=machine,
-            make_lanes=make_lanes,
-            disk_calls=disk_calls,
-        )
-        self.origin = Origin(process_group, mesh, make_others)
-        interrupts = (None if before is None else before.memory.interrupts) or InterruptGuard()
-        interrupts.install()
-        compute = ComputeDevice.default(device_index) if before is None else before.tiers.compute
-        require_method(exchange)
-        rows = mesh_of(mesh, process_group=process_group)
-        self.ranks = Ranks(process_group, mesh=rows, timeout_s=config.distributed.timeout_s)
-        self.ranks.require_whole()
-        for ranks in several_ranks(self.ranks):
-            for path, value in flattened(config.to_dict()).items():
-                ranks.agree(f"{path} of the configuration", json.dumps(value))
-        if before is None:
-            self.scaler: LossScaler | None = LossScaler(config.fp16) if config.precision == "fp16" else None
-            self.tiers: Tiers = Tiers(config, compute, num_local=self.ranks.num_local, disk_calls=disk_calls)
-            warn_of_fragmentation(compute, self.tiers.caps)
-            warn_of_far_cores(compute)
-            warn_of_shares(compute, config.client.mem_tracer)
-        else:
-            self.scaler, self.tiers = before.scaler, before.tiers
-        backend = default_backend()
-        self.memory: Memory = open_memory(self.tiers, backend, interrupts=interrupts)
-        opts = config.client.opts
-        blocking = not (opts.with_async_move and backend.moves_contents)
-        lanes = (make_lanes or partial(open_lanes, blocking=blocking))(compute)
-        self.tiers.device_pool.wait = lanes.compute_waits
-        places = StatePlaces(self.memory.store, self.tiers.caps, margin_use_ratio=margin_use_ratio(config))
-        self.gradients = GradientBook(
-            self.memory.pager,
-            settles=places.updates_on_host,
-            is_shared=self.ranks.size > 1,
-            is_of_stage=self.ranks.stages is not None,
-        )
-        exchanges = _agreed_exchanges(self.ranks, compute, saving=opts.with_mem_saving_comm, own=exchange)
-        self.sharding = make_sharding(self.memory, self.ranks, exchanges, self.gradients)
-        # Asked by optimizers for every parameter: without a call in between.
-        self.owns, self.from_owner = self.sharding.owns, self.sharding.from_owner
-        self.updater = make_updater(self.memory, self.gradients, places, lanes, num_threads=opts.update_threads)
-        self.modules = make_modules(config, self.memory, self.sharding, self.gradients, self.updater)
-        if before is not None:
-            self.modules.mark_as(before.modules)
-        self.registry = self.modules.registry
-        log_nbytes = 0 if blocking else shadow_nbytes(opts, compute, self.tiers.caps)
-        native = self.updater.native
-        self.links = Links(
-            self.sharding.shards,
-            self.tiers,
-            machine,
-            lambda numel: updates_by_form(native.kernels, numel),
-            shadow_nbytes=log_nbytes,
-        )
-        self.controller = make_controller(
-            config, self.memory, self.sharding, self.modules, self.tiers, lanes, self.links.machine
-        )
-        if self.ranks.size == 1:  # else the ranks have to agree on what they learn from
-            self.memory.pager.on_failure = self.controller.access_failed
-        prefetch, measure = self.sharding.units.prefetch, self.links.measure
-        trial = None if prefetch is None else AheadTrial(prefetch, self.controller, self.ranks, measure=measure)
-        self.foreign_steps = ForeignStepCheck(self.registry, self.gradients)
-        collect_others = partial(collect_abandoned, self.foreign_steps.is_alone)
-        self.entry_points = EntryPoints(
-            self.memory,
-            self.sharding,
-            self.modules,
-            tiers=self.tiers,
-            controller=self.controller,
-            trial=trial,
-            scaler=self.scaler,
-            autocast=AutocastCache(compute.device.type, precision=config.precision),
-            after_first_step=collect_others,
-        )
-        self.foreign_wrappers = WrapperCheck(
-            self.registry, self.gradients, self.entry_points.declare_last, num_ranks=self.ranks.size
-        )
-        self.modules.backward.on_end = self.entry_points.end_backward
-        if self.sharding.shards is not None:
-            self.gradients.shared = SharedGradients(
-                self.gradients,
-                self.memory.pager,
-                self.ranks,
-                parameters=lambda: self.registry.parameters,
-                owns=self.owns,
-                settled=partial(self.entry_points.step, updates=False),
-            )
-        self.modules.server.before_use = self.entry_points.begin_outside
-        self.modules.copies.reading = self._reading_a_copy
-        self.modules.compiled.on_change = self.forget_plans
-        self.hooks = self.modules.hooks(self.entry_points)
-        self.built = BuiltModels(
-            self.sharding,
-            self.modules,
-            self.updater,
-            self.entry_points,
-            self.hooks,
-            device=self.device,
-            dtype=self.dtype,
-        )
-        collect_others()
+    @property
+    def registry(self) -> ModelRegistry:
+        """All managed parameters."""
+        return self.modules.registry
+
+    @cached_property
+    def owns(self) -> Callable[[ManagedParameter], bool]:
+        """Tells whether this rank keeps a parameter; asked for every one by optimizers, without a call in between."""
+        return self.sharding.owns
+
+    def from_owner(self, managed: ManagedParameter, read: Callable[[], T]) -> T:
+        """Return what `read` returns on the rank that owns a parameter; see `Sharding.from_owner`."""
+        return self.sharding.from_owner(managed, read)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError("what a manager has cannot be copied or pickled: make another manager from its config")
-
-    @contextlib.contextmanager
-    def _reading_a_copy(self) -> Iterator[None]:
-        """Surround the reading of weights by `copy.deepcopy` of a model, which all ranks call."""
-        self.require_open()
-        self.modules.surface.awaited.require()
-        self.registry.check()
-        with self.together("copy.deepcopy() of a managed model"):
-            yield
 
     def root(self, model: nn.Module | None) -> nn.Module:
         """Return `model`, or the only one; see `ModelRegistry.only_root`."""
@@ -245,8 +161,8 @@ class Runtime:
 
         Nothing is packed in them yet.
         """
-        after: Runtime = self.origin.make_others(process_group=None, mesh=mesh, before=self)
-        after.origin.groups.extend(groups_of(mesh))
+        origin = self.origin.again(process_group=None, mesh=mesh, groups=groups_of(mesh))
+        after = build_runtime(origin, before=self)
         self.end_groups()
         return after
 
@@ -255,14 +171,15 @@ class Runtime:
 
         What was counted of chunks so far, and what happened in the last steps, is known to them.
         """
-        origin = self.origin
-        after: Runtime = origin.make_others(process_group=origin.process_group, mesh=origin.mesh, before=self)
-        after.origin.groups.extend(origin.groups)
+        here = self.origin
+        after = build_runtime(
+            here.again(process_group=here.process_group, mesh=here.mesh, groups=here.groups), before=self
+        )
         after.memory.store.moved.update(self.memory.store.moved)
         after.memory.pager.required_nbytes.update(self.memory.pager.required_nbytes)
         after.controller.timelines.take_over(self.controller.timelines)
         if self.sharding.shards is not None and after.sharding.shards is not None:
-            after.sharding.shards.ownership = self.sharding.shards.ownership
+            after.sharding.shards.own_as(self.sharding.shards)
         return after
 
     def stop(self, reason: str) -> bool:
@@ -280,6 +197,7 @@ class Runtime:
         stops = self.memory.pager.can_close
         if stops:
             self.controller.close()
+            self.updater.ahead.forget()
             self.modules.access.close()
             self.modules.backward.reset(step=True)
             self.sharding.units.close()
@@ -398,8 +316,151 @@ class Runtime:
         self.controller.excuse_iteration()
 
 
+def build_runtime(origin: Origin, *, before: Runtime | None = None) -> Runtime:
+    """Make the parts of a manager, each of earlier ones.
+
+    Args:
+        origin: what they are made from.
+        before: what these parts take the place of, and use the tiers and the loss scale of; it has stopped.
+    """
+    config, opts, backend = origin.config, origin.config.client.opts, default_backend()
+    _require_config(config)
+    require_method(origin.exchange)
+    interrupts = (None if before is None else before.memory.interrupts) or InterruptGuard()
+    interrupts.install()
+    ranks = _open_ranks(config, origin)
+    scaler = _make_scaler(config) if before is None else before.scaler
+    tiers = _open_tiers(origin, ranks, backend) if before is None else before.tiers
+    compute = tiers.compute
+    store = ChunkStore(tiers.pools, compute.clock)
+    update_parts = make_update_parts(store, compute, tiers.lanes, num_threads=opts.update_threads)
+    memory = _make_memory(tiers, store, update_parts.ahead, backend, interrupts)
+    shards = make_shards(memory, ranks, _agreed_exchanges(ranks, compute, opts.with_mem_saving_comm, origin.exchange))
+    places = StatePlaces(store, tiers.caps, margin_use_ratio=margin_use_ratio(config))
+    gradients = _make_gradients(memory.pager, update_parts, places, shards, ranks)
+    sharding = make_sharding(memory, ranks, shards, gradients)
+    updater = make_updater(memory, gradients, places, update_parts)
+    modules = make_modules(config, memory, sharding, gradients, updater)
+    if before is not None:
+        modules.mark_as(before.modules)
+    links = Links(
+        shards,
+        tiers,
+        origin.machine,
+        lambda numel: updates_by_form(updater.native.kernels, numel),
+        shadow_nbytes=shadow_nbytes(opts, compute, tiers.caps) if _moves_async(opts, backend) else 0,
+    )
+    controller = _make_controller(config, memory, sharding, modules, tiers, links)
+    foreign_steps = ForeignStepCheck(modules.registry, gradients)
+    prefetch = sharding.units.prefetch
+    entry_points = EntryPoints(
+        memory,
+        sharding,
+        modules,
+        tiers=tiers,
+        controller=controller,
+        trial=None if prefetch is None else AheadTrial(prefetch, controller, ranks, measure=links.measure),
+        scaler=scaler,
+        autocast=AutocastCache(compute.device.type, precision=config.precision),
+        after_first_step=partial(collect_abandoned, foreign_steps.is_alone),
+    )
+    hooks = modules.hooks(entry_points)
+    built = BuiltModels(
+        sharding, modules, updater, entry_points, hooks, device=compute.device, dtype=DTYPES[config.precision]
+    )
+    foreign_wrappers = WrapperCheck(modules.registry, gradients, entry_points.declare_last, num_ranks=ranks.size)
+    collect_abandoned(foreign_steps.is_alone)
+    return Runtime(
+        config, origin, ranks, scaler, tiers, memory, gradients, sharding, updater, modules, links, controller,
+        entry_points, hooks, built, foreign_steps, foreign_wrappers,
+    )  # fmt: skip
+
+
+def _make_gradients(
+    pager: Pager, parts: UpdateParts, places: StatePlaces, shards: ShardStore | None, ranks: Ranks
+) -> GradientBook:
+    return GradientBook(
+        pager,
+        parts.ledger,
+        settles=places.updates_on_host,
+        before_change=parts.ahead.roll_back,
+        landed=parts.landed,
+        shards=shards,
+        is_of_stage=ranks.stages is not None,
+    )
+
+
+def _require_config(config: object) -> None:
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"config is a {type(config).__name__}; pass Config.from_json(path), Config.from_dict(values) or None"
+        )
+
+
+def _open_ranks(config: Config, origin: Origin) -> Ranks:
+    """Return this rank among the others, which all have the same configuration."""
+    rows = mesh_of(origin.mesh, process_group=origin.process_group)
+    opened = Ranks(origin.process_group, mesh=rows, timeout_s=config.distributed.timeout_s)
+    opened.require_whole()
+    for ranks in several_ranks(opened):
+        for path, value in flattened(config.to_dict()).items():
+            ranks.agree(f"{path} of the configuration", json.dumps(value))
+    return opened
+
+
+def _make_scaler(config: Config) -> LossScaler | None:
+    return LossScaler(config.fp16) if config.precision == "fp16" else None
+
+
+def _moves_async(opts: OptsConfig, backend: StorageBackend) -> bool:
+    return opts.with_async_move and backend.moves_contents
+
+
+def _open_tiers(origin: Origin, ranks: Ranks, backend: StorageBackend) -> Tiers:
+    config, compute = origin.config, ComputeDevice.default(origin.device_index)
+    open_own = partial(open_lanes, blocking=not _moves_async(config.client.opts, backend))
+    tiers = Tiers(
+        config,
+        compute,
+        (origin.make_lanes or open_own)(compute),
+        num_local=ranks.num_local,
+        disk_calls=origin.disk_calls,
+        maps_slabs=backend.moves_contents,
+    )
+    warn_of_fragmentation(compute, tiers.caps)
+    warn_of_far_cores(compute)
+    warn_of_shares(compute, config.client.mem_tracer)
+    return tiers
+
+
+def _make_memory(
+    tiers: Tiers,
+    store: ChunkStore,
+    ahead: SpeculativeUpdates,
+    backend: StorageBackend,
+    interrupts: InterruptGuard,
+) -> Memory:
+    """Return chunks in real memory; `backend` has that of DEVICE change hands."""
+    compute = tiers.compute
+
+    def make_home(dtype: torch.dtype, tier: Tier) -> BoundChunk:
+        if tier is Tier.HOST:
+            in_ram = torch.device("cpu")
+            return BoundChunk(HostStorage(backend, device=in_ram, dtype=dtype), device=in_ram)
+        return BoundChunk(ChunkStorage(backend, device=compute.device, dtype=dtype), device=compute.device)
+
+    pager = Pager(
+        store,
+        meter=tiers.meter,
+        follow_stream=compute.current_stream if compute.is_accelerator else None,
+        speculative=ahead,
+        interrupts=interrupts,
+    )
+    return Memory(compute, tiers.caps, pager, make_home, interrupts)
+
+
 def _agreed_exchanges(
-    ranks: Ranks, compute: ComputeDevice, *, saving: bool | None, own: type[ExchangeMethod] | None
+    ranks: Ranks, compute: ComputeDevice, saving: bool | None, own: type[ExchangeMethod] | None
 ) -> Sequence[Exchange]:
     """Return the ways to exchange chunks, the same on all ranks; none with one rank."""
     if ranks.size == 1:
@@ -408,28 +469,25 @@ def _agreed_exchanges(
     return possible_exchanges(ranks, compute.device, memory_saving=saving, own=own)
 
 
-def open_memory(tiers: Tiers, backend: StorageBackend, *, interrupts: InterruptGuard | None = None) -> Memory:
-    """Return chunks in real memory; `backend` has that of DEVICE change hands, and `interrupts` keeps signals off."""
-    tiers.device_pool.maps_slabs = backend.moves_contents
-    device = tiers.compute.device
-
-    def make_home(dtype: torch.dtype, tier: Tier) -> BoundChunk:
-        if tier is Tier.HOST:
-            in_ram = torch.device("cpu")
-            return BoundChunk(HostStorage(backend, device=in_ram, dtype=dtype), device=in_ram)
-        return BoundChunk(ChunkStorage(backend, device=device, dtype=dtype), device=device)
-
-    store = ChunkStore(tiers.pools, tiers.compute.clock)
-    follow_stream = tiers.compute.current_stream if tiers.compute.is_accelerator else None
-    pager = Pager(store, meter=tiers.meter, follow_stream=follow_stream)
-    if interrupts is not None:
-        interrupts.broken = pager.break_off
-    return Memory(tiers.compute, tiers.caps, pager, make_home, interrupts)
-
-
-def _checked(config: object) -> Config:
-    if not isinstance(config, Config):
-        raise ConfigError(
-            f"config is a {type(config).__name__}; pass Config.from_json(path), Config.from_dict(values) or None"
-        )
-    return config
+def _make_controller(
+    config: Config, memory: Memory, sharding: Sharding, modules: Modules, tiers: Tiers, links: Links
+) -> StepController:
+    """Return what decides before each step whether to record it, to follow a plan, or to serve it on demand."""
+    tracer, registry = config.client.mem_tracer, modules.registry
+    static_nbytes = int(tiers.caps.device_nbytes * tracer.warmup_gpu_chunk_mem_ratio)
+    where = "" if sharding.shards is None else f" on rank {sharding.ranks.shard.rank} of {sharding.ranks.shard.size}"
+    return StepController(
+        memory.pager,
+        tiers,
+        machine=links.machine,
+        options=PlanOptions(
+            margin_use_ratio=margin_use_ratio(config),
+            static_nbytes=static_nbytes if tracer.with_static_partition else None,
+        ),
+        layout=lambda: digest(model.layout for model in registry.models) + where,
+        is_lone=sharding.shards is None,
+        trainable=lambda: bytes(managed.requires_grad for managed in registry.parameters),
+        num_backwards=lambda: modules.backward.num_ended,
+        regions=modules.regions,
+        watch=lambda: Watch(tiers, is_chunk=modules.declared.is_chunk, sample=tracer.use_async_mem_monitor),
+    )

@@ -137,7 +137,7 @@ class BuiltModels:
         own = [stage for number, stage in stages.items() if number % ranks.size == ranks.rank]
         modules = {module for stage in own for module in stage.modules()}
         excluded = [module for module in unpacked.excluded if module in modules]
-        unpacked.is_packed = True
+        unpacked.note_packed()
         kept = [module for module in unpacked.kept if module in modules]
         self._pack(own, excluded, kept=kept, built=self.values, models=unpacked.roots)
         for number, stage in stages.items():
@@ -165,7 +165,9 @@ class BuiltModels:
         with self.random_numbers() if isinstance(built, BuiltOnMeta) else contextlib.nullcontext():
             added = self._modules.registry.add(roots, excluded, built)
         reduced = [module for module in excluded if module not in kept]
-        self._entry_points.averaged += [param for module in reduced for param in module.parameters(recurse=False)]
+        self._sharding.ordinary.parameters += [
+            param for module in reduced for param in module.parameters(recurse=False)
+        ]
         if self._sharding.shards is not None:
             self._ranks.agree("the layout of the chunks", digest(packed.layout for packed in added))
             for packed in added:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
-from chunkmem.comm.agreement import Operation
 from chunkmem.errors import StateError
 from chunkmem.nn.autocast import AutocastCache
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.compiled import HiddenGradients
 from chunkmem.nn.frames import in_backward
 from chunkmem.nn.guard import AccessGuard
 from chunkmem.nn.ordinary import OrdinaryTensors
@@ -56,10 +55,6 @@ class EntryPoints:
         self._autocast = autocast
         self._after_first_step: Callable[[], None] | None = after_first_step
         self.ordinary = OrdinaryTensors(sharding.ranks)
-        self.averaged: list[nn.Parameter] = []
-        """Ordinary parameters whose gradients are averaged over ranks."""
-        self._averages_in_backward = False
-        """The next backward is the last one before the step, as `DistributedDataParallel` says."""
         self.gathers_open = 0
         self.batches_under_way = 0
         """Of an asynchronous pipeline: their graphs are older than the last step."""
@@ -68,9 +63,12 @@ class EntryPoints:
         """When the last ones were made; who reads them empties it."""
         self._updated: frozenset[int] = frozenset()
         """Groups that the step updates, on whichever rank."""
-        self._compiles = CompileWatch(self._compiler_begins, self._compiler_ends)
-        self._hidden: list[tuple[ManagedParameter, torch.Tensor]] = []
-        """Gradients that the compiler does not get to see."""
+        self._hidden = HiddenGradients(modules.access)
+        self._compiles = CompileWatch(self._compiler_begins, self._hidden.show)
+        events = memory.pager.events
+        events.used.append(self.begin_outside)
+        events.settling.append(partial(self.step, updates=False))
+        events.compiled.append(self.forget_steps)
 
     @property
     def phase(self) -> str:
@@ -96,7 +94,7 @@ class EntryPoints:
             self._sharding.ranks.require_whole()  # there may be others by now
         self._compiles.begin()
         modules, units = self._modules, self._sharding.units
-        modules.access.require_whole_steps(f"a call of {type(root).__name__}")
+        modules.access.ledger.require_none_failed(f"a call of {type(root).__name__}")
         self._autocast.switch_off()
         modules.access.reset(step=False)
         modules.backward.reset(step=False)
@@ -116,27 +114,18 @@ class EntryPoints:
     def _compiler_begins(self) -> None:
         """torch's compiler works: what it takes is no computing, and it cannot follow a `.grad` without memory."""
         self._controller.note_compiled()
-        here = threading.get_ident()
-        reads = {managed for frame in self._modules.access.stack if frame.thread == here for managed in frame.reads}
-        self._hidden = [(managed, managed.grad) for managed in reads if managed.grad is not None]
-        for managed, _ in self._hidden:
-            managed.grad = None
-
-    def _compiler_ends(self) -> None:
-        for managed, grad in self._hidden:
-            managed.grad = grad
-        self._hidden = []
+        self._hidden.hide()
 
     def close(self) -> None:
         """Nobody enters any more."""
         self._compiles.end()
 
-    def begin_outside(self, first: ManagedParameter) -> None:
+    def begin_outside(self, first: int) -> None:
         """A parameter is used outside of models, in what backward may come to: a step may begin with it."""
         self._modules.surface.awaited.require()
         if self._controller.is_between_steps:
             self._controller.begin_root(
-                id(first), grad_enabled=True, before_iteration=self._leave_to_autograd, is_model=False
+                first, grad_enabled=True, before_iteration=self._leave_to_autograd, is_model=False
             )
 
     def _leave_to_autograd(self) -> None:
@@ -165,17 +154,9 @@ class EntryPoints:
         """A model has raised something: the other ranks are told."""
         self._sharding.ranks.note_error(error)
 
-    @contextlib.contextmanager
-    def together(self, call: str) -> Iterator[None]:
-        """Surround a call that all ranks make, by this thread alone.
-
-        Raises:
-            RankError: a rank is missing, or makes another call.
-        """
-        ranks = self._sharding.ranks
-        with self._modules.turn.taken(), ranks.telling():
-            ranks.begin(Operation(call))
-            yield
+    def together(self, call: str) -> contextlib.AbstractContextManager[None]:
+        """Surround a call that all ranks make, by this thread alone; see `Sharding.together`."""
+        return self._sharding.together(call, self._modules.turn)
 
     @contextlib.contextmanager
     def step(self, options: str, *, updates: bool, goes_on: bool = False) -> Iterator[None]:
@@ -216,22 +197,12 @@ class EntryPoints:
             RankError: a rank is missing, or has added others.
         """
         self._sharding.ranks.broadcast_tensors(params, label="parameters that were added to models")
-        self.averaged += params
+        self._sharding.ordinary.parameters.extend(params)
 
     def declare_last(self, is_last: bool) -> None:
         """Say, as `DistributedDataParallel` does, whether the next backward is the last one before the step."""
         self._sharding.units.declare_last(is_last)
-        self._averages_in_backward = is_last
-
-    def end_backward(self) -> None:
-        """Below `DistributedDataParallel`, have the means of ordinary parameters' gradients when backward is over.
-
-        Raises:
-            RankError: a rank has no backward.
-        """
-        if self._averages_in_backward and self.averaged and self._sharding.reduction is not None:
-            self._averages_in_backward = False
-            self._sharding.reduction.reduce_excluded(self.averaged)
+        self._sharding.ordinary.declare_last(is_last)
 
     @property
     def knows_exchanges(self) -> bool:
@@ -278,7 +249,7 @@ class EntryPoints:
                 self._scaler.note_scaled()  # what this rank adds is 0 at any scale
             self._sharding.units.replay_without_batch(label)
             reduction.reduce(parameters, is_step=is_step)
-            reduction.reduce_excluded(self.averaged)
+            self._sharding.ordinary.reduce()
             self._updated = frozenset(managed.group for managed in gradients.anywhere)
 
     def _end_step(self) -> None:

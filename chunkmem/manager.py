@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly import Origin, Runtime, build_runtime
 from chunkmem.building import ModelBuilding
 from chunkmem.checkpoints.asynchronous import Saving
 from chunkmem.checkpoints.loading import load_checkpoint
@@ -78,16 +78,8 @@ class ChunkManager(ModelBuilding, Reporting):
         disk_calls: DiskCalls | None = None,
     ) -> None:
         self.config = Config() if config is None else config
-        self.runtime = Runtime(
-            self.config,
-            process_group=process_group,
-            mesh=mesh,
-            exchange=exchange,
-            device_index=device_index,
-            machine=machine,
-            make_lanes=make_lanes,
-            disk_calls=disk_calls,
-        )
+        origin = Origin(self.config, process_group, mesh, exchange, device_index, machine, make_lanes, disk_calls)
+        self.runtime = build_runtime(origin)
         self._saver = CheckpointSaver()
         self._pipelines: WeakSet[Any] = WeakSet()
 
@@ -511,6 +503,7 @@ class ChunkManager(ModelBuilding, Reporting):
         error = self._saver.finish()
         if self.runtime.stop("its manager is closed; take manager.state_dict() before manager.close()"):
             self.runtime.modules.unfit_ordinary(self.runtime.hooks)
+            self.runtime.tiers.lanes.close()
             self.runtime.memory.store.close()
             give_back_freed_ram()
         self.runtime.end_groups()

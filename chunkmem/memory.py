@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from chunkmem.notebook import table_html
 from chunkmem.sizes import format_nbytes
 
 _COLUMNS = ("tier", "role", "now", "last step", "peak", "cap")
@@ -74,9 +73,6 @@ class MemoryReport:
 
     def __repr__(self) -> str:
         return str(self)
-
-    def _repr_html_(self) -> str:
-        return table_html(_COLUMNS, self._rows(), caption="\n".join(self._remarks()), num_left=2)
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         disk = [] if self.disk is None else [("DISK", self.disk)]

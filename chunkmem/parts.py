@@ -2,21 +2,23 @@
 
 [Note: Order of parts] Each part is made of earlier ones, so that calls can be followed from the last to the first:
 
-memory         tiers, chunks, and who moves them
+memory         tiers, chunks, and who moves them; updates on HOST ahead of the step
+shards         which rank owns what
 gradients      where they land; `StatePlaces` tells which of them are wanted on HOST next
-sharding       which rank owns what; exchanges give gradients to their owners
+sharding       exchanges give gradients to their owners
 updater        optimizer states, groups updated at the step or ahead of it
 modules        parameters packed and served, reads and backwards kept track of
 steps          recorded, planned and followed (`chunkmem.assembly`)
 entry points   a model is called, an optimizer steps (`chunkmem.entry_points`)
 
-Three arrows lead back. When room is short, the pager asks the tracker of accesses who keeps memory. When a plan says
-so, it begins updates ahead of the step; and gradients that a user changes undo those.
+What a part has to tell those that are made after it, it tells by `StepEvents`. One arrow leads back: when room is
+short, the pager asks the tracker of accesses who keeps memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -25,12 +27,14 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from chunkmem.comm.agreement import Operation
 from chunkmem.comm.exchange import Exchange
 from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config
 from chunkmem.errors import StateError
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward import BackwardTracker
+from chunkmem.nn.begun import StepLedger
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.borders import Borders
 from chunkmem.nn.compiled import CompiledModules
@@ -45,7 +49,7 @@ from chunkmem.nn.host_modules import HostModules
 from chunkmem.nn.lazy_tensor import LazyTensor
 from chunkmem.nn.packing import PackedModel, Packer
 from chunkmem.nn.parked import ParkedTensors
-from chunkmem.nn.reduction import Reduction
+from chunkmem.nn.reduction import OrdinaryGradients, Reduction
 from chunkmem.nn.region_chunks import RegionChunks
 from chunkmem.nn.region_policies import RegionPolicies
 from chunkmem.nn.regions import RegionActivations
@@ -55,14 +59,14 @@ from chunkmem.nn.served import ParameterServer
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.nn.turn import Turn
 from chunkmem.optim.block_adam import adam_states
+from chunkmem.optim.claims import Claims
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.slot_source import SlotSource
-from chunkmem.optim.speculative import Intent, SpeculativeUpdater
-from chunkmem.optim.update import GroupUpdater
-from chunkmem.runtime.chunk import Chunk
+from chunkmem.optim.speculative import SpeculativeUpdater
+from chunkmem.optim.update import GroupUpdater, UpdateParts
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.interrupts import InterruptGuard
@@ -121,6 +125,18 @@ class Sharding:
     """None with one rank, as is `reduction`."""
     reduction: Reduction | None
     units: Units
+    ordinary: OrdinaryGradients
+
+    @contextmanager
+    def together(self, call: str, turn: Turn) -> Iterator[None]:
+        """Surround a call that all ranks make, by the thread that has `turn`.
+
+        Raises:
+            RankError: a rank is missing, or makes another call.
+        """
+        with turn.taken(), self.ranks.telling():
+            self.ranks.begin(Operation(call))
+            yield
 
     def owns(self, managed: ManagedParameter) -> bool:
         """Tell whether this rank keeps a parameter and updates it."""
@@ -185,7 +201,7 @@ class Modules:
         self.host.fit(on_host)
         for root in roots:
             self.compiled.fit(root, (self.borders, hooks))
-        self.copies.parts = self._fitted(hooks)
+        self.copies.know(self._fitted(hooks))
         for packed in added:
             self.copies.fit(packed.root)
 
@@ -231,44 +247,48 @@ def margin_use_ratio(config: Config) -> float:
     return config.client.mem_tracer.margin_use_ratio if config.optimizer.params.use_hybrid_adam else 0.0
 
 
-def make_sharding(memory: Memory, ranks: Ranks, exchanges: Sequence[Exchange], gradients: GradientSlots) -> Sharding:
-    """Return what ranks share chunks by; `exchanges` are the ways to do so, the usual one first."""
-    if ranks.size == 1:
-        return Sharding(ranks, None, None, Units(None, None))
-    shards = ShardStore(ranks, exchanges, memory.pager)
+def make_sharding(memory: Memory, ranks: Ranks, shards: ShardStore | None, gradients: GradientSlots) -> Sharding:
+    """Return what ranks have of each other; `shards` is None with one rank."""
+    ordinary = OrdinaryGradients(shards)
+    if shards is None:
+        return Sharding(ranks, None, None, Units(None, None), ordinary)
     reduction = Reduction(shards, gradients, memory.pager)
-    return Sharding(ranks, shards, reduction, Units(shards, reduction))
+    return Sharding(ranks, shards, reduction, Units(shards, reduction), ordinary)
 
 
-def make_updater(
-    memory: Memory, gradients: GradientBook, places: StatePlaces, lanes: Lanes, *, num_threads: int | None = None
-) -> GroupUpdater:
-    """Return what makes and updates optimizer states.
+def make_shards(memory: Memory, ranks: Ranks, exchanges: Sequence[Exchange]) -> ShardStore | None:
+    """Return what says which rank owns what, None with one; `exchanges` give it to others, the usual one first."""
+    return None if ranks.size == 1 else ShardStore(ranks, exchanges, memory.pager)
+
+
+def make_update_parts(
+    store: ChunkStore, compute: ComputeDevice, lanes: Lanes, *, num_threads: int | None = None
+) -> UpdateParts:
+    """Return what updates are made of.
 
     Args:
-        memory: where they are.
-        gradients: that are used up.
-        places: where they live.
+        store: has the chunks of states.
+        compute: that groups on DEVICE are updated by.
         lanes: on which groups are updated ahead of the step.
         num_threads: of each such update; None: as many as the machine has to spare.
     """
-    compute, store = memory.compute, memory.store
     native = NativeUpdate(lambda: load_kernels(with_cuda=compute.runs_cuda_kernels))  # compiled when first needed
+    claims, landed = Claims(store), dict[int, set[ManagedParameter]]()
+    ahead = SpeculativeUpdater(
+        store,
+        lanes,
+        ShadowBuffers(store.pools[Tier.HOST]),
+        native,
+        intent_of=lambda group: claims.intent(landed.get(group, ()), group),
+        chunks_of=claims.chunks,
+        num_threads=num_threads or compute.num_update_threads(),
+    )
+    return UpdateParts(native, claims, landed, ahead, StepLedger())
 
-    def make_ahead(
-        intent_of: Callable[[int], Intent | None], chunks_of: Callable[[int], Sequence[Chunk]]
-    ) -> SpeculativeUpdater:
-        log = ShadowBuffers(store.pools[Tier.HOST])
-        threads = num_threads or compute.num_update_threads()
-        return SpeculativeUpdater(
-            store, lanes, log, native, intent_of=intent_of, chunks_of=chunks_of, num_threads=threads
-        )
 
-    updater = GroupUpdater(memory.pager, gradients, places=places, native=native, make_ahead=make_ahead)
-    gradients.before_change = updater.ahead.roll_back
-    gradients.before_adding = updater.ledger.before_gradient
-    memory.pager.speculative = updater.ahead
-    return updater
+def make_updater(memory: Memory, gradients: GradientBook, places: StatePlaces, parts: UpdateParts) -> GroupUpdater:
+    """Return what makes optimizer states, which live in `places`, and updates weights by `gradients`."""
+    return GroupUpdater(memory.pager, gradients, places=places, parts=parts)
 
 
 def make_modules(
@@ -282,10 +302,10 @@ def make_modules(
 ) -> Modules:
     """Return what models are packed and served by; `is_rehearsal` is as for `BackwardTracker`."""
     pager, size = memory.pager, config.default_chunk_size
-    access = AccessTracker(pager)
-    access.updated, access.refuse_updated = updater.ledger.begun, updater.ledger.require_over
-    access.require_whole_steps = updater.ledger.require_none_failed
-    updater.in_backward.is_awaited = lambda group: access.awaited.get(group, 0) > 0
+    turn = Turn(timeout_s=config.distributed.timeout_s, with_hooks=not memory.compute.is_accelerator)
+    declared = DeclaredReads()
+    saved = ChunkHooks(declared, pager, turn)
+    access = AccessTracker(pager, updater.ledger, before_lookup=saved.replace)
     host = HostModules(
         access,
         memory.compute.device,
@@ -302,32 +322,33 @@ def make_modules(
         master_weights=config.master_weights,
         num_ranks=sharding.ranks.shard.size,
     )
-    turn = Turn(timeout_s=config.distributed.timeout_s, with_hooks=not memory.compute.is_accelerator)
-    declared = DeclaredReads()
-    saved = ChunkHooks(declared, pager, turn)
-    access.before_lookup = saved.replace
     policies, device = RegionPolicies(config.activations.policy), memory.compute.device
     chunks = RegionChunks(pager.store)
     regions = RegionActivations(
         pager, turn, saved, policies=policies, chunks=chunks, device=device, is_rehearsal=is_rehearsal
     )
-    backward = BackwardTracker(pager, access, sharding.units, turn, regions=regions, is_rehearsal=is_rehearsal)
+    backward = BackwardTracker(
+        pager, access, sharding.units, turn, ordinary=sharding.ordinary, regions=regions, is_rehearsal=is_rehearsal
+    )
     server = ParameterServer(pager, access, backward, turn, saved=saved, is_shared=sharding.shards is not None)
     read = partial(_read, pager, sharding, updater)
+    surface = ModuleSurface(
+        read=read,
+        lazy=partial(_lazy, pager, sharding, updater),
+        write=partial(_write, pager, sharding, updater),
+        saving=server.saving,
+    )
+    compiled = CompiledModules(pager.events, is_accelerator=memory.compute.is_accelerator, is_rehearsal=is_rehearsal)
+    reading = partial(_reading_a_copy, memory, sharding, updater, registry, surface, turn)
     return Modules(
         registry,
         turn,
         access,
         backward,
         gradients,
-        GradientHooks(gradients, backward, turn, updates=updater.in_backward),
+        GradientHooks(gradients, backward, turn, updates=updater.in_backward, graph_references=access.graph_references),
         server,
-        ModuleSurface(
-            read=read,
-            lazy=partial(_lazy, pager, sharding, updater),
-            write=partial(_write, pager, sharding, updater),
-            saving=server.saving,
-        ),
+        surface,
         Borders(is_outermost=access.is_outermost),
         host,
         declared,
@@ -335,8 +356,8 @@ def make_modules(
         sharding.units,
         regions,
         ParkedTensors(pager, chunks, device=device),
-        CompiledModules(is_accelerator=memory.compute.is_accelerator, is_rehearsal=is_rehearsal),
-        ModelCopies(registry, read=read),
+        compiled,
+        ModelCopies(registry, read=read, reading=reading),
     )
 
 
@@ -344,6 +365,25 @@ def require_open(pager: Pager) -> None:
     """Raise a `StateError` if the manager is closed."""
     if pager.closed is not None:
         raise StateError(f"this manager cannot be used: {pager.closed}")
+
+
+@contextmanager
+def _reading_a_copy(
+    memory: Memory,
+    sharding: Sharding,
+    updater: GroupUpdater,
+    registry: ModelRegistry,
+    surface: ModuleSurface,
+    turn: Turn,
+) -> Iterator[None]:
+    """Surround the reading of weights by `copy.deepcopy` of a model, which all ranks call."""
+    call = "copy.deepcopy() of a managed model"
+    memory.require_open()
+    surface.awaited.require()
+    registry.check()
+    updater.ledger.require_over(call)
+    with sharding.together(call, turn):
+        yield
 
 
 def _read(pager: Pager, sharding: Sharding, updater: GroupUpdater, managed: ManagedParameter) -> torch.Tensor:

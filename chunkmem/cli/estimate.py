@@ -211,7 +211,7 @@ def _disk_speeds(options: argparse.Namespace) -> tuple[float, float]:
 def _largest(options: argparse.Namespace) -> CommandResult:
     from tqdm import tqdm
 
-    from chunkmem.cli.largest_answer import answer
+    from chunkmem.cli.estimate_answer import answer
     from chunkmem.estimate.families import family_of
     from chunkmem.estimate.largest import Tried, largest
 

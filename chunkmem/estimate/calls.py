@@ -15,12 +15,13 @@ from typing import Any, cast
 import torch
 
 from chunkmem.layout.spec import Layout, Slot
+from chunkmem.nn.begun import StepLedger
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.optim.adam_rule import AdamRule
-from chunkmem.optim.begun import StepLedger
 from chunkmem.optim.in_backward import BackwardUpdates
 from chunkmem.optim.rule import StateSpec
+from chunkmem.optim.update import UpdateParts
 from chunkmem.runtime.chunk import Chunk, Replica
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import ChunkStore
@@ -174,9 +175,9 @@ class LoggedPager(Pager):
 class LoggedGradients(GradientBook):
     """Takes gradients, and logs them."""
 
-    def __init__(self, pager: Pager, log: CallLog, **options: Any) -> None:
-        """Make an empty book; `options` are those of `GradientBook`."""
-        super().__init__(pager, **options)
+    def __init__(self, pager: Pager, log: CallLog, parts: UpdateParts, *, settles: Callable[[int], bool]) -> None:
+        """Make an empty book; `settles` is as for `GradientBook`."""
+        super().__init__(pager, parts.ledger, settles=settles, before_change=parts.ahead.roll_back, landed=parts.landed)
         self._log = log
         self.parameters: dict[ManagedParameter, RehearsedParameter] = {}
 
@@ -198,7 +199,7 @@ class LoggedUpdates(BackwardUpdates):
         self._parameters = gradients.parameters
         self._log = log
 
-    def landed(self, managed: ManagedParameter) -> None:
+    def landed(self, managed: ManagedParameter, graph_references: Mapping[int, int]) -> None:
         self._log.add(Asked.LANDED, self._parameters[managed])
 
 

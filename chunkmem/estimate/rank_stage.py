@@ -21,7 +21,7 @@ from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.speculative import Intent
-from chunkmem.parts import Memory, make_sharding, make_updater
+from chunkmem.parts import Memory, make_sharding, make_shards, make_update_parts, make_updater
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.policy import OnDemand
@@ -138,10 +138,12 @@ class RankStage:
             ranks, step.layout, is_accelerator=is_accelerator, on_buffer=self._meter.buffer
         )
         places = StatePlaces(memory.store, memory.caps, margin_use_ratio=margin_use_ratio)
-        self._slots = GradientSlots(memory.pager, settles=places.updates_on_host)
-        self._sharding = make_sharding(memory, ranks, [self._exchange], self._slots)
+        parts = make_update_parts(memory.store, memory.compute, BlockingLanes(memory.compute))
+        self._slots = GradientSlots(memory.pager, settles=places.updates_on_host, landed=parts.landed)
+        shards = make_shards(memory, ranks, [self._exchange])
+        self._sharding = make_sharding(memory, ranks, shards, self._slots)
         gradients = cast(GradientBook, self._slots)  # there is no `.grad` to keep in line
-        self._updater = make_updater(memory, gradients, places, BlockingLanes(memory.compute))
+        self._updater = make_updater(memory, gradients, places, parts)
         self._layout = digest([step.layout])
         if ranks.size > 1:
             self._layout += f" on rank {ranks.rank} of {ranks.size}"
@@ -236,7 +238,7 @@ class RankStage:
                 }
                 by_name.get(call.asked, self.units.announce)(subject)
         elif call.asked is Asked.LANDED:
-            self._updater.in_backward.landed(cast(ManagedParameter, subject))
+            self._updater.in_backward.landed(cast(ManagedParameter, subject), {})
         elif subject is not None:
             self._slots.land(cast(ManagedParameter, subject), _NOTHING, replacing=True)
         elif call.asked is Asked.END_BACKWARD:

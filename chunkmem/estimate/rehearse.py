@@ -43,8 +43,7 @@ from chunkmem.estimate.calls import (
     RehearsedParameter,
     StepCalls,
 )
-from chunkmem.estimate.clock import OperatorClock
-from chunkmem.estimate.host_operators import HostOperators
+from chunkmem.estimate.clock import HostOperators, OperatorClock
 from chunkmem.estimate.model import Model, checkpointed
 from chunkmem.estimate.needs import gradient_peak_nbytes
 from chunkmem.estimate.optimizers import BUILT_IN, states_kept
@@ -55,11 +54,12 @@ from chunkmem.estimate.workspace import with_workspace
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.built import Built
 from chunkmem.nn.guard import only_makes_a_view
+from chunkmem.nn.reduction import OrdinaryGradients
 from chunkmem.nn.tiling import tile_linears
 from chunkmem.optim.block_adam import adam_states
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.rule import StateSpec
-from chunkmem.parts import DTYPES, Sharding, make_modules, make_updater
+from chunkmem.parts import DTYPES, Sharding, make_modules, make_update_parts, make_updater
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.trace.model import Trace
 from chunkmem.tracing.probe import LiveStorageProbe
@@ -285,10 +285,11 @@ class _Stage:
         tiers = two_tiers if setting.cpu_embedding else one_tier
         memory = counted_memory(*tiers(setting.device_nbytes), make_pager=partial(LoggedPager, log=self.log))
         places = StatePlaces(memory.store, memory.caps, margin_use_ratio=0.0)
-        self._gradients = LoggedGradients(memory.pager, self.log, settles=places.updates_on_host)
+        parts = make_update_parts(memory.store, memory.compute, BlockingLanes(memory.compute))
+        self._gradients = LoggedGradients(memory.pager, self.log, parts, settles=places.updates_on_host)
         self._units = LoggedUnits(self.log, is_alone=setting.num_ranks == 1)
-        sharding = Sharding(UnisonRanks(0, setting.num_ranks), None, None, self._units)
-        self._updater = make_updater(memory, self._gradients, places, BlockingLanes(memory.compute))
+        sharding = Sharding(UnisonRanks(0, setting.num_ranks), None, None, self._units, OrdinaryGradients(None))
+        self._updater = make_updater(memory, self._gradients, places, parts)
         self._in_backward = setting.in_backward
         if setting.in_backward:
             self._updater.in_backward = LoggedUpdates(memory.pager, self._gradients, self.log)
@@ -302,7 +303,7 @@ class _Stage:
         (packed,) = added
         self.layout = packed.layout
         self._probe = LiveStorageProbe({managed.storage_id for managed in packed.parameters}.__contains__)
-        self._modules.regions.on_taken = self._probe.leave_out
+        memory.pager.events.activation_taken.append(self._probe.leave_out)
         self._modules.regions.begin_iteration(setting.kept, lambda: len(self.log.calls))
 
     def watching(self) -> AbstractContextManager[object]:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from chunkmem.errors import StateError
+from chunkmem.nn.begun import StepLedger
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.frames import Frame, Referred
 from chunkmem.nn.transforms import check_transforms
@@ -40,12 +41,15 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 class AccessTracker:
     """The stack of running modules, and the chunks that are held for somebody outside of them."""
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Pager, ledger: StepLedger, *, before_lookup: Callable[[], None]) -> None:
+        """Begin with nothing; `ledger` knows who may be read, and `before_lookup` comes before what modules look up."""
         self._pager = pager
+        self.ledger = ledger
+        self._before_lookup = before_lookup
         self.chunks: dict[int, Chunk] = {}
         """PARAM chunk by group."""
         self.stack: list[Frame] = []
-        self.awaited: dict[int, int] = {}
+        self.graph_references: dict[int, int] = {}
         """By group: references of graphs whose backward will be announced."""
         self.num_calls: Counter[ManagedParameter] = Counter()
         """Calls since the last step that have read each, and whose backward is to come."""
@@ -53,14 +57,6 @@ class AccessTracker:
         """Optimizer steps so far; what was awaited before the last one counts no more."""
         self._addressed: set[int] = set()
         """Groups of which somebody has an address: it is kept until the next call of a model or step."""
-        self.before_lookup: Callable[[], None] = lambda: None
-        """Called before each one inside of modules."""
-        self.updated: Collection[ManagedParameter] = ()
-        """Of a step that has begun and is not over; who reads one is refused."""
-        self.refuse_updated: Callable[[str, Collection[ManagedParameter]], None] = lambda reader, params: None
-        """Raises the error for a reader of some of them."""
-        self.require_whole_steps: Callable[[str], None] = lambda call: None
-        """Raises an error if a step has failed and is to be continued: the call begins what comes after it."""
         self._held: dict[int, None] = {}
         """Groups that are pinned for somebody who keeps references; see [Note: References]."""
         pager.holder = self
@@ -79,7 +75,7 @@ class AccessTracker:
     def look_up(self, managed: ManagedParameter) -> None:
         """Serve a lookup: inside of modules the parameter is on DEVICE when this returns. Raises what `read` does."""
         if self.stack and self.stack[-1].thread == threading.get_ident():
-            self.before_lookup()
+            self._before_lookup()
             self.read(self.stack[-1], managed)
 
     def read(self, frame: Frame, managed: ManagedParameter) -> None:
@@ -95,8 +91,8 @@ class AccessTracker:
         if self._pager.closed is not None:
             raise StateError(f"parameter {managed.name}: {self._pager.closed}")
         check_transforms(managed.name)
-        if managed in self.updated:
-            self.refuse_updated(f"{frame} reads parameter {managed.name}", (managed,))
+        if managed in self.ledger.begun:
+            self.ledger.require_over(f"{frame} reads parameter {managed.name}", (managed,))
         group = managed.group
         if group not in frame.groups:
             chunk = self.chunks[group]
@@ -270,7 +266,7 @@ class AccessTracker:
         while self.stack:
             self.release(self.stack.pop())
         if step:
-            self.awaited.clear()
+            self.graph_references.clear()
             self.num_steps += 1
             self.num_calls = Counter()
         self._addressed.clear()
@@ -291,7 +287,9 @@ class AccessTracker:
             return True
         chunk = self.chunks[group]
         views = chunk.replicas[chunk.compute_tier].views or ()
-        return cast(BoundChunk, chunk.home).num_foreign_references(besides=len(views)) > self.awaited.get(group, 0)
+        return cast(BoundChunk, chunk.home).num_foreign_references(besides=len(views)) > self.graph_references.get(
+            group, 0
+        )
 
     def _let_go(self, group: int) -> None:
         chunk = self.chunks[group]

@@ -28,6 +28,7 @@ from chunkmem.nn.backward_calls import BackwardCall
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.frames import Frame
 from chunkmem.nn.nodes import CallNodes, NodePins
+from chunkmem.nn.reduction import OrdinaryGradients
 from chunkmem.nn.reference_counts import ReferenceCounts
 from chunkmem.nn.references import Findings, GraphSearch
 from chunkmem.nn.regions import RegionActivations
@@ -51,6 +52,7 @@ class BackwardTracker:
         units: Units,
         turn: Turn,
         *,
+        ordinary: OrdinaryGradients,
         regions: RegionActivations,
         is_rehearsal: bool = False,
     ) -> None:
@@ -61,10 +63,9 @@ class BackwardTracker:
         self._turn = turn
         self._access = access
         self._units = units
+        self._ordinary = ordinary
         self._regions = regions
         self._chunks: dict[int, Chunk] = access.chunks
-        self.on_end: Callable[[], None] = lambda: None
-        """Called when no backward runs any more."""
         self.num_ended = 0
         """Backwards that were run to their end."""
         self._waiting: dict[ManagedParameter, list[BackwardCall]] = {}
@@ -331,7 +332,7 @@ class BackwardTracker:
         if not self._running:
             self._left.clear()
             self._units.end_backward()
-            self.on_end()
+            self._ordinary.end_backward()
 
     def _unpin(self, task: int, *, is_through: bool = False) -> None:
         self._threads.pop(task, None)

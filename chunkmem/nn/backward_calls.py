@@ -31,7 +31,7 @@ class BackwardCall:
         uncertain: Collection[int] = (),
         is_hidden: bool = False,
     ) -> None:
-        """Describe a call; its graph has `references` by group, which count as awaited as long as the call lives."""
+        """Describe a call; its graph has `references` by group, which count as long as the call lives."""
         self.name = name
         self.reads = reads
         self.access = access
@@ -39,7 +39,7 @@ class BackwardCall:
         self.references = {} if references is None else dict(references)
         self.made_in_step = access.num_steps
         for group, count in self.references.items():
-            access.awaited[group] = access.awaited.get(group, 0) + count
+            access.graph_references[group] = access.graph_references.get(group, 0) + count
         self.uncertain = uncertain
         """Groups that are released when references are gone."""
         self.nodes = nodes
@@ -65,7 +65,7 @@ class BackwardCall:
         """The graph has run: its references are gone."""
         count = self.references.pop(group, 0)
         if count and self.made_in_step == self.access.num_steps:
-            self.access.awaited[group] -= count
+            self.access.graph_references[group] -= count
 
     def end(self) -> None:
         """Its graph has run, or is gone."""

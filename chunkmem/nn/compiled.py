@@ -14,6 +14,7 @@ PyTorch compiles. Used elsewhere, their parameters serve themselves.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -26,8 +27,11 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from chunkmem.errors import ConfigError, StateError
+from chunkmem.nn.access import AccessTracker
+from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.tiled import TiledLinear
+from chunkmem.runtime.step_events import StepEvents
 
 Call = Callable[..., Any]
 MakeCall = Callable[[Call], Call]
@@ -89,13 +93,37 @@ class Encloses(Protocol):
         ...
 
 
+class HiddenGradients:
+    """Gradients that torch's compiler does not get to see: it cannot follow a `.grad` without memory."""
+
+    def __init__(self, access: AccessTracker) -> None:
+        """Hide none; `access` knows what this thread reads."""
+        self._access = access
+        self._hidden: list[tuple[ManagedParameter, torch.Tensor]] = []
+
+    def hide(self) -> None:
+        """Hide those of what this thread reads."""
+        here = threading.get_ident()
+        reads = {managed for frame in self._access.stack if frame.thread == here for managed in frame.reads}
+        self._hidden = [(managed, managed.grad) for managed in reads if managed.grad is not None]
+        for managed, _ in self._hidden:
+            managed.grad = None
+
+    def show(self) -> None:
+        """Show them again."""
+        for managed, grad in self._hidden:
+            managed.grad = grad
+        self._hidden = []
+
+
 class CompiledModules:
     """Knows which modules are compiled: by `manager.compile`, `module.compile` or `torch.compile`, in any order."""
 
-    def __init__(self, *, is_accelerator: bool = False, is_rehearsal: bool = False) -> None:
+    def __init__(self, events: StepEvents, *, is_accelerator: bool = False, is_rehearsal: bool = False) -> None:
         """Begin with none.
 
         Args:
+            events: tell who wants to know that a module of a packed model has been compiled.
             is_accelerator: weights change their addresses, which recorded CUDA graphs keep.
             is_rehearsal: nothing is compiled: modules are surrounded as if they were.
         """
@@ -112,8 +140,7 @@ class CompiledModules:
         """Options of modules to be compiled when they are packed."""
         self._parts: tuple[Encloses, ...] = ()
         self._handle = _heard_by(self)
-        self.on_change: Callable[[], None] = lambda: None
-        """Called when a module of a packed model has been compiled: steps read weights in another order."""
+        self._events = events
 
     def fit(self, root: nn.Module, parts: Iterable[Encloses]) -> None:
         """Take over what is compiled, or is to be, under a model that was packed; `parts` have fitted its modules."""
@@ -148,7 +175,8 @@ class CompiledModules:
         """
         if any(below in self._known for below in module.modules()):
             self._compile(module, partial(_compiled_with, options))
-            self.on_change()
+            for tell in self._events.compiled:
+                tell()
         else:
             self._marked[module] = dict(options)
 
@@ -159,7 +187,8 @@ class CompiledModules:
         elif not any(below in self._calls for below in module.modules()):
             type(module).compile(module, **options)
             self._take_call(module)
-            self.on_change()
+            for tell in self._events.compiled:
+                tell()
 
     def close(self) -> None:
         """Hear of what is compiled no more. Idempotent."""
@@ -176,7 +205,8 @@ class CompiledModules:
         del vars(module)["_initialize"]
         type(module)._initialize(module)
         if self._take_over(module):
-            self.on_change()
+            for tell in self._events.compiled:
+                tell()
 
     def _note(self, module: nn.Module, *, is_listed: bool) -> None:
         self._known.add(module)

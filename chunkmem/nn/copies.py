@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,16 +28,30 @@ _HOST = torch.device("cpu")
 class ModelCopies:
     """Has `copy.deepcopy` make ordinary modules of managed ones."""
 
-    def __init__(self, registry: ModelRegistry, *, read: Callable[[ManagedParameter], torch.Tensor]) -> None:
-        """Make copies of what is in `registry`; `read` returns a CPU copy of a parameter's newest values."""
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        *,
+        read: Callable[[ManagedParameter], torch.Tensor],
+        reading: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Make copies of what is in `registry`.
+
+        Args:
+            registry: of models.
+            read: returns a CPU copy of a parameter's newest values.
+            reading: surrounds the reading of all values, by all ranks.
+        """
         self._registry = registry
         self._read = read
         self.fitted = FittedModules()
         """What was fitted so far."""
-        self.parts: Sequence[FittedModules] = ()
-        """All that modules were fitted with."""
-        self.reading: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Surrounds the reading of all values, by all ranks."""
+        self._parts: Sequence[FittedModules] = ()
+        self._reading = reading
+
+    def know(self, parts: Sequence[FittedModules]) -> None:
+        """`parts` are all that modules were fitted with."""
+        self._parts = parts
 
     def fit(self, root: nn.Module) -> None:
         """Have copies of every module under `root` be ordinary."""
@@ -69,7 +83,7 @@ class ModelCopies:
         """Return what a module has but for what it was fitted with."""
         own = dict(vars(module))
         own["_parameters"] = dict(module._parameters)
-        for part in self.parts:
+        for part in self._parts:
             part.take_out(module, own)
         return own
 
@@ -83,7 +97,7 @@ class ModelCopies:
             )
         managed = {key: found for key, param in params.items() if (found := self._registry.find(param)) is not None}
         if managed:
-            with self.reading():
+            with self._reading():
                 for key, found in managed.items():
                     memo[key] = found.like(self.ordinary(found))
         for tensor in (*params.values(), *module.buffers()):

@@ -36,6 +36,10 @@ class Unpacked:
     """Those of them whose gradients are not averaged over ranks."""
     is_packed: bool = False
 
+    def note_packed(self) -> None:
+        """Its stages are."""
+        self.is_packed = True
+
     def check(self, stages: Iterable[nn.Module]) -> None:
         """Raise a `LayoutError` if a parameter is in no stage."""
         found = {id(param) for stage in stages for param in stage.parameters()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -21,8 +21,11 @@ class UpdatesInBackward(Protocol):
         """A gradient is about to land."""
         ...
 
-    def landed(self, managed: ManagedParameter) -> None:
-        """It has landed, and what has read the parameter for it is over."""
+    def landed(self, managed: ManagedParameter, graph_references: Mapping[int, int]) -> None:
+        """It has landed, and what has read the parameter for it is over.
+
+        `graph_references`: by group, how often graphs whose backward is to come have saved memory of its weights.
+        """
         ...
 
     def landed_for_now(self, managed: ManagedParameter) -> None:
@@ -34,8 +37,16 @@ class GradientHooks:
     """Hands each gradient to the book, tells the backward that waits for it, and then who updates inside backward."""
 
     def __init__(
-        self, book: GradientBook, backward: BackwardTracker, turn: Turn, *, updates: UpdatesInBackward
+        self,
+        book: GradientBook,
+        backward: BackwardTracker,
+        turn: Turn,
+        *,
+        updates: UpdatesInBackward,
+        graph_references: Mapping[int, int],
     ) -> None:
+        """Catch none yet; `graph_references` is as for `UpdatesInBackward`."""
+        self._graph_references = graph_references
         self._book = book
         self._updates = updates
         self._backward = backward
@@ -70,7 +81,7 @@ class GradientHooks:
                     if torch._C._autograd._get_current_graph_task_keep_graph():
                         hooks._updates.landed_for_now(landed)
                     else:
-                        hooks._updates.landed(landed)
+                        hooks._updates.landed(landed, hooks._graph_references)
                 finally:
                     if took_turn:
                         hooks._turn.give_back()

@@ -17,12 +17,15 @@ from chunkmem.types import ChunkId, Role
 class GradientSlots:
     """Which gradients have landed since the last step, and where."""
 
-    def __init__(self, pager: Pager, *, settles: Callable[[int], bool]) -> None:
+    def __init__(
+        self, pager: Pager, *, settles: Callable[[int], bool], landed: dict[int, set[ManagedParameter]] | None = None
+    ) -> None:
         """Begin with none.
 
         Args:
             pager: serves the accesses.
             settles: tells whether a group is updated on HOST.
+            landed: empty, and will have what `landed` returns: for those that look at it.
         """
         self._pager = pager
         self._settles = settles
@@ -30,7 +33,7 @@ class GradientSlots:
         """GRAD chunk by group."""
         self.members: dict[int, tuple[ManagedParameter, ...]] = {}
         """All parameters of each group, in slot order."""
-        self._landed: dict[int, set[ManagedParameter]] = {}
+        self._landed = {} if landed is None else landed
         self._reduced: set[int] = set()
         """Groups whose gradient is a mean over ranks."""
         self.given: set[ManagedParameter] = set()

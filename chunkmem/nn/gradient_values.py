@@ -1,49 +1,172 @@
-"""The values of gradients that have landed, for the lazy ones in `.grad` that ask for them."""
+"""The values of gradients that have landed, for the lazy ones in `.grad` that ask for them.
+
+[Note: Clipping over ranks] What one rank has of a gradient is not the gradient. Below `DistributedDataParallel` it is:
+backward leaves means in `.grad`. Where there is such a wrapper, the first norm that a user asks for has all ranks form
+the means and compare the norms of all parameters, which are kept until a gradient changes. A factor is agreed on once,
+and each rank multiplies what it owns. All ranks have to ask for the same, as they do when they run the same program;
+what was multiplied is part of what they compare when the step begins.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
 from chunkmem.errors import StateError
+from chunkmem.nn.begun import StepLedger
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradient_source import GradientSource, GradientState
-from chunkmem.nn.shared_gradients import SharedGradients
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
+from chunkmem.shard.shards import ShardStore
 from chunkmem.types import Tier
+
+_NONE = -1.0
+"""Stands for the norm of a gradient that a rank does not own."""
+
+
+class SharedGradients:
+    """The gradients of several ranks, each of which owns some."""
+
+    def __init__(
+        self,
+        gradients: GradientSlots,
+        pager: Pager,
+        shards: ShardStore,
+        *,
+        parameters: Callable[[], Iterable[ManagedParameter]],
+    ) -> None:
+        """Serve norms and scalings.
+
+        Args:
+            gradients: in their slots.
+            pager: of their chunks.
+            shards: of ranks, which own some each, and get the means of these.
+            parameters: returns all managed ones, in the same order on all ranks.
+        """
+        self._gradients = gradients
+        self._pager = pager
+        self._shards = shards
+        self._parameters = parameters
+        self._norms: dict[float, dict[ManagedParameter, float]] = {}
+        """By order."""
+        self._factors: set[float] = set()
+        """That ranks have agreed on since the last step."""
+        self._scaled: list[tuple[int, int, float]] = []
+        """Group and position of what was multiplied since the last step, and by what."""
+
+    def norm(self, managed: ManagedParameter, order: float) -> float:
+        """Return the norm of the mean over ranks of a gradient; all ranks ask for it.
+
+        Raises:
+            RankError: a rank is missing, or somewhere else.
+        """
+        if order not in self._norms:
+            self._norms[order] = self._all_norms(order)
+        return self._norms[order][managed]
+
+    def slots_to_scale(self, managed: Sequence[ManagedParameter], factor: float) -> list[list[torch.Tensor]]:
+        """Return for each parameter where its mean is on this rank, on every tier; all ranks multiply by `factor`.
+
+        Raises:
+            RankError: a rank is missing, or multiplies by something else.
+        """
+        if factor not in self._factors:
+            with self._settled(f"multiplication of gradients by {factor}"):
+                self._factors.add(factor)
+        self._norms.clear()
+        self._scaled += [(one.group, one.position, factor) for one in managed]
+        return [self._replicas(one) if self._has(one) else [] for one in managed]
+
+    def changed(self) -> None:
+        """A gradient has: norms are others."""
+        self._norms.clear()
+
+    def end_step(self) -> None:
+        """The gradients were used up."""
+        self._norms.clear()
+        self._factors.clear()
+        self._scaled.clear()
+
+    def in_words(self) -> str:
+        """Return what was multiplied since the last step: the same on all ranks."""
+        if not self._scaled:
+            return ""
+        return f"; gradients multiplied: {hashlib.sha256(repr(sorted(self._scaled)).encode()).hexdigest()[:16]}"
+
+    @contextmanager
+    def _settled(self, call: str) -> Iterator[None]:
+        """Surround a call that all ranks make, named alike, inside of which owners have the means."""
+        with ExitStack() as stack:
+            for settle in self._pager.events.settling:
+                stack.enter_context(settle(call))
+            yield
+
+    def _has(self, managed: ManagedParameter) -> bool:
+        return self._shards.owns(managed.group) and managed in self._gradients.landed.get(managed.group, ())
+
+    def _replicas(self, managed: ManagedParameter) -> list[torch.Tensor]:
+        chunk = self._gradients.chunks[managed.group]
+        self._pager.policy.drain()
+        tiers = self._pager.to_write(chunk, reader=f"the gradient of {managed.name}")
+        return [self._pager.store.views(chunk, tier)[managed.position] for tier in tiers]
+
+    def _all_norms(self, order: float) -> dict[ManagedParameter, float]:
+        params = list(self._parameters())
+        with torch.no_grad(), self._settled(f"norms of order {order} of gradients"), runtime_mode():
+            own = [self._own_norm(managed, order) for managed in params]
+            found = self._shards.ranks.max_over(own, label="norms of gradients")
+        return {managed: 0.0 if norm == _NONE else norm for managed, norm in zip(params, found, strict=True)}
+
+    def _own_norm(self, managed: ManagedParameter, order: float) -> float:
+        if not self._has(managed):
+            return _NONE
+        return float(torch.linalg.vector_norm(self._gradients.value(managed), order))
 
 
 class GradientValues(GradientSlots):
     """Serves what users do to lazy gradients; see `GradientOwner`."""
 
     def __init__(
-        self, pager: Pager, *, settles: Callable[[int], bool], is_shared: bool = False, is_of_stage: bool = False
+        self,
+        pager: Pager,
+        ledger: StepLedger,
+        *,
+        settles: Callable[[int], bool],
+        before_change: Callable[[], None],
+        landed: dict[int, set[ManagedParameter]] | None = None,
+        shards: ShardStore | None = None,
+        is_of_stage: bool = False,
     ) -> None:
         """Begin with none.
 
         Args:
-            pager, settles: see `GradientSlots`.
-            is_shared: summed over ranks, what one has is not the gradient.
+            pager, settles, landed: see `GradientSlots`.
+            ledger: of begun steps; it may refuse what backward adds.
+            before_change: called before gradients are changed by a user: updates that have read them are wrong.
+            shards: over ranks; summed over those, what one has is not the gradient.
             is_of_stage: other ranks have the gradients of other pipeline stages.
         """
-        super().__init__(pager, settles=settles)
-        self.is_shared = is_shared
-        self.shared: SharedGradients | None = None
+        super().__init__(pager, settles=settles, landed=landed)
+        self._ledger = ledger
+        self._before_change = before_change
+        self.shared = None if shards is None else SharedGradients(self, pager, shards, parameters=lambda: self._sources)
         """Over ranks: norms and scalings that users ask for."""
         self.shows_means = False
         """`.grad` stands for the mean over ranks, as it does below `DistributedDataParallel`."""
         self.is_of_stage = is_of_stage
-        self.before_change: Callable[[], None] = lambda: None
-        """Called before gradients are changed by a user: updates that have read them are wrong."""
-        self.before_adding: Callable[[ManagedParameter], None] = lambda managed: None
-        """Called before backward adds to a gradient; may refuse that."""
         self._sources: dict[ManagedParameter, GradientSource] = {}
         self._by_param: dict[int, ManagedParameter] = {}
         """By the identity of the Parameter."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Several ranks have parts of each gradient."""
+        return self.shared is not None
 
     def add(self, parameters: Iterable[ManagedParameter]) -> None:
         """Take in the parameters of a model that was packed."""
@@ -78,7 +201,7 @@ class GradientValues(GradientSlots):
         Raises what `norm_over_ranks` does.
         """
         shared = [self._over_ranks(source) for source in sources]
-        self.before_change()
+        self._before_change()
         managed = [self.members[source.group][source.position] for source in sources]
         return shared[0].slots_to_scale(managed, factor) if shared else []
 
@@ -115,7 +238,7 @@ class GradientValues(GradientSlots):
     def accumulate(self, source: GradientSource, grad: torch.Tensor) -> None:
         """Add what autograd has found to the gradient that `.grad` shows. Raises what `land` does."""
         managed = self.members[source.group][source.position]
-        self.before_adding(managed)
+        self._ledger.before_gradient(managed)
         if source.state is GradientState.LIVE:
             self.land(managed, grad)
         elif source.state is GradientState.ZEROED:
@@ -151,7 +274,7 @@ class GradientValues(GradientSlots):
         if source.state is not GradientState.LIVE:
             self._land_zeros(managed)
         if writing:
-            self.before_change()
+            self._before_change()
         self._pager.policy.drain()
         chunk = self.chunks[source.group]
         reader = f"the gradient of {source.name}"
@@ -182,10 +305,10 @@ class GradientValues(GradientSlots):
         if source.state is not GradientState.LIVE:
             source.state = GradientState.ZEROED
         elif managed in self.given:  # of a mean, this rank can only withdraw its part
-            self.before_change()
+            self._before_change()
             self._land_zeros(managed)
         elif managed in self._landed.get(managed.group, ()):
-            self.before_change()
+            self._before_change()
             self.zero_landed(managed)
 
     def require_present(self, tensor: torch.Tensor) -> None:

@@ -8,12 +8,13 @@ that the slot is right.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from chunkmem.nn.begun import StepLedger
 from chunkmem.nn.binding import ManagedParameter, stands_at
 from chunkmem.nn.gradient_source import GradientState
 from chunkmem.nn.gradient_values import GradientValues
@@ -26,16 +27,9 @@ from chunkmem.runtime.pager import Pager
 class GradientBook(GradientValues):
     """What `.grad` of the parameters shows, and what users have made of it."""
 
-    def __init__(
-        self,
-        pager: Pager,
-        *,
-        settles: Callable[[int], bool],
-        is_shared: bool = False,
-        is_of_stage: bool = False,
-    ) -> None:
+    def __init__(self, pager: Pager, ledger: StepLedger, **options: Any) -> None:
         """Make an empty book; the arguments are those of `GradientValues`."""
-        super().__init__(pager, settles=settles, is_shared=is_shared, is_of_stage=is_of_stage)
+        super().__init__(pager, ledger, **options)
         self.exposed: set[ManagedParameter] = set()
         """Parameters whose `.grad` is the user's for a while, inside `manager.gather(grads=True)`."""
         self._shown: dict[ManagedParameter, LazyGradient] = {}

@@ -11,7 +11,6 @@ parks them: their storages become a chunk, which the planner keeps or moves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -78,8 +77,6 @@ class ParkedTensors:
         self._device = device
         self._live: dict[ChunkId, bool] = {}
         """Chunks that have content, and whether they are pinned."""
-        self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
-        """Called with each storage that becomes part of a chunk."""
 
     def park(self, tensors: list[torch.Tensor], *, name: str, what: str, copies: bool = False) -> Parked:
         """Take tensors without a history from a list, which is empty afterwards: the caller keeps none of them.
@@ -102,7 +99,8 @@ class ParkedTensors:
         taken = [each for each in found.values() if not each.is_escaped()]
         found.clear()
         for each in taken:
-            self.on_taken(each.storage)
+            for tell in self._pager.events.activation_taken:
+                tell(each.storage)
         return Parked(self, parked, self._create(taken, name=name, what=what) if taken else None)
 
     def _own(self, layout: _Layout, found: dict[int, SavedStorage]) -> torch.Tensor | _Layout:

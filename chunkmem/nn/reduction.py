@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
+from torch import nn
 
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.exchange import Shard
@@ -159,12 +160,37 @@ class Reduction:
         for chunk in chunks:
             self._pager.unpin(chunk, chunk.compute_tier)
 
-    def reduce_excluded(self, params: Sequence[torch.Tensor]) -> None:
-        """Let every rank have the means of the gradients of parameters that no chunk holds.
 
-        `params` are the same on all ranks, in one order. Where one has a gradient, the others get one.
+class OrdinaryGradients:
+    """Gradients of parameters that no chunk holds, which are averaged over ranks: at the step, or before."""
+
+    def __init__(self, shards: ShardStore | None) -> None:
+        """Begin with none; with one rank nothing is done."""
+        self._shards = shards
+        self.parameters: list[nn.Parameter] = []
+        """The same on all ranks, in one order."""
+        self._is_last = False
+        """The next backward is the last one before the step, as `DistributedDataParallel` says."""
+
+    def declare_last(self, is_last: bool) -> None:
+        """Say, as `DistributedDataParallel` does, whether the next backward is the last one before the step."""
+        self._is_last = is_last
+
+    def end_backward(self) -> None:
+        """Below `DistributedDataParallel`, have the means when backward is over. Raises what `reduce` does."""
+        if self._is_last and self.parameters:
+            self._is_last = False
+            self.reduce()
+
+    def reduce(self) -> None:
+        """Let every rank have the means. Where one has a gradient, the others get one.
+
+        Raises:
+            RankError: a rank does not come here.
         """
-        ranks = self.shards.ranks
+        if self._shards is None:
+            return
+        params, ranks = self.parameters, self._shards.ranks
         anywhere = ranks.max_over([float(p.grad is not None) for p in params], label=_READER) if params else ()
         alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for param, found in zip(params, anywhere, strict=True):
@@ -172,16 +198,17 @@ class Reduction:
                 alike.setdefault((param.dtype, param.device), []).append(param)
         with runtime_mode():
             for some in alike.values():
-                self._reduce_alike(some)
+                _reduce_alike(some, self._shards)
 
-    def _reduce_alike(self, params: Collection[torch.Tensor]) -> None:
-        ranks, exchange = self.shards.ranks, self.shards.exchange
-        ranks.begin(Operation(f"{_READER} of {len(params)} parameters that no chunk holds"))
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params])
-        shards = [Shard(index, index % ranks.shard.size, part) for index, part in enumerate(flat.split(_BUCKET_NUMEL))]
-        exchange.reduce(shards, label=_READER).wait()
-        exchange.gather(shards, label=_READER).wait()
-        for param, mean in zip(params, flat.split([p.numel() for p in params]), strict=True):
-            if param.grad is None:
-                param.grad = torch.empty_like(param)
-            param.grad.copy_(mean.view_as(param))
+
+def _reduce_alike(params: Collection[torch.Tensor], shards: ShardStore) -> None:
+    ranks, exchange = shards.ranks, shards.exchange
+    ranks.begin(Operation(f"{_READER} of {len(params)} parameters that no chunk holds"))
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params])
+    parts = [Shard(index, index % ranks.shard.size, part) for index, part in enumerate(flat.split(_BUCKET_NUMEL))]
+    exchange.reduce(parts, label=_READER).wait()
+    exchange.gather(parts, label=_READER).wait()
+    for param, mean in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        if param.grad is None:
+            param.grad = torch.empty_like(param)
+        param.grad.copy_(mean.view_as(param))

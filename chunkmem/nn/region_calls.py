@@ -98,7 +98,9 @@ class RegionCall:
 class Recomputed(Protocol):
     """Hears of recomputations."""
 
-    on_taken: Callable[[torch.UntypedStorage], None]
+    def taken(self, storage: torch.UntypedStorage) -> None:
+        """A storage that was made again is about to be a call's own."""
+        ...
 
     def begin_recomputation(self, call: RegionCall) -> None:
         """A call is about to be recomputed."""
@@ -171,5 +173,5 @@ class Recomputing(contextlib.AbstractContextManager[None]):
         if nbytes and (kind is None or kind is _StopRecomputationError):
             for storage in count.storages:
                 if (alive := storage()) is not None:
-                    self._regions.on_taken(alive)
+                    self._regions.taken(alive)
             self._regions.recomputed(self._call, nbytes)

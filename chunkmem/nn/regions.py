@@ -89,10 +89,6 @@ class RegionActivations(OwnHooks):
         """Calls of the iteration, by their numbers, that are not recomputed although they may be."""
         self.records: list[CallRecord] = []
         """Of the calls of the iteration."""
-        self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
-        """Called with each storage that is about to become part of a chunk."""
-        self.on_left: Callable[[torch.UntypedStorage], None] = lambda storage: None
-        """Called with each that was part of one, and is others' now."""
         self.left = LeftStorages()
         self.inputs = RecomputedInputs()
         """Of calls that are recomputed."""
@@ -231,7 +227,7 @@ class RegionActivations(OwnHooks):
         del storages
         if taken:
             for each in taken:
-                self.on_taken(each.storage)
+                self.taken(each.storage)
             saved = SavedStorages(self._leave)
             what = "inputs" if call.record.is_recomputed else "activations"
             call.chunk = self._live.begin(call, saved, saved.hold(taken), reader=f"{call.name} forward", what=what)
@@ -335,7 +331,13 @@ class RegionActivations(OwnHooks):
 
     def _leave(self, storage: torch.UntypedStorage) -> None:
         self.left.add(storage)
-        self.on_left(storage)
+        for tell in self._pager.events.activation_left:
+            tell(storage)
+
+    def taken(self, storage: torch.UntypedStorage) -> None:
+        """A storage is about to become part of a chunk, or was part of what has been recomputed."""
+        for tell in self._pager.events.activation_taken:
+            tell(storage)
 
     # Interruptions, and the end of a step.
 

@@ -194,7 +194,8 @@ class ParameterServer:
         if torch.is_grad_enabled() and func not in _NOT_DIFFERENTIATED:
             trainable = next((managed for managed in parameters if managed.requires_grad), None)
             if trainable is not None and not in_backward():
-                self.before_use(trainable)
+                for tell in self._pager.events.used:
+                    tell(id(trainable))
         access.relieve()
         frame = Frame(f"{getattr(func, '__name__', func)} outside of modules")
         held: set[int] = set()

@@ -66,6 +66,12 @@ class Claims:
         found = self._owner.get(managed)
         return None if found is None else found()
 
+    def intent(self, landed: Iterable[ManagedParameter], group: int) -> Intent | None:
+        """Return what the optimizer of a group would do with it; None if those that have `landed` have not just one."""
+        owners = {self.owner(managed) for managed in landed} - {None}
+        owner = owners.pop() if len(owners) == 1 else None
+        return None if owner is None else owner.intent(group)
+
     def check(self, params: Iterable[ManagedParameter], owner: Owner) -> None:
         """Raise if a newer optimizer has taken one of `params`.
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from chunkmem.nn.begun import BegunStep, options_in_words
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.begun import BegunStep, options_in_words
 from chunkmem.optim.chunk_states import FIRST_STEP
 from chunkmem.optim.excluded import update_excluded
 from chunkmem.optim.host import OptimizerHost
@@ -18,7 +18,7 @@ from chunkmem.optim.saved import StatefulOptimizer
 
 
 class GroupwiseOptimizer(StatefulOptimizer):
-    """What updates chunk groups, and has noted what of a step is done: see [Note: Begun steps] in `optim.begun`."""
+    """What updates chunk groups, and has noted what of a step is done: see [Note: Begun steps] in `nn.begun`."""
 
     def __init__(
         self,

@@ -13,19 +13,19 @@ more. What is left then, because a parameter took no part in the loss, or somebo
 looks at all gradients: clipping by their norm, skipping a step in fp16, accumulating.
 
 From its update to `step()`, a weight is newer than in plain PyTorch. Nobody may read it there: see
-[Note: Begun steps] in `chunkmem.optim.begun`.
+[Note: Begun steps] in `chunkmem.nn.begun`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 from weakref import WeakSet
 
 from chunkmem.errors import ConfigError, StateError
+from chunkmem.nn.begun import StepLedger
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
-from chunkmem.optim.begun import StepLedger
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
 from chunkmem.types import ChunkId, Role
@@ -85,8 +85,6 @@ class BackwardUpdates:
         self._owner_of = owner_of
         self.optimizers = WeakSet[BackwardUpdater]()
         """Those that update inside backward."""
-        self.is_awaited: Callable[[int], bool] = lambda group: False
-        """Tells whether graphs whose backward is to come have saved memory of a group's weights."""
         self._complete: dict[int, None] = {}
         """Groups all of whose gradients have landed, and which something still reads."""
         self._unfinished: set[int] = set()
@@ -103,8 +101,8 @@ class BackwardUpdates:
                 "in_backward to accumulate gradients"
             )
 
-    def landed(self, managed: ManagedParameter) -> None:
-        """A gradient has landed: update what is ready."""
+    def landed(self, managed: ManagedParameter, graph_references: Mapping[int, int]) -> None:
+        """A gradient has landed: update what is ready. `graph_references` is as for `UpdatesInBackward`."""
         if not self.optimizers:
             return
         self._complete[managed.group] = None
@@ -112,7 +110,7 @@ class BackwardUpdates:
             owner = self._owner(group)
             if owner is None:
                 del self._complete[group]
-            elif not self._is_read(group):
+            elif not graph_references.get(group) and not self._is_pinned(group):
                 del self._complete[group]
                 self._pager.notice_writes(self._param_chunk(group))  # of modules, in forward
                 owner.update_in_backward(group)
@@ -134,12 +132,12 @@ class BackwardUpdates:
         owner = owners.pop() if len(owners) == 1 else None
         return owner if owner in self.optimizers else None
 
-    def _is_read(self, group: int) -> bool:
+    def _is_pinned(self, group: int) -> bool:
         """Tell whether something in this backward uses the weights, or is going to.
 
         A graph may have saved them in ways that lead to no gradient, as `weight.detach()` and `weight.data` do.
         """
-        return self.is_awaited(group) or any(replica.pins for replica in self._param_chunk(group).replicas.values())
+        return any(replica.pins for replica in self._param_chunk(group).replicas.values())
 
     def _param_chunk(self, group: int) -> Chunk:
         return self._pager.store.chunks[ChunkId(Role.PARAM, group)]

@@ -9,8 +9,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from chunkmem.errors import StateError
+from chunkmem.nn.begun import BegunStep, options_in_words
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.begun import BegunStep, options_in_words
 from chunkmem.optim.checks import check_number
 from chunkmem.optim.groupwise import GroupwiseOptimizer
 from chunkmem.optim.host import OptimizerHost
@@ -153,7 +153,7 @@ class RuleOptimizer(GroupwiseOptimizer):
         else:
             begun.require_options(options)
             try:
-                begun.require_consumed(self._updater.gradients)
+                begun.require_consumed(self._updater.gradients.is_consumed)
             except StateError:
                 self._end()
                 raise

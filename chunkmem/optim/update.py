@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from chunkmem.layout.spec import MasterCopy
+from chunkmem.nn.begun import StepLedger
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.lazy_tensor import copy_values
 from chunkmem.optim.averages import AverageChunks, averages_number
-from chunkmem.optim.begun import StepLedger
 from chunkmem.optim.claims import Claims, Owner, Wanted
 from chunkmem.optim.in_backward import BackwardUpdates
 from chunkmem.optim.native import NativeUpdate
@@ -22,12 +22,24 @@ from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule, fill
 from chunkmem.optim.shaped_state import TensorForm
-from chunkmem.optim.speculative import Intent, SpeculativeUpdater
+from chunkmem.optim.speculative import SpeculativeUpdater
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, slot_views
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.failed import lost_error
 from chunkmem.runtime.pager import Pager
 from chunkmem.types import ChunkId, Role, Tier
+
+
+@dataclass(frozen=True)
+class UpdateParts:
+    """What updates are made of that is there before the first gradient."""
+
+    native: NativeUpdate
+    claims: Claims
+    landed: dict[int, set[ManagedParameter]]
+    """Parameters with a gradient, by group: see `GradientSlots.landed`."""
+    ahead: SpeculativeUpdater
+    ledger: StepLedger
 
 
 class GroupUpdater:
@@ -39,17 +51,13 @@ class GroupUpdater:
         gradients: GradientBook,
         *,
         places: StatePlaces,
-        native: NativeUpdate,
-        make_ahead: Callable[[Callable[[int], Intent | None], Callable[[int], Sequence[Chunk]]], SpeculativeUpdater],
+        parts: UpdateParts,
     ) -> None:
         self._pager = pager
         self._store = pager.store
         self._places = places
         self.gradients = gradients
-        self.native = native
-        self.claims = Claims(self._store)
-        self.ahead = make_ahead(self._intent_of, self.claims.chunks)
-        self.ledger = StepLedger()
+        self.native, self.claims, self.ahead, self.ledger = parts.native, parts.claims, parts.ahead, parts.ledger
         self.in_backward = BackwardUpdates(pager, gradients, self.ledger, owner_of=self.claims.owner)
         self._blank: set[ManagedParameter] = set()
         """Not updated yet, with states of zero all the same."""
@@ -93,11 +101,6 @@ class GroupUpdater:
                 views = slot_views(new, replica.flat)
                 for position, values in slots.items():
                     views[position].copy_(values)
-
-    def _intent_of(self, group: int) -> Intent | None:
-        owners = {self.claims.owner(managed) for managed in self.gradients.landed.get(group, ())} - {None}
-        owner = owners.pop() if len(owners) == 1 else None
-        return None if owner is None else owner.intent(group)
 
     def in_order(self, groups: Iterable[int]) -> Sequence[int]:
         """Return groups in the order of their updates: first those that no plan knows of, as none is overlapped yet."""

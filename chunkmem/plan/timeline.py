@@ -6,11 +6,9 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 
 from chunkmem.errors import PlanError
-from chunkmem.notebook import Bar, bars_html
-from chunkmem.plan.model import DIRECTIONS, LANE_LINKS, Lane
+from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.sizes import format_nbytes
 from chunkmem.trace.codec import Integer, Label, Seconds
 from chunkmem.trace.saved import Saved
@@ -55,25 +53,6 @@ class StageCall:
     start_s: float
     """Since the step began."""
     end_s: float
-
-
-_LANE_NAMES: Mapping[Lane, str] = MappingProxyType(
-    {
-        Lane.COMPUTE: "compute",
-        Lane.HOST_UPDATE: "updates on HOST",
-        Lane.COLLECTIVE: "between ranks",
-        **{lane: f"copies {direction}" for lane, direction in DIRECTIONS.items()},
-    }
-)
-_COMPUTING, _STALLED, _COPYING = "#56b4e9", "#d55e00", "#e69f00"
-
-
-def _bar_of(span: Span) -> Bar:
-    told = f"{span.label or span.lane.value}: {1e3 * (span.end_s - span.start_s):.3f} ms"
-    if span.nbytes:
-        told += f", {format_nbytes(span.nbytes)}"
-    color = _COMPUTING if span.lane in (Lane.COMPUTE, Lane.HOST_UPDATE) else _COPYING
-    return Bar(span.start_s, span.end_s, told, _STALLED if span.is_stall else color)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +142,6 @@ class Timeline(
 
     def __repr__(self) -> str:
         return f"Timeline({1e3 * self.step_s:.1f} ms, {self})"
-
-    def _repr_html_(self) -> str:
-        """Draw the lanes for a notebook; `manager.record(dir)` and `chunkmem report dir` draw all there is."""
-        rows = []
-        for lane in dict.fromkeys([Lane.COMPUTE, *(span.lane for span in self.spans)]):
-            spans = (span for span in self.spans if span.lane is lane and span.end_s > span.start_s)
-            rows.append((_LANE_NAMES[lane], [_bar_of(span) for span in spans]))
-        end_s = max([self.step_s, *(span.end_s for span in self.spans)])
-        return bars_html(rows, end_s=end_s, caption=f"a step of {1e3 * self.step_s:.1f} ms: {self}")
 
     def require_sound(self) -> None:
         """Refuse spans that end before they start, and a timeline without DEVICE."""

@@ -23,7 +23,7 @@ from chunkmem.plan.model import LANE_LINKS, Action, Alloc, Copy, Free, Plan, Rou
 from chunkmem.plan.semantics import ABSENT, NEWEST
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica
 from chunkmem.runtime.copy_order import CopyOrder, Step
-from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, Lanes, copy_error
+from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, copy_error
 from chunkmem.runtime.failed import drain
 from chunkmem.runtime.issued import IssuedCopy, LeftUpdate
 from chunkmem.runtime.pager import Pager
@@ -37,7 +37,7 @@ from chunkmem.types import ChunkId, Link, Role, Tier
 class PlanActions(ABC):
     """Does what a plan says for a moment; which moment that is, is decided elsewhere."""
 
-    def __init__(self, plan: Plan, trace: Trace, pager: Pager, lanes: Lanes, tiers: Tiers) -> None:
+    def __init__(self, plan: Plan, trace: Trace, pager: Pager, tiers: Tiers) -> None:
         """Prepare to carry out the actions of `plan`; nothing is moved yet. The arguments are those of
         `PlanExecutor`."""
         self.plan = plan
@@ -48,7 +48,9 @@ class PlanActions(ABC):
         self._tiers = tiers
         is_host, defers_updates = not tiers.compute.is_accelerator, plan.machine.defers_updates
         rounds = any(isinstance(action, Round) for actions in plan.actions for action in actions)
-        self._order = CopyOrder(lanes, self.step_log, is_host=is_host, defers_updates=defers_updates, rounds=rounds)
+        self._order = CopyOrder(
+            tiers.lanes, self.step_log, is_host=is_host, defers_updates=defers_updates, rounds=rounds
+        )
         self._facts = PlanFacts.of(plan, trace, COPY_LANES)
         self._updated: Chunk | None = None
         """The PARAM chunk of the group whose update on HOST is this moment's, and may be left to its lane."""

@@ -119,8 +119,8 @@ class InterruptGuard:
     """What one manager has of the handlers: it has them installed, and hears of what they could not hold."""
 
     def __init__(self) -> None:
-        self.broken: Callable[[str], object] = lambda reason: None
-        """Called with a reason if the runtime itself is interrupted."""
+        self.broken: str | None = None
+        """Why nothing can be served any more, once the runtime itself was interrupted."""
         self._is_open = True
         self._handlers: dict[int, HeldSignal] = {}
         """By signal: those that were installed when it looked last."""
@@ -195,7 +195,7 @@ class HeldSignal:
         except BaseException:
             name = signal.Signals(signum).name
             for guard in tuple(self.guards):
-                guard.broken(
+                guard.broken = (
                     f"{name} has interrupted {_function(section.outermost)} in the middle, and what it was moving is "
                     "lost; make another manager, and load the last checkpoint"
                 )

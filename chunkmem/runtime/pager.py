@@ -16,9 +16,11 @@ from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, SavedMemory
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.eviction import Evictor, Holder, NoHolder
 from chunkmem.runtime.failed import lost_error
+from chunkmem.runtime.interrupts import InterruptGuard
 from chunkmem.runtime.leaving import Leaving
 from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.policy import NoSpeculativeUpdates, OnDemand, SpeculativeUpdates, StepPolicy
+from chunkmem.runtime.step_events import StepEvents
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.timestamps import Interval, Timestamp
 from chunkmem.runtime.writes import notice_writes
@@ -35,6 +37,8 @@ class Pager:
         *,
         meter: NonModelMeter | None = None,
         follow_stream: Callable[[], object] | None = None,
+        speculative: SpeculativeUpdates | None = None,
+        interrupts: InterruptGuard | None = None,
     ) -> None:
         """Serve chunks.
 
@@ -43,8 +47,11 @@ class Pager:
             meter: says what else takes room under the cap on DEVICE; None: nothing.
             follow_stream: called before each access to DEVICE; None where only one stream computes. See [Note: Streams
                 of a program] in `runtime.device`.
+            speculative: updates of groups ahead of the step; None: there are none.
+            interrupts: knows whether the runtime itself was interrupted; None: nothing does that.
         """
         self.store = store
+        self._interrupts = interrupts or InterruptGuard()
         # Asked in place: as a method it would be six more calls a module and step.
         self._follow_stream = follow_stream
         self._leaving = Leaving(store)
@@ -53,7 +60,6 @@ class Pager:
         self.required_nbytes = dict.fromkeys(store.pools, 0)
         """The largest sum of pinned and requested bytes so far: the smallest cap known to be needed."""
         self._closed: str | None = None
-        self._broken: str | None = None
         self._pid = os.getpid()
         self.holder: Holder = NoHolder()
         """Asked when room is short."""
@@ -63,9 +69,9 @@ class Pager:
         """Groups in the order in which they were updated last."""
         self.policy: StepPolicy = OnDemand()
         """Of the step that runs."""
-        self.speculative: SpeculativeUpdates = NoSpeculativeUpdates()
-        self.on_failure: Callable[[], None] = lambda: None
-        """Called when an access that was announced to the policy has failed: it has not happened."""
+        self.speculative: SpeculativeUpdates = speculative or NoSpeculativeUpdates()
+        self.events = StepEvents()
+        """Who is told what happens in a step."""
         store.on_copy = lambda *copy: self.policy.copied(*copy)
         self._clock = 0
 
@@ -78,7 +84,7 @@ class Pager:
         """
         if self._closed is None and os.getpid() != self._pid:
             return "its manager lives in the parent process; a forked child cannot use it"
-        return self._broken or self._closed
+        return self._interrupts.broken or self._closed
 
     @property
     def can_close(self) -> bool:
@@ -89,9 +95,9 @@ class Pager:
         """Serve nothing from now on."""
         self._closed = reason
 
-    def break_off(self, reason: str) -> None:
-        """Serve nothing from now on, as the runtime was interrupted in the middle. `close` is still to come."""
-        self._broken = reason
+    def _failed(self) -> None:
+        for tell in self.events.failed:
+            tell()
 
     def pin(self, chunk: Chunk, tier: Tier, *, reader: object, elastic: bool = False) -> Replica:
         """Bring the newest version of `chunk` to `tier` and keep it there until `unpin`.
@@ -111,7 +117,7 @@ class Pager:
         try:
             return self._hold(chunk, tier, reader, elastic)
         except BaseException:
-            self.on_failure()
+            self._failed()
             raise
 
     def _hold(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> Replica:
@@ -304,7 +310,7 @@ class Pager:
             try:
                 replica = self._bring(chunk, tier, reader, elastic=False)
             except BaseException:
-                self.on_failure()
+                self._failed()
                 raise
         elif replica.pins == 0:
             self._note_required(tier, self.pinned_nbytes[tier] + chunk.nbytes)
@@ -345,7 +351,7 @@ class Pager:
             if saved is not None:
                 replica.pieces = saved.fill()
         except BaseException:
-            self.on_failure()
+            self._failed()
             raise
         self._touch(replica)
         return replica

@@ -36,7 +36,6 @@ from chunkmem.plan.semantics import Residency, residency_before
 from chunkmem.runtime.actions import PlanActions
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, residency
 from chunkmem.runtime.copy_order import Step
-from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.garbage import no_collections
 from chunkmem.runtime.left_out import LeftOut
 from chunkmem.runtime.moment_names import MomentNames
@@ -77,16 +76,15 @@ class PlanExecutor(PlanActions):
     """Follows one plan, iteration after iteration: a `StepPolicy`."""
 
     @no_collections()
-    def __init__(self, plan: Plan, trace: Trace, pager: Pager, lanes: Lanes, tiers: Tiers) -> None:
+    def __init__(self, plan: Plan, trace: Trace, pager: Pager, tiers: Tiers) -> None:
         """Prepare to follow `plan`; nothing is moved yet.
 
         Args:
             plan, trace: one made from the other.
             pager: serves accesses; its store is what is moved in.
-            lanes: what copies.
-            tiers: of the store.
+            tiers: of the store; on their lanes it copies.
         """
-        super().__init__(plan, trace, pager, lanes, tiers)
+        super().__init__(plan, trace, pager, tiers)
         self.director = TraceCursor(trace)
         self._way_back = WayBack(self._facts, trace, pager, tiers)
         self.elsewhere: Callable[[Kind, Chunk, object, int | None], bool] = lambda kind, chunk, reader, left_out: False

@@ -134,18 +134,33 @@ class DevicePool:
     computes does, as torch's allocator hands memory on in the order of that stream, and not the thread that issues.
     """
 
-    def __init__(self, ledger: Ledger, compute: ComputeDevice, *, capacity: int) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        compute: ComputeDevice,
+        *,
+        capacity: int,
+        maps_slabs: bool = False,
+        wait: Callable[[Event], object] | None = None,
+    ) -> None:
+        """Keep up to `capacity` slabs.
+
+        Args:
+            ledger: of DEVICE.
+            compute: what that is.
+            capacity: slabs that are kept.
+            maps_slabs: on a CPU, slabs are mapped by themselves; [Note: Mapped slabs].
+            wait: has what is computed from now on come after an event. None: the calling thread waits.
+        """
+        self.wait = wait
         self.ledger = ledger
         self.poison = False
         self._compute = compute
         self._device = compute.device
-        self.maps_slabs = False
-        """On a CPU: have slabs mapped by themselves; [Note: Mapped slabs]."""
+        self._maps_slabs = maps_slabs
         self._capacity = capacity
         self.room_nbytes: int | None = None
         """While a plan is followed: bytes that slabs may take, given out or kept; [Note: Room for kept slabs]."""
-        self.wait: Callable[[Event], object] | None = None
-        """Has what is computed from now on come after an event. None: the calling thread waits."""
         self._kept: deque[Slab] = deque()
         self.reclaimable: Reclaimable | None = None
         """By which torch's allocator takes kept slabs; [Note: Given back] in `runtime/kept.py`."""
@@ -230,7 +245,7 @@ class DevicePool:
             self._discard(slab)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        if self._device.type == "cpu" and self.maps_slabs and nbytes >= _MAPPED_NBYTES:
+        if self._device.type == "cpu" and self._maps_slabs and nbytes >= _MAPPED_NBYTES:
             # Private, as the C library's memory is: a forked child has its own copy of what it writes.
             region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             memory = torch.frombuffer(region, dtype=torch.uint8)

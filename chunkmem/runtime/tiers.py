@@ -13,6 +13,7 @@ from chunkmem.runtime.device import ComputeDevice, ram_nbytes
 from chunkmem.runtime.disk_calls import SYSTEM_CALLS, DiskCalls
 from chunkmem.runtime.disk_pool import BLOCK_NBYTES, DEPTH, DiskPool
 from chunkmem.runtime.disk_speed import DiskSpeed, cached_disk_speed
+from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.kept import reclaimable_on
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.meter import NonModelMeter
@@ -126,20 +127,30 @@ class Tiers:
     """Ledgers and pools of all tiers."""
 
     def __init__(
-        self, config: Config, compute: ComputeDevice, *, num_local: int = 1, disk_calls: DiskCalls | None = None
+        self,
+        config: Config,
+        compute: ComputeDevice,
+        lanes: Lanes,
+        *,
+        num_local: int = 1,
+        disk_calls: DiskCalls | None = None,
+        maps_slabs: bool = False,
     ) -> None:
         """Make them.
 
         Args:
             config: has their caps.
             compute: what DEVICE is.
+            lanes: on which chunks are copied between them.
             num_local: ranks that share this machine.
             disk_calls: that DISK is read and written by; None: those of the system.
+            maps_slabs: on a CPU, slabs of DEVICE are mapped by themselves.
 
         Raises:
             ConfigError, TierIOError: the folder for DISK cannot be used.
         """
         self.compute = compute
+        self.lanes = lanes
         self.caps = tier_caps(config, compute, num_local=num_local)
         opts = config.client.opts
         device = self.caps.device_nbytes
@@ -150,7 +161,11 @@ class Tiers:
         self.device = Ledger(Tier.DEVICE, warm_up, device)
         self.host = Ledger(Tier.HOST, self.caps.host_nbytes, self.caps.host_nbytes)
         self.device_pool = DevicePool(
-            self.device, compute, capacity=opts.mem_cache_capacity if opts.with_mem_cache else 0
+            self.device,
+            compute,
+            capacity=opts.mem_cache_capacity if opts.with_mem_cache else 0,
+            maps_slabs=maps_slabs,
+            wait=lanes.compute_waits,
         )
         if opts.with_mem_cache:
             self.device_pool.reclaimable = reclaimable_on(compute)

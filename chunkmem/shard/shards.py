@@ -54,6 +54,10 @@ class ShardStore:
         self._under_way: dict[int, _Transfer] = {}
         """By group: a gather that has not been waited for."""
 
+    def own_as(self, other: ShardStore) -> None:
+        """Have each rank own what it owns there; nothing is packed yet."""
+        self.ownership = other.ownership
+
     @property
     def buffered_nbytes(self) -> tuple[int, int]:
         """Non-model memory of exchanges: now, and at the peak."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from chunkmem.errors import TraceError
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.cursor import label_of
 from chunkmem.plan.machine import Machine
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
-from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.failed import drain
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.plan_executor import PlanExecutor
@@ -42,7 +43,6 @@ class StepController(KnownSteps):
         self,
         pager: Pager,
         tiers: Tiers,
-        lanes: Lanes,
         *,
         machine: Callable[[], Machine],
         options: PlanOptions,
@@ -58,7 +58,6 @@ class StepController(KnownSteps):
         Args:
             pager: whose events are heard.
             tiers: of its store.
-            lanes: what copies when a plan is followed.
             machine: returns what plans are made for; called when the first one is.
             options: of the planner.
             layout: returns the digest of everything packed.
@@ -69,17 +68,21 @@ class StepController(KnownSteps):
             is_lone: there is one rank. Else steps are recorded from when `may_record` says so, since the exchanges of
                 the first ones are not those of the others.
         """
-        maker = CachedPlanFactory(pager, tiers, lanes, machine=machine, options=options)
+        maker = CachedPlanFactory(pager, tiers, machine=machine, options=options)
         choices = RegionChoices(maker.machine, options)
         super().__init__(pager, maker, layout=layout, trainable=trainable, choices=choices, is_lone=is_lone)
         self._tiers = tiers
-        self._lanes = lanes
         self._make_watch = watch
         self.may_record = is_lone
         """Training steps are like those to come."""
         self._regions = regions
         self._iteration_end = IterationEnd(pending=self._pending, num_backwards=num_backwards, is_lone=is_lone)
         self.timelines = LastTimelines(tiers, pager.store)
+        events = pager.events
+        events.activation_taken.append(self._leave_out)
+        events.activation_left.append(self._count_again)
+        if is_lone:  # else the ranks have to agree on what they learn from
+            events.failed.append(self.access_failed)
 
     def adopt_trace(self, trace: Trace) -> None:
         """Use a trace of an earlier run: the same calls are recomputed as in it.
@@ -181,6 +184,14 @@ class StepController(KnownSteps):
         """An access has raised an error: if a step runs, it is not like others."""
         self.now.is_excused = self.now.is_excused or self.now.is_running
 
+    def _leave_out(self, storage: torch.UntypedStorage) -> None:
+        if self.watch is not None:
+            self.watch.leave_out(storage)
+
+    def _count_again(self, storage: torch.UntypedStorage) -> None:
+        if self.watch is not None:
+            self.watch.count_again(storage)
+
     def settle(self) -> None:
         """Chunks are about to change between two steps: learn from the last one now, and not from what happens then."""
         is_over = self._iteration_end.is_over and not self.now.is_running
@@ -204,9 +215,8 @@ class StepController(KnownSteps):
         self._serve_on_demand()
 
     def close(self) -> None:
-        """Join the sampling thread and the lanes."""
+        """Join the sampling thread, and have the lanes done."""
         self.forget()
-        self._lanes.close()
 
     def _go_on(self) -> None:
         """The iteration continues after a step of an optimizer."""
@@ -344,7 +354,7 @@ class StepController(KnownSteps):
         self._pager.policy = self.now.on_demand = OnDemand()
 
     def _leave_plans(self) -> None:
-        drain(self._lanes, self._pager.store)
+        drain(self._tiers.lanes, self._pager.store)
         self._tiers.plan_is_left()
         if (excess_nbytes := self._tiers.excess_nbytes()) > 0:
             self._pager.shrink(Tier.DEVICE, excess_nbytes)

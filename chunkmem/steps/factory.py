@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.machine import Machine
-from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.runtime.tiers import Tiers
@@ -22,7 +21,6 @@ class CachedPlanFactory:
         self,
         pager: Pager,
         tiers: Tiers,
-        lanes: Lanes,
         *,
         machine: Callable[[], Machine],
         options: PlanOptions,
@@ -30,7 +28,6 @@ class CachedPlanFactory:
         """Take what all of them have in common; for the arguments see `StepController`."""
         self._pager = pager
         self._tiers = tiers
-        self._lanes = lanes
         self._make_machine = machine
         self._machine: Machine | None = None
         self._options = options
@@ -41,7 +38,7 @@ class CachedPlanFactory:
             mode,
             machine=self.machine,
             options=self._options,
-            perform=lambda plan, trace: PlanExecutor(plan, trace, self._pager, self._lanes, self._tiers),
+            perform=lambda plan, trace: PlanExecutor(plan, trace, self._pager, self._tiers),
             bystanders_nbytes=self._bystanders_nbytes,
             kept_nbytes=lambda: {tier: self._pager.store.kept_nbytes(tier).total() for tier in self._pager.store.pools},
         )

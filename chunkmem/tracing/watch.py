@@ -2,14 +2,192 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
+import time
+import weakref
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
+import psutil
 import torch
 
+from chunkmem.errors import StateError
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.tracing.probe import AllocatorProbe, LiveStorageProbe, NonModelProbe
-from chunkmem.tracing.sampler import SamplingThread, reader_for
+
+if TYPE_CHECKING:
+    from chunkmem.runtime.device import ComputeDevice
+
+_STATM = "/proc/self/statm"
+_PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class ResidentMemory:
+    """Call it for the bytes of RAM that the process which made it holds; 3 µs, where psutil takes ten times that."""
+
+    def __init__(self, statm: str = _STATM) -> None:
+        """Keep `statm` open; where there is none, ask psutil."""
+        self._psutil = psutil.Process()
+        self._fd: int | None = None
+        with contextlib.suppress(OSError):
+            self._fd = os.open(statm, os.O_RDONLY)
+            self._close = weakref.finalize(self, os.close, self._fd)
+
+    def __call__(self) -> int:
+        if self._fd is None:
+            return int(self._psutil.memory_info().rss)
+        return int(os.pread(self._fd, 128, 0).split(None, 2)[1]) * _PAGE_NBYTES
+
+    def close(self) -> None:
+        """Close the file, which also happens when the object goes; later calls ask psutil."""
+        if self._fd is not None:
+            self._fd = None
+            self._close()
+
+
+def reader_for(compute: ComputeDevice) -> Callable[[], int]:
+    """Return what tells the bytes in use where `compute` computes: allocated on the accelerator, or resident in RAM."""
+    return compute.used_nbytes if compute.is_accelerator else ResidentMemory()
+
+
+class SamplingThread:
+    """Keeps the highest of the samples that a thread takes, between `start` and `stop` or in a ``with`` block.
+
+    An error of `read_nbytes` ends the thread, and comes out of the next `take_peak_nbytes` or `stop`, once. In a child
+    process there is no thread, and what was inherited neither waits nor samples by itself.
+    """
+
+    def __init__(self, read_nbytes: Callable[[], int], period_s: float = 0.001) -> None:
+        """Prepare to call `read_nbytes` every `period_s` seconds."""
+        if not 0 < period_s < threading.TIMEOUT_MAX:
+            raise ValueError(f"a period of {period_s} s: give seconds above 0")
+        self._read_nbytes = read_nbytes
+        self._period_s = period_s
+        self._thread: threading.Thread | None = None
+        self._samples = _Samples(read_nbytes)
+        self._end = weakref.finalize(self, self._samples.end)
+
+    def start(self) -> None:
+        """Begin to sample, with an interval that begins now.
+
+        Raises:
+            StateError: it runs already.
+        """
+        if self._thread is not None and self._samples.is_mine():
+            raise StateError("the memory sampler runs already; stop() it before starting it again")
+        # Nothing of an earlier start is used again: in a child process its lock may be held for ever.
+        self._end.detach()
+        self._samples = _Samples(self._read_nbytes)
+        self._samples.take_peak_nbytes()
+        # The thread does not know `self`: a sampler that is dropped without stop() ends it.
+        self._end = weakref.finalize(self, self._samples.end)
+        self._thread = threading.Thread(
+            target=self._samples.run, args=(self._period_s,), name="chunkmem memory sampler", daemon=True
+        )
+        try:
+            self._thread.start()
+        except BaseException:
+            self._end()
+            self._thread = None
+            raise
+
+    def take_peak_nbytes(self) -> int:
+        """Return the highest sample since the last call, one taken now included; the next interval begins with it."""
+        if not self._samples.is_mine():
+            return self._read_nbytes()
+        self._samples.raise_error()
+        return self._samples.take_peak_nbytes()
+
+    @property
+    def longest_interval_s(self) -> float:
+        """Longest time without a sample since the last `start`, in seconds; 0 before there are two samples.
+
+        It is the shortest lifetime that is sure to be seen: whatever was there for as long was there in some sample.
+        """
+        return self._samples.longest_interval_s
+
+    def stop(self) -> None:
+        """End the thread and wait for it. May be called again."""
+        self._end()
+        # The garbage collector may call this in the thread itself. In a child process it counts as ended.
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._thread = None
+        self._samples.raise_error()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.stop()
+        except Exception:
+            # The error of the block came first, and may well be the cause.
+            if error is None:
+                raise
+
+
+class _Samples:
+    """What the thread and its owner share."""
+
+    def __init__(self, read_nbytes: Callable[[], int]) -> None:
+        self._read_nbytes = read_nbytes
+        self._pid = os.getpid()
+        # Reentrant: the garbage collector may run anyone's code in the middle of a sample.
+        self._lock = threading.RLock()
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._peak_nbytes = 0
+        self._last_began_s: float | None = None
+        self.longest_interval_s = 0.0
+        self._error: BaseException | None = None
+
+    def is_mine(self) -> bool:
+        """This is not an inherited copy in a child process."""
+        return self._pid == os.getpid()
+
+    def run(self, period_s: float) -> None:
+        """Take samples until `end`."""
+        try:
+            while not self._running.acquire(timeout=period_s):
+                with self._lock:
+                    self._peak_nbytes = max(self._peak_nbytes, self._read())
+        except BaseException as error:
+            self._error = error
+
+    def end(self) -> None:
+        """Have `run` return. Never blocks, so that the garbage collector may call it; again is no harm."""
+        with contextlib.suppress(RuntimeError):
+            self._running.release()
+
+    def take_peak_nbytes(self) -> int:
+        # Reading under the lock: else a sample read before this one could be stored after it, in the next interval.
+        with self._lock:
+            now = self._read()
+            peak, self._peak_nbytes = max(self._peak_nbytes, now), now
+        return peak
+
+    def _read(self) -> int:
+        """Take a sample, under the lock."""
+        began_s = time.perf_counter()
+        nbytes = self._read_nbytes()
+        # A sample is of some instant while it is read, so from one to the next it is at most from begin to end.
+        if self._last_began_s is not None:
+            self.longest_interval_s = max(self.longest_interval_s, time.perf_counter() - self._last_began_s)
+        self._last_began_s = began_s
+        return nbytes
+
+    def raise_error(self) -> None:
+        """Raise what ended the thread, if something did and nobody was told."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 class Watch:

@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import chunkmem
 from chunkmem.comm.exchange import Shard
 from chunkmem.comm.mesh import mesh_of
-from chunkmem.comm.methods import PointToPoint
+from chunkmem.comm.methods import PointToPoint, Replicated
 from chunkmem.comm.ranks import Ranks
-from chunkmem.comm.replicated import Replicated
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Net, Task, batch_of, loss_of, make_config, open_manager, serial
 from tests.helpers.spread import spread

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import chunkmem
+from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.ledger import CACHE, Ledger
 from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.pool import DevicePool
@@ -126,7 +127,7 @@ def test_what_is_left_out_hides_nothing_before_and_after_it(device: CountedDevic
 def test_steps_on_demand_leave_room_for_activations_and_no_more(device: CountedDevice) -> None:
     """The fewest bytes of chunks were taken off the highest sum: what chunks grew by counted as activations."""
     config = chunkmem.Config.from_dict({"memory": {"device": 100_000, "host": 100_000}})
-    tiers = Tiers(config, device)
+    tiers = Tiers(config, device, BlockingLanes(device))
     tiers.device.cap_nbytes = 100_000
     slabs = [tiers.device_pool.alloc("param", 10_000) for _ in range(3)]
     x = torch.empty(5_000, dtype=torch.uint8)

@@ -21,7 +21,7 @@ from chunkmem import AdamW, ChunkManager, Config
 from chunkmem.errors import StateError
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.tracing.probe import LiveStorageProbe
-from chunkmem.tracing.sampler import ResidentMemory, SamplingThread, reader_for
+from chunkmem.tracing.watch import ResidentMemory, SamplingThread, reader_for
 
 MIB = 2**20
 NAME = "chunkmem memory sampler"
@@ -133,7 +133,7 @@ def test_the_longest_interval_is_from_the_begin_of_a_sample_to_the_end_of_the_ne
     #        |---------- 5
     #                 |-------------- 12
     clock = iter([0.0, 5.0, 7.0, 9.0, 10.0, 11.0, 21.0])
-    monkeypatch.setattr("chunkmem.tracing.sampler.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("chunkmem.tracing.watch.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     sampler = SamplingThread(lambda: 1)  # Not started: only the samples of the caller.
     found = []
     for _ in range(4):

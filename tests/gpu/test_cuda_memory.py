@@ -91,11 +91,10 @@ def test_the_cap_holds_chunks_and_activations() -> None:
 def test_kept_slabs_are_given_back_where_an_allocation_would_fail() -> None:
     """Half the memory that the tensor needs is kept, and copies may still read it; the rest is free."""
     compute = ComputeDevice.default()
-    pool = DevicePool(Ledger(Tier.DEVICE, 4096 * MIB, 4096 * MIB), compute, capacity=8)
+    lanes = StreamLanes(compute)
+    pool = DevicePool(Ledger(Tier.DEVICE, 4096 * MIB, 4096 * MIB), compute, capacity=8, wait=lanes.compute_waits)
     pool.reclaimable = reclaimable_on(compute)
     assert pool.reclaimable is not None
-    lanes = StreamLanes(compute)
-    pool.wait = lanes.compute_waits
     saved = torch.empty(256 * MIB, dtype=torch.uint8, pin_memory=True)
     slabs = [pool.alloc("param", 256 * MIB) for _ in range(8)]
     for slab in slabs:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.optim.speculation import Speculation
+from chunkmem.optim.speculative import Speculation
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Lanes

@@ -38,10 +38,13 @@ def test_the_builder_makes_all_parts() -> None:
 
 
 def attributes_of(source: str, name: str) -> set[str]:
-    """What a class assigns to itself."""
+    """What a class assigns to itself, or declares."""
     (found,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
     assigned = (node for node in ast.walk(found) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
-    return {node.attr for node in assigned if isinstance(node.value, ast.Name) and node.value.id == "self"}
+    fields = {
+        node.target.id for node in found.body if isinstance(node, ast.AnnAssign) if isinstance(node.target, ast.Name)
+    }
+    return fields | {node.attr for node in assigned if isinstance(node.value, ast.Name) and node.value.id == "self"}
 
 
 @pytest.mark.parametrize(("file", "name"), [("assembly.py", "Runtime"), ("entry_points.py", "EntryPoints")])

@@ -17,15 +17,14 @@ from tests.unit.test_layering import SOURCES, internal_imports, parsed
 
 CORE = {module: source for module, source in SOURCES.items() if not module.startswith("contrib")}
 
-MOST_TOKENS = 398_840
+MOST_TOKENS = 398_600
 """Names, numbers, operators and strings; without imports, docstrings and comments."""
-MOST_WITH_ONE_IMPORTER = 75
+MOST_WITH_ONE_IMPORTER = 64
 """Files that one other imports, of their own folder."""
-MOST_ASSIGNED_LATE = 23
+MOST_ASSIGNED_LATE = 0
 """Attributes of parts that whoever puts them together assigns, where the constructor should be given them."""
 WIRING = ("parts", "assembly", "manager", "building", "reporting", "built_models", "entry_points")
 LONG_FUNCTIONS = {
-    "assembly.__init__",
     "cli.estimate._question",
     "freezing.freezer.freeze",
     "manager.pipeline",
@@ -35,14 +34,14 @@ LONG_FUNCTIONS = {
 }
 THREADS = {
     "updates in backward": (r"in_backward(?!\()|InBackward|BackwardUpdate", "optim", 16),
-    "speculative updates": (r"specul|shadow|roll_back", "runtime", 15),
+    "speculative updates": (r"specul|shadow|roll_back", "runtime", 14),
     "modules on HOST": (r"compute_tier|on_host\b|is_on_host|HostModules|cpu_embedding", "nn", 50),
     "tiles": (r"[Tt]iled|\btiles?\b|tile_numel|untile", "optim", 18),
-    "averages": (r"EMA\b|is_kept|[Aa]verages", "optim", 24),
+    "averages": (r"EMA\b|is_kept|[Aa]verages", "optim", 21),
     "disk": (r"[Dd]isk|DISK", "cli", 52),
     "regions and recompute": (r"[Rr]egion|recomput", "nn", 52),
     "freezing": (r"freez(?!e\()|Freez", "freezing", 9),
-    "deferred init": (r"\bis_meta\b|[Aa]waited|[Ll]ent\b|[Rr]eleased\b", "nn", 20),
+    "deferred init": (r"\bis_meta\b|[Aa]waited|[Ll]ent\b|[Rr]eleased\b", "nn", 19),
     "left-out moments": (r"left_out|LeftOut|leave_out", "steps", 11),
 }
 """Of each feature: what names it in code, the folder that has most of it, and how many other files name it, too."""

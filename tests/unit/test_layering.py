@@ -18,7 +18,7 @@ PACKAGE = ROOT / "chunkmem"
 LAYERS = (
     ("types", "errors"),
     ("sizes",),
-    ("schema", "deepspeed", "notebook"),
+    ("schema", "deepspeed"),
     ("config", "layout", "trace", "memory"),
     ("plan",),
     ("runtime", "comm", "metrics"),

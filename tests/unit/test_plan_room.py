@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from chunkmem.plan.room import Room
+from chunkmem.plan.intervals import Room
 
 
 class OneByOne:

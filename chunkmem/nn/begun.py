@@ -24,7 +24,6 @@ import torch
 
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.gradients import GradientBook
 
 
 @dataclass(eq=False)
@@ -72,13 +71,13 @@ class BegunStep:
                 "step(), or make the optimizer without in_backward"
             )
 
-    def require_consumed(self, gradients: GradientBook) -> None:
-        """Raise if `step()` would have seen other gradients.
+    def require_consumed(self, is_consumed: Callable[[ManagedParameter], bool]) -> None:
+        """Raise if `step()` would have seen other gradients than those that `is_consumed` tells of.
 
         Raises:
             StateError: some were discarded or replaced after backward.
         """
-        changed = [managed for managed in self.updated if not gradients.is_consumed(managed)]
+        changed = [managed for managed in self.updated if not is_consumed(managed)]
         if changed:
             raise StateError(
                 f"the gradients of {len(changed)} parameters, among them {changed[0].name}, were discarded or replaced "

@@ -1,0 +1,32 @@
+"""What happens in a step, for parts that are made after those in which it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class StepEvents:
+    """Who is told of what, in the order of a step.
+
+    A part is made of earlier ones and calls them. Where an earlier one has something to tell a later one, it calls all
+    that is listed here, and the later one has put a method of its own into the list when it was made. What nobody
+    listens to costs a look at an empty list.
+    """
+
+    used: list[Callable[[int], object]] = field(default_factory=list)
+    """A parameter, of which this is the identity, is about to be used outside of models: a step may begin with it."""
+    activation_taken: list[Callable[[torch.UntypedStorage], object]] = field(default_factory=list)
+    """A storage is about to become part of an activation chunk."""
+    activation_left: list[Callable[[torch.UntypedStorage], object]] = field(default_factory=list)
+    """A storage was part of one, and is others' now."""
+    settling: list[Callable[[str], AbstractContextManager[object]]] = field(default_factory=list)
+    """All ranks ask for the means of gradients before the step, by a call of this name: surrounds that."""
+    failed: list[Callable[[], object]] = field(default_factory=list)
+    """An access that the step's policy was told of has raised an error: it has not happened."""
+    compiled: list[Callable[[], object]] = field(default_factory=list)
+    """A module of a packed model has been compiled: steps read weights in another order."""
