@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.config import REGION_POLICIES, Config
 from chunkmem.errors import ConfigError, LayoutError, StateError
 from chunkmem.nn.built import HERE

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from chunkmem.assembly import Origin, Runtime, build_runtime
+from chunkmem.assembly.runtime import Origin, Runtime, build_runtime
+from chunkmem.assembly.unwrap import unwrap
 from chunkmem.building import ModelBuilding
 from chunkmem.checkpoints.asynchronous import Saving
 from chunkmem.checkpoints.loading import load_checkpoint
@@ -37,7 +38,6 @@ from chunkmem.pipeline.frozen import Cache
 from chunkmem.pipeline.options import ASYNCHRONOUS, PipelineOptions, blocks_of
 from chunkmem.pipeline.staged import StagedPipeline
 from chunkmem.plan.machine import Machine
-from chunkmem.repack.unwrap import unwrap
 from chunkmem.reporting import Reporting
 from chunkmem.runtime.device import ComputeDevice, give_back_freed_ram
 from chunkmem.runtime.disk_calls import DiskCalls

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.errors import StateError
 from chunkmem.memory import MemoryReport
 from chunkmem.metrics import metrics_of

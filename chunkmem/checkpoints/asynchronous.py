@@ -21,7 +21,7 @@ from typing import Any
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.files import ItemFiles, results_as_json, results_of_json
 from chunkmem.checkpoints.odd_files import read_all
 from chunkmem.checkpoints.replacing import begin_replacing, not_written

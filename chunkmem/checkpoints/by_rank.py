@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.files import EXTRA, RANKS
 from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.comm.ranks import Ranks

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.by_rank import OwnNames, OwnParts
 from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.names import indexed_state

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.safetensors_files import DTYPES, INDEX, open_safetensors
 from chunkmem.checkpoints.unfinished import Unfinished, alone_in, in_one_line, make_folder, naming, sync
 from chunkmem.errors import CheckpointError

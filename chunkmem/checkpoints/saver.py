@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.asynchronous import Saving, begin_saving
 from chunkmem.checkpoints.saving import save_now, state_to_save
 from chunkmem.errors import CheckpointError

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 
+from chunkmem.assembly.parts import Memory, make_sharding, make_shards, make_update_parts, make_updater
 from chunkmem.comm.ranks import Ranks
 from chunkmem.estimate.calls import Asked, Call, Measured, StepCalls
 from chunkmem.estimate.peers import CountedExchange
@@ -21,7 +22,6 @@ from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.speculative import Intent
-from chunkmem.parts import Memory, make_sharding, make_shards, make_update_parts, make_updater
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.policy import OnDemand

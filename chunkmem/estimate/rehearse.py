@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chunkmem.assembly.parts import DTYPES, Sharding, make_modules, make_update_parts, make_updater
 from chunkmem.config import Config
 from chunkmem.errors import ChunkmemError, LayoutError, TraceError
 from chunkmem.estimate.calls import (
@@ -59,7 +60,6 @@ from chunkmem.nn.tiling import tile_linears
 from chunkmem.optim.block_adam import adam_states
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.rule import StateSpec
-from chunkmem.parts import DTYPES, Sharding, make_modules, make_update_parts, make_updater
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.trace.model import Trace
 from chunkmem.tracing.probe import LiveStorageProbe

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import torch
 
+from chunkmem.assembly.parts import Memory
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
-from chunkmem.parts import Memory
 from chunkmem.runtime.chunk import Chunk, Replica
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.ledger import Ledger

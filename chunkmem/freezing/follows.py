@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 
 
 class HasRuntime(Protocol):

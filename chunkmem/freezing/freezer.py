@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.errors import CapacityError, ConfigError, StateError
 from chunkmem.freezing.packing_again import PackingAgain, training_nbytes
 from chunkmem.nn.binding import ManagedParameter

@@ -7,8 +7,8 @@ parameters while one of them is trained:
     after     [F F] [F F] [t t] [t t]       two
 
 The model is packed as if it were new, which keeps what is frozen apart, into chunks of the same size; see [Note:
-Repacking] in `chunkmem.repack.change`. It is done where that gives back more than it takes, and nothing stands against
-it: all ranks decide alike. The next step is recorded.
+Repacking] in `chunkmem.assembly.change`. It is done where that gives back more than it takes, and nothing stands
+against it: all ranks decide alike. The next step is recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.change import Repacking, require_let_go
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.comm.mesh import Mesh
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CapacityError, StateError
@@ -28,7 +29,6 @@ from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.packing import groups_by_role
 from chunkmem.optim.block_adam import adam_states
 from chunkmem.optim.rule import StateSpec
-from chunkmem.repack.change import Repacking, require_let_go
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import ChunkId, Role, Tier
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import nn
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.errors import ConfigError, LayoutError
 from chunkmem.pipeline.by_layer import ByLayerPipeline, Item, LossItem
 from chunkmem.pipeline.deferred_norm import DeferredStatistics

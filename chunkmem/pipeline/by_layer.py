@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.errors import StateError
 from chunkmem.nn.borders import cast_floats
 from chunkmem.nn.call_state import CallState

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.errors import CapacityError
 from chunkmem.types import Tier
 

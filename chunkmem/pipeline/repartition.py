@@ -1,6 +1,6 @@
 """A pipeline divided into another number of stages, over the same ranks, between two steps.
 
-[Note: Repartition] As [Note: Repacking] in `chunkmem.repack.change`: the model is packed as other stages, or as none.
+[Note: Repartition] As [Note: Repacking] in `chunkmem.assembly.change`: the model is packed as other stages, or as none.
 Buffers and excluded modules go to the ranks that have not had them. Refused are gradients that wait, memory that
 somebody keeps, and a number that does not divide the ranks.
 """
@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.change import Repacking, require_let_go
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.comm.mesh import Mesh, ranks_by_stage, with_stages
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import ChunkmemError, ConfigError, StateError
@@ -26,7 +27,6 @@ from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.schedules import check_schedule
 from chunkmem.pipeline.staged import with_schedule
 from chunkmem.pipeline.width import Pipeline
-from chunkmem.repack.change import Repacking, require_let_go
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.shard.ownership import RoundRobin
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.comm.neighbours import Neighbours
 from chunkmem.errors import ChunkmemError, ConfigError, RankError
 from chunkmem.pipeline.announced import AnnouncedForms

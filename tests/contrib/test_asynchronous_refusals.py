@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.contrib.async_pipeline.checks import require_trainable
 from chunkmem.contrib.async_pipeline.pipeline import AsynchronousPipeline
 from tests.helpers.asynchronous_training import AsynchronousTask, train

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
-from chunkmem.repack import inventory
+from chunkmem.assembly import inventory
 from tests.helpers.elastic import (
     CRAWLING_BPS,
     FAST_BPS,

@@ -159,7 +159,7 @@ def test_without_kernels_of_ours_updates_run_in_pytorch_and_nobody_is_warned(
     compute = SimulatedAccelerator()
     compute.runs_cuda_kernels = is_ours
     monkeypatch.setattr(ComputeDevice, "default", lambda index=None: compute)
-    monkeypatch.setattr("chunkmem.parts.load_kernels", load)
+    monkeypatch.setattr("chunkmem.assembly.parts.load_kernels", load)
     memory = {"device": "4MiB", "host": "4MiB"}
     config = chunkmem.Config.from_dict({"memory": memory, "precision": "bf16"})
     lanes = BlockingLanes(ComputeDevice(torch.device("cpu")))

@@ -48,7 +48,7 @@ STEPS = 5
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ComputeDevice, "default", lambda index=None: SimulatedAccelerator())
-    monkeypatch.setattr("chunkmem.speeds.cached_machine", lambda compute, caps, by_form: SLOW)
+    monkeypatch.setattr("chunkmem.assembly.speeds.cached_machine", lambda compute, caps, by_form: SLOW)
 
 
 def run_with(make_lanes: object = lambda compute: ThreadLanes()) -> Run:

@@ -272,7 +272,7 @@ def test_measuring_the_machine_is_no_activation() -> None:
 
     case = next(case for case in ZOO if case.name == "cnn")
     with counted(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("chunkmem.speeds.cached_machine", measure)
+        patch.setattr("chunkmem.assembly.speeds.cached_machine", measure)
         assert train(case, AMPLE_NBYTES).highest_nbytes < AMPLE_NBYTES // 2
 
 

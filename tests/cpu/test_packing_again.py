@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import chunkmem
-from chunkmem.repack import inventory
+from chunkmem.assembly import inventory
 from tests.cpu.test_freezing import content_nbytes
 from tests.helpers.audit import audit
 from tests.helpers.half_frozen import CHUNK_NUMEL, SCENES, HalfFrozen, peak_of

@@ -402,7 +402,7 @@ def test_without_native_kernels_the_bits_are_the_same(precision: str, monkeypatc
     native = Twins(**keys)
     losses = [native.step(seed) for seed in range(4)]
     assert native.manager.runtime.updater.native.has_torch_bits, "there are no native kernels to compare with"
-    monkeypatch.setattr("chunkmem.parts.load_kernels", lambda with_cuda: Kernels(frozenset()))
+    monkeypatch.setattr("chunkmem.assembly.parts.load_kernels", lambda with_cuda: Kernels(frozenset()))
     plain = Twins(**keys)
     assert [plain.step(seed) for seed in range(4)] == pytest.approx(losses, rel=1e-3)  # the norm is summed otherwise
     keys["gradient_clipping"] = 0.0

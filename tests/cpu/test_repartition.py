@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
-from chunkmem.repack.moving import ChunkMover
+from chunkmem.assembly.moving import ChunkMover
 from tests.helpers.ranks import Team
 from tests.helpers.repartitioned import Change, Training, differences, divided, measured, resumed
 from tests.helpers.shared_training import WIDTH, WORDS

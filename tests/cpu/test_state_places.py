@@ -61,7 +61,7 @@ def test_states_are_made_where_there_is_room(num_slabs: int, options: dict[str, 
 def test_on_an_accelerator_states_take_what_activations_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """They were made within the warm-up share, a tenth of the cap, and the first plan moved them to DEVICE."""
     monkeypatch.setattr(ComputeDevice, "default", lambda index=None: SimulatedAccelerator())
-    monkeypatch.setattr("chunkmem.parts.load_kernels", lambda **_: load_kernels())
+    monkeypatch.setattr("chunkmem.assembly.parts.load_kernels", lambda **_: load_kernels())
 
     def on_cpu(_: ComputeDevice) -> BlockingLanes:
         return BlockingLanes(ComputeDevice(torch.device("cpu")))

@@ -65,10 +65,10 @@ def counted() -> Iterator[CountedDevice]:
     device = CountedDevice()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ComputeDevice, "default", lambda index=None: device)
-        patch.setattr("chunkmem.parts.load_kernels", lambda **_: load_kernels())
+        patch.setattr("chunkmem.assembly.parts.load_kernels", lambda **_: load_kernels())
         # The trial of the kernels is not what the model takes; on an accelerator it is made in host memory.
         patch.setattr(NativeUpdate, "tail_width", NativeUpdate(load_kernels).tail_width)
-        patch.setattr("chunkmem.speeds.cached_machine", lambda compute, caps, by_form: SLOW)
+        patch.setattr("chunkmem.assembly.speeds.cached_machine", lambda compute, caps, by_form: SLOW)
         patch.setattr("chunkmem.runtime.pool._MAPPED_NBYTES", 1 << 62)  # slabs come from the allocator, too
         _library().counted_begin()
         try:

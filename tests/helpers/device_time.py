@@ -154,8 +154,8 @@ def timed_device() -> Iterator[TimedDevice]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", device.now_s)
         patch.setattr(ComputeDevice, "default", lambda index=None: device)
-        patch.setattr("chunkmem.parts.load_kernels", lambda **_: load_kernels())
-        patch.setattr("chunkmem.speeds.cached_machine", lambda compute, caps, by_form: MACHINE)
+        patch.setattr("chunkmem.assembly.parts.load_kernels", lambda **_: load_kernels())
+        patch.setattr("chunkmem.assembly.speeds.cached_machine", lambda compute, caps, by_form: MACHINE)
         patch.setattr(ChunkStore, "transfer", blocking)
         yield device
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.contrib.elastic.costs import WidthCosts
 from chunkmem.pipeline.block_times import BlockTimes, LastSteps, SampleCost
 from tests.helpers.staged_training import Net, StagedTask, loss_of
@@ -231,8 +231,8 @@ def different(found: list[Ended], expected: list[Ended]) -> list[str]:
 
 def killed(rank: int, run: Elastic, folder: str, point: str, bad: int) -> str:
     """Save, then lose a rank while the ranks are divided again; return what this one says."""
+    from chunkmem.assembly.moving import ChunkMover
     from chunkmem.pipeline import repartition
-    from chunkmem.repack.moving import ChunkMover
 
     def die_at(owner: Any, name: str, call: int) -> Callable[..., Any]:
         usual, calls = getattr(owner, name), []

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
+from chunkmem.assembly import inventory
 from chunkmem.comm.neighbours import Message, Neighbours
 from chunkmem.plan.moves import HeldGroup, Moves, WantedGroup, plan_moves
-from chunkmem.repack import inventory
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.types import Role
 from tests.helpers.audit import audit_declared

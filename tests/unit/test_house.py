@@ -23,12 +23,13 @@ MOST_WITH_ONE_IMPORTER = 64
 """Files that one other imports, of their own folder."""
 MOST_ASSIGNED_LATE = 0
 """Attributes of parts that whoever puts them together assigns, where the constructor should be given them."""
-WIRING = ("parts", "assembly", "manager", "building", "reporting", "built_models", "entry_points")
+ASSEMBLY = ("parts", "runtime", "built_models", "entry_points")
+WIRING = (*(f"assembly.{name}" for name in ASSEMBLY), "manager", "building", "reporting")
 LONG_FUNCTIONS = {
     "cli.estimate._question",
     "freezing.freezer.freeze",
     "manager.pipeline",
-    "parts.make_modules",
+    "assembly.parts.make_modules",
     "pipeline.staged.__init__",
     "plan.gaps.find_gaps",
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.contrib.async_pipeline.gap_aware import require_momentum
 from chunkmem.contrib.async_pipeline.prediction import learning_rates, require_predictable
 from chunkmem.contrib.async_pipeline.versions import GAP_AWARE, STASH

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.errors import CapacityError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.pipeline.modules import StageModule

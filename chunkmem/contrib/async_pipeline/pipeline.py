@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.comm.neighbours import Message
 from chunkmem.contrib.async_pipeline.checks import require_trainable, require_updating
 from chunkmem.contrib.async_pipeline.other_weights import Generations

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.contrib.async_pipeline.gap_aware import expected_step, note_step_, reduced
 from chunkmem.contrib.async_pipeline.other_weights import OtherWeights, Slabs
 from chunkmem.contrib.async_pipeline.prediction import learning_rates, predict_

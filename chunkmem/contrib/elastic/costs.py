@@ -12,7 +12,7 @@ from statistics import median_low
 import torch
 from torch import nn
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.comm.mesh import ranks_by_stage
 from chunkmem.comm.ranks import Ranks
 from chunkmem.contrib.elastic.widths import (

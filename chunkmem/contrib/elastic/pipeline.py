@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.contrib.elastic.costs import WidthCosts
 from chunkmem.contrib.elastic.widths import Division, WidthChoice
 from chunkmem.errors import CapacityError, ConfigError, LayoutError, StateError

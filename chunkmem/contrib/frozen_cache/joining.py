@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.contrib.frozen_cache.kept import Values
 from chunkmem.contrib.frozen_cache.levels import Levels, disk_errors
 from chunkmem.contrib.frozen_cache.shared_index import HEADER_NBYTES

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.comm.ranks import Ranks
 from chunkmem.types import ChunkId, Role
 

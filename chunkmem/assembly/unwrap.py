@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.change import require_let_go
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import move_to
-from chunkmem.repack.change import require_let_go
 from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
 
 _CALL = "manager.unwrap()"

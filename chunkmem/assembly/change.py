@@ -7,7 +7,7 @@ tiers with what is on them, the loss scale, the model, the optimizers with their
     stop            the old parts: copies are over, writes of users count, nothing is pinned
     undo            what fitting and packing did to modules and Parameters; the content of chunks stays
     pack            again, by the new parts, into chunks without content; optimizers claim their states
-    move            content: `chunkmem.repack.moving`
+    move            content: `chunkmem.assembly.moving`
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.inventory import Contents, agreed_moves, free_copies, require_room, take_inventory
+from chunkmem.assembly.moving import ChunkMover
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import StateError
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.binding import ManagedParameter, dense_stride
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.saved import HeldStates
-from chunkmem.repack.inventory import Contents, agreed_moves, free_copies, require_room, take_inventory
-from chunkmem.repack.moving import ChunkMover
 from chunkmem.types import Role
 
 

@@ -14,13 +14,26 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from chunkmem.built_models import BuiltModels, several_ranks
+from chunkmem.assembly.built_models import BuiltModels, several_ranks
+from chunkmem.assembly.entry_points import EntryPoints, collect_abandoned
+from chunkmem.assembly.parts import (
+    DTYPES,
+    Memory,
+    Modules,
+    Sharding,
+    make_modules,
+    make_sharding,
+    make_shards,
+    make_update_parts,
+    make_updater,
+    margin_use_ratio,
+)
+from chunkmem.assembly.speeds import Links
 from chunkmem.comm.exchange import Exchange
 from chunkmem.comm.mesh import end_groups, groups_of, mesh_of
 from chunkmem.comm.methods import ExchangeMethod, possible_exchanges, require_method
 from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config, OptsConfig, flattened
-from chunkmem.entry_points import EntryPoints, collect_abandoned
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.layout.spec import digest
 from chunkmem.nn.autocast import AutocastCache
@@ -36,18 +49,6 @@ from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.saved import StatefulOptimizer
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.optim.update import GroupUpdater, UpdateParts
-from chunkmem.parts import (
-    DTYPES,
-    Memory,
-    Modules,
-    Sharding,
-    make_modules,
-    make_sharding,
-    make_shards,
-    make_update_parts,
-    make_updater,
-    margin_use_ratio,
-)
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.machine import Machine
 from chunkmem.runtime.device import ComputeDevice
@@ -62,7 +63,6 @@ from chunkmem.runtime.storage import ChunkStorage, HostStorage, StorageBackend, 
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import Tiers, shadow_nbytes, warn_of_fragmentation, warn_of_shares
 from chunkmem.shard.shards import ShardStore
-from chunkmem.speeds import Links
 from chunkmem.steps.controller import StepController
 from chunkmem.steps.trial import AheadTrial
 from chunkmem.tracing.watch import Watch

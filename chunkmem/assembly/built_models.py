@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from chunkmem.assembly.entry_points import EntryPoints
+from chunkmem.assembly.parts import Modules, Sharding
 from chunkmem.comm.ranks import Ranks
-from chunkmem.entry_points import EntryPoints
 from chunkmem.errors import StateError
 from chunkmem.layout.spec import digest
 from chunkmem.nn.built import HERE, Built
@@ -21,7 +22,6 @@ from chunkmem.nn.meta import BuiltOnMeta, has_meta_tensors
 from chunkmem.nn.ordinary import same_random_numbers, send_parameters
 from chunkmem.nn.packing import move_ordinary_tensors
 from chunkmem.optim.update import GroupUpdater
-from chunkmem.parts import Modules, Sharding
 
 
 class BuiltModels:

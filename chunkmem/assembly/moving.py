@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.inventory import Contents, agreed_moves, require_room, tier_of
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.comm.neighbours import Message, Neighbours
 from chunkmem.comm.ranks import Ranks
 from chunkmem.optim.rule import StateSpec
 from chunkmem.plan.moves import HeldGroup, WantedGroup
-from chunkmem.repack.inventory import Contents, agreed_moves, require_room, tier_of
 from chunkmem.runtime.chunk import FIRST_CONTENT, Chunk
 from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
 from chunkmem.types import ChunkId, Role, Tier

@@ -8,8 +8,8 @@ gradients      where they land; `StatePlaces` tells which of them are wanted on 
 sharding       exchanges give gradients to their owners
 updater        optimizer states, groups updated at the step or ahead of it
 modules        parameters packed and served, reads and backwards kept track of
-steps          recorded, planned and followed (`chunkmem.assembly`)
-entry points   a model is called, an optimizer steps (`chunkmem.entry_points`)
+steps          recorded, planned and followed (`chunkmem.assembly.runtime`)
+entry points   a model is called, an optimizer steps (`chunkmem.assembly.entry_points`)
 
 What a part has to tell those that are made after it, it tells by `StepEvents`. One arrow leads back: when room is
 short, the pager asks the tracker of accesses who keeps memory.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from chunkmem.assembly import Runtime
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CapacityError
 from chunkmem.layout.spec import Group, MasterCopy

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from chunkmem.assembly.parts import Memory, Modules, Sharding
 from chunkmem.errors import StateError
 from chunkmem.nn.autocast import AutocastCache
 from chunkmem.nn.compiled import HiddenGradients
@@ -18,7 +19,6 @@ from chunkmem.nn.frames import in_backward
 from chunkmem.nn.guard import AccessGuard
 from chunkmem.nn.ordinary import OrdinaryTensors
 from chunkmem.optim.scaler import LossScaler
-from chunkmem.parts import Memory, Modules, Sharding
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.runtime.timestamps import Interval
 from chunkmem.steps.controller import StepController
