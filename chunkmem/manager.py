@@ -148,29 +148,21 @@ class ChunkManager(ModelBuilding, Reporting):
             CapacityError: the weights of a stage fit no tier.
         """
         self.runtime.require_open()
+        epochs = None if freeze is None else Epochs(self, freeze)
         options = PipelineOptions(
-            blocks_of(blocks),
-            first=first,
-            last=last,
-            loss_fn=loss_fn,
-            micro_batches=micro_batches,
-            checkpoint=checkpoint,
-            schedule=schedule,
-            stages_per_rank=stages_per_rank,
-            deferred_batch_norm=deferred_batch_norm,
-            epochs=None if freeze is None else Epochs(self, freeze),
-            cache=cache,
-            width=width,
-            versions=versions,
-        )
-        if options.width is not None:
-            pipeline: ByLayerPipeline | StagedPipeline | ElasticPipeline
-            pipeline = ElasticPipeline(self.runtime, options, adopt=self._adopt)
-        else:
-            staged = AsynchronousPipeline if options.schedule == ASYNCHRONOUS else StagedPipeline
-            pipeline = make_pipeline(self.runtime, options, adopt=self._adopt, staged=staged)
+            blocks_of(blocks), first=first, last=last, loss_fn=loss_fn, micro_batches=micro_batches,
+            checkpoint=checkpoint, schedule=schedule, stages_per_rank=stages_per_rank, cache=cache, width=width,
+            deferred_batch_norm=deferred_batch_norm, epochs=epochs, versions=versions,
+        )  # fmt: skip
+        pipeline = self._make_pipeline(options)
         self._pipelines.add(pipeline)
         return pipeline
+
+    def _make_pipeline(self, options: PipelineOptions) -> ByLayerPipeline | StagedPipeline | ElasticPipeline:
+        if options.width is not None:
+            return ElasticPipeline(self.runtime, options, adopt=self._adopt)
+        staged = AsynchronousPipeline if options.schedule == ASYNCHRONOUS else StagedPipeline
+        return make_pipeline(self.runtime, options, adopt=self._adopt, staged=staged)
 
     def _adopt(self, runtime: Runtime) -> None:
         """Consist of other parts from now on."""

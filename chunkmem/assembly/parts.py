@@ -301,7 +301,7 @@ def make_modules(
     is_rehearsal: bool = False,
 ) -> Modules:
     """Return what models are packed and served by; `is_rehearsal` is as for `BackwardTracker`."""
-    pager, size = memory.pager, config.default_chunk_size
+    pager = memory.pager
     turn = Turn(timeout_s=config.distributed.timeout_s, with_hooks=not memory.compute.is_accelerator)
     declared = DeclaredReads()
     saved = ChunkHooks(declared, pager, turn)
@@ -313,15 +313,7 @@ def make_modules(
         is_one_tier=memory.caps.shared,
         always_copies=is_rehearsal,
     )
-    registry = ModelRegistry(
-        memory.packer(adam_states(config.optimizer.params), shows_progress=sharding.ranks.rank == 0),
-        choose_on_host=host.among,
-        chunk_numel=None if size == "auto" else size,
-        device_cap_nbytes=memory.caps.device_nbytes,
-        dtype=DTYPES[config.precision],
-        master_weights=config.master_weights,
-        num_ranks=sharding.ranks.shard.size,
-    )
+    registry = _make_registry(config, memory, sharding.ranks, host)
     policies, device = RegionPolicies(config.activations.policy), memory.compute.device
     chunks = RegionChunks(pager.store)
     regions = RegionActivations(
@@ -358,6 +350,19 @@ def make_modules(
         ParkedTensors(pager, chunks, device=device),
         compiled,
         ModelCopies(registry, read=read, reading=reading),
+    )
+
+
+def _make_registry(config: Config, memory: Memory, ranks: Ranks, host: HostModules) -> ModelRegistry:
+    size = config.default_chunk_size
+    return ModelRegistry(
+        memory.packer(adam_states(config.optimizer.params), shows_progress=ranks.rank == 0),
+        choose_on_host=host.among,
+        chunk_numel=None if size == "auto" else size,
+        device_cap_nbytes=memory.caps.device_nbytes,
+        dtype=DTYPES[config.precision],
+        master_weights=config.master_weights,
+        num_ranks=ranks.shard.size,
     )
 
 

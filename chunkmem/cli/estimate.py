@@ -138,7 +138,6 @@ def run(options: argparse.Namespace) -> CommandResult:
 def _question(options: argparse.Namespace) -> Question:
     import torch
 
-    from chunkmem.estimate.hardware import HARDWARE
     from chunkmem.estimate.models import resolve_model
     from chunkmem.estimate.optimizers import BUILT_IN, class_named
     from chunkmem.estimate.question import Question
@@ -157,20 +156,7 @@ def _question(options: argparse.Namespace) -> Question:
         )
     if options.activations and options.checkpointing:
         raise ConfigError("--checkpointing and --activations are two ways to recompute blocks; leave one of them out")
-    hardware = HARDWARE[options.hardware]
-    if options.link is not None:
-        link_Bps = parse_speed("--link", options.link)
-        hardware = replace(hardware, link_Bps=link_Bps, duplex_Bps=link_Bps * hardware.duplex_Bps / hardware.link_Bps)
-    if options.host_memory is not None:
-        hardware = replace(hardware, host_memory_Bps=parse_speed("--host-memory", options.host_memory))
-    if options.network is not None:
-        network_Bps = parse_speed("--network", options.network)
-        hardware = replace(hardware, peer_Bps=network_Bps, network_Bps=network_Bps)
-    if options.tflops is not None:
-        hardware = replace(hardware, flop_per_s=1e12 * options.tflops, fp32_flop_per_s=1e12 * options.tflops)
-    if options.disk_speed is not None:
-        read_Bps, write_Bps = _disk_speeds(options)
-        hardware = replace(hardware, disk_read_Bps=read_Bps, disk_write_Bps=write_Bps)
+    hardware = _hardware(options)
     if options.disk is not None and options.host is None:
         raise ConfigError("--disk is below HOST, and takes what that has no room for; give --host, too")
     if not options.largest:
@@ -196,6 +182,27 @@ def _question(options: argparse.Namespace) -> Question:
         chunk_numel=options.chunk_size,
         tile_numel=options.tile,
     )
+
+
+def _hardware(options: argparse.Namespace) -> Hardware:
+    """Return the hardware that was named, with what is said of it instead."""
+    from chunkmem.estimate.hardware import HARDWARE
+
+    hardware = HARDWARE[options.hardware]
+    if options.link is not None:
+        link_Bps = parse_speed("--link", options.link)
+        hardware = replace(hardware, link_Bps=link_Bps, duplex_Bps=link_Bps * hardware.duplex_Bps / hardware.link_Bps)
+    if options.host_memory is not None:
+        hardware = replace(hardware, host_memory_Bps=parse_speed("--host-memory", options.host_memory))
+    if options.network is not None:
+        network_Bps = parse_speed("--network", options.network)
+        hardware = replace(hardware, peer_Bps=network_Bps, network_Bps=network_Bps)
+    if options.tflops is not None:
+        hardware = replace(hardware, flop_per_s=1e12 * options.tflops, fp32_flop_per_s=1e12 * options.tflops)
+    if options.disk_speed is not None:
+        read_Bps, write_Bps = _disk_speeds(options)
+        hardware = replace(hardware, disk_read_Bps=read_Bps, disk_write_Bps=write_Bps)
+    return hardware
 
 
 def _disk_speeds(options: argparse.Namespace) -> tuple[float, float]:

@@ -147,13 +147,7 @@ def freeze(
             runtime.updater.kept.update(managed)
             runtime.updater.rounded.difference_update(managed)
         else:
-            runtime.updater.kept.difference_update(managed)
-            _forget_states(runtime, params)
-            for group in sorted(_frozen_groups(runtime, {each.group for each in managed})):
-                runtime.updater.give_up(group)
-            for each in managed:
-                runtime.updater.round_master(each)
-            runtime.updater.rounded.update(managed)
+            _give_up_states(runtime, params, managed)
         freed_nbytes = before_nbytes - training_nbytes(runtime)
         again = None if keep_states else PackingAgain(runtime)
         packs = again is not None and again.is_worth_it()
@@ -167,21 +161,38 @@ def freeze(
     packed_nbytes = 0
     if packs and not not_packed:
         assert again is not None
-        try:
-            after = again.run()
-        except CapacityError as error:
-            not_packed = str(error)
-            with runtime.together("manager.freeze()"):
-                expect_step(runtime)
-        else:
-            adopt(after)
-            packed_nbytes = before_nbytes - freed_nbytes - training_nbytes(after)
-            runtime = after
+        unpacked_nbytes = training_nbytes(runtime)
+        runtime, not_packed = _pack(runtime, again, adopt)
+        packed_nbytes = 0 if not_packed else unpacked_nbytes - training_nbytes(runtime)
     left_nbytes = 0
     if not keep_states:
         left_nbytes = _left_nbytes(runtime, [found for p in params if (found := runtime.registry.find(p)) is not None])
     num_params = sum(param.numel() for param in trained)
     return FreezeReport(num_params, freed_nbytes + packed_nbytes, left_nbytes, packed_nbytes, not_packed)
+
+
+def _pack(runtime: Runtime, again: PackingAgain, adopt: Callable[[Runtime], None]) -> tuple[Runtime, str]:
+    """Return parts over new chunks; or the same ones, and why there is no room for others."""
+    try:
+        after = again.run()
+    except CapacityError as error:
+        with runtime.together("manager.freeze()"):
+            expect_step(runtime)
+        return runtime, str(error)
+    adopt(after)
+    return after, ""
+
+
+def _give_up_states(runtime: Runtime, params: Sequence[nn.Parameter], managed: Collection[ManagedParameter]) -> None:
+    """Give back the memory of the states of `params`, and of the master weights of those that are `managed`."""
+    updater = runtime.updater
+    updater.kept.difference_update(managed)
+    _forget_states(runtime, params)
+    for group in sorted(_frozen_groups(runtime, {each.group for each in managed})):
+        updater.give_up(group)
+    for each in managed:
+        updater.round_master(each)
+    updater.rounded.update(managed)
 
 
 def unfreeze(runtime: Runtime, what: object) -> FreezeReport:

@@ -24,7 +24,6 @@ from chunkmem.nn.compiled import CompiledCall
 from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.frames import in_backward
 from chunkmem.nn.parameter_reads import not_picklable
-from chunkmem.nn.precision import precision_of
 
 
 class _Border:
@@ -160,11 +159,6 @@ def _cast_arguments(dtype: torch.dtype, _module: nn.Module, args: Any, kwargs: A
 
 def _cast_result(dtype: torch.dtype, _module: nn.Module, _args: Any, result: Any) -> Any:
     return cast_floats(result, dtype)
-
-
-def cast_at_borders(root: nn.Module, dtype: torch.dtype) -> None:
-    """Have a model whose parameters have the dtypes of `precision_of` compute accordingly."""
-    Borders().fit(root, precision_of([root], dtype).modules, dtype)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -109,8 +109,6 @@ class ParameterServer:
         self._classes: dict[type[nn.Parameter], type[nn.Parameter]] = {}
         self._taken = WeakTensorKeyDictionary()
         """Tensors that were taken out of parameters, each with how often others had been assigned to `.data` then."""
-        self.before_use: Callable[[ManagedParameter], None] = lambda managed: None
-        """Called before an operator outside of modules that backward may come to, with the first parameter it gets."""
         self._being_saved: set[int] = set()
         """Identities of Parameters whose module is putting together its `state_dict`, which is then filled in."""
 

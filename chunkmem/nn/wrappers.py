@@ -1,8 +1,8 @@
 """Wrappers of torch that exchange parameters or gradients between ranks, around managed parameters.
 
 `DistributedDataParallel` is noticed when it registers the model as its child, which it does before it touches
-anything. From there on it exchanges nothing, see [Note: DistributedDataParallel], if all that the model trains is known to
-the manager; else it is refused. `FullyShardedDataParallel` and `fully_shard` are noticed when they first use a
+anything. From there on it exchanges nothing, see [Note: DistributedDataParallel], if all that the model trains is known
+to the manager; else it is refused. `FullyShardedDataParallel` and `fully_shard` are noticed when they first use a
 parameter that serves itself, see [Note: Served parameters] in `chunkmem.nn.served`: the first one registers the model
 when it has flattened its parameters, the second one never does.
 

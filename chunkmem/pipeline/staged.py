@@ -134,22 +134,8 @@ class StagedPipeline(OfWidth):
         self._neighbours = Neighbours(self._ranks, runtime.device, waiting=waiting)
         self._announced = AnnouncedForms(self._ranks, dtype=runtime.dtype, waiting=waiting)
         self._num_stages = len(modules)
-        self.stages = [
-            self.make_stage(
-                module,
-                index,
-                self._num_stages,
-                neighbours=self._neighbours,
-                parking=runtime.modules.parked,
-                clock=runtime.memory.store.clock,
-                log=lambda: runtime.controller.now.step_log,
-                device=runtime.device,
-                group=self._ranks.process_group,
-                first_block=sum(len(before.blocks) for before in modules[:index]),
-            )
-            for index, module in enumerate(modules)
-            if index % self._ranks.size == self._ranks.rank
-        ]
+        own = range(self._ranks.rank, self._num_stages, self._ranks.size)
+        self.stages = [self._make_own(modules, index) for index in own]
         """Those of this rank."""
         self._statistics = DeferredStatistics(
             [stage.submod for stage in self.stages] if options.deferred_batch_norm else ()
@@ -168,6 +154,21 @@ class StagedPipeline(OfWidth):
             module.regions = runtime.modules.regions
             module.hold = self._held.hold
         self._set_up(runtime, modules)
+
+    def _make_own(self, modules: Sequence[StageModule], index: int) -> PackedStage:
+        runtime = self._runtime
+        return self.make_stage(
+            modules[index],
+            index,
+            self._num_stages,
+            neighbours=self._neighbours,
+            parking=runtime.modules.parked,
+            clock=runtime.memory.store.clock,
+            log=lambda: runtime.controller.now.step_log,
+            device=runtime.device,
+            group=self._ranks.process_group,
+            first_block=sum(len(before.blocks) for before in modules[:index]),
+        )
 
     def _set_up(self, runtime: Runtime, modules: Sequence[StageModule]) -> None:
         """What a kind of pipelines has in addition."""

@@ -198,11 +198,30 @@ def find_gaps(
     chunks = tuple(sorted(trace.chunk_nbytes, key=lambda chunk: (chunk.group, chunk.role.value)))
     index = {chunk: at for at, chunk in enumerate(chunks)}
     nbytes = tuple(trace.chunk_nbytes[chunk] for chunk in chunks)
-    uses: list[list[Use]] = [[] for _ in chunks]
-    renewed: list[list[int]] = [[] for _ in chunks]
-    """Moments at which the tier below writes a new version."""
-    needed: list[list[int]] = [[] for _ in chunks]
-    """Moments at which the tier below has what DEVICE wrote."""
+    uses, renewed, needed = _read_uses(trace, update_tiers, index, one_tier=one_tier)
+    gaps: list[Gap] = []
+    first_gap = []
+    for own, chain in enumerate(uses):
+        first_gap.append(len(gaps))
+        gaps += gaps_of(own, chain, renewed[own], needed[own], len(trace.moments))
+    always_kept = frozenset(
+        at for at, gap in enumerate(gaps) if chunks[gap.chunk].group in resident_groups and may_be_kept(gap)
+    )
+    required = required_nbytes(len(trace.moments), nbytes, uses, [gaps[at] for at in always_kept])
+    return Problem(
+        trace, update_tiers, chunks, nbytes, tuple(map(tuple, uses)), tuple(gaps), tuple(first_gap), required,
+        tuple(moment.duration_s for moment in trace.moments), always_kept,
+    )  # fmt: skip
+
+
+def _read_uses(
+    trace: Trace, update_tiers: Mapping[int, Tier], index: Mapping[ChunkId, int], *, one_tier: bool
+) -> tuple[list[list[Use]], list[list[int]], list[list[int]]]:
+    """Return for each chunk its uses on DEVICE, and the moments at which the tier below writes a new version of it, and
+    at which that has what DEVICE wrote. `index` has the place of each chunk; the rest is as for `find_gaps`."""
+    uses: list[list[Use]] = [[] for _ in index]
+    renewed: list[list[int]] = [[] for _ in index]
+    needed: list[list[int]] = [[] for _ in index]
     for at, moment in enumerate(trace.moments):
         own = index[moment.chunk]
         if moment.kind is Kind.HOLD:
@@ -237,19 +256,7 @@ def find_gaps(
     for chain in uses if one_tier else ():
         if not chain:
             chain.append(Use(0, len(trace.moments)))
-    gaps: list[Gap] = []
-    first_gap = []
-    for own, chain in enumerate(uses):
-        first_gap.append(len(gaps))
-        gaps += gaps_of(own, chain, renewed[own], needed[own], len(trace.moments))
-    always_kept = frozenset(
-        at for at, gap in enumerate(gaps) if chunks[gap.chunk].group in resident_groups and may_be_kept(gap)
-    )
-    required = required_nbytes(len(trace.moments), nbytes, uses, [gaps[at] for at in always_kept])
-    return Problem(
-        trace, update_tiers, chunks, nbytes, tuple(map(tuple, uses)), tuple(gaps), tuple(first_gap), required,
-        tuple(moment.duration_s for moment in trace.moments), always_kept,
-    )  # fmt: skip
+    return uses, renewed, needed
 
 
 def may_be_kept(gap: Gap) -> bool:

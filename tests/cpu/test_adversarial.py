@@ -171,5 +171,5 @@ def test_copies_are_late_in_these_tests() -> None:
         behind = 0
         for _ in range(STEPS):
             trainer.step()
-            behind += sum(map(len, manager.runtime.controller._lanes._queues.values()))
+            behind += sum(map(len, manager.runtime.tiers.lanes._queues.values()))
         assert behind > 0

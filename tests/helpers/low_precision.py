@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chunkmem.nn.borders import cast_at_borders
+from chunkmem.nn.borders import Borders
+from chunkmem.nn.precision import precision_of
 from chunkmem.optim.scaler import LossScaler
 from tests.helpers.training import compute_device
 
@@ -81,7 +82,7 @@ class LowPlain:
                 self.masters[param] = param
             else:
                 self.masters[param] = nn.Parameter(param.detach().float().clone())
-        cast_at_borders(model, self.dtype)
+        Borders().fit(model, precision_of([model], self.dtype).modules, self.dtype)
         for param in set(model.parameters()) - kept:
             param.data = param.data.to(self.dtype)
         return model

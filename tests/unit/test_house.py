@@ -17,7 +17,7 @@ from tests.unit.test_layering import SOURCES, internal_imports, parsed
 
 CORE = {module: source for module, source in SOURCES.items() if not module.startswith("contrib")}
 
-MOST_TOKENS = 398_600
+MOST_TOKENS = 398_810
 """Names, numbers, operators and strings; without imports, docstrings and comments."""
 MOST_WITH_ONE_IMPORTER = 64
 """Files that one other imports, of their own folder."""
@@ -25,14 +25,6 @@ MOST_ASSIGNED_LATE = 0
 """Attributes of parts that whoever puts them together assigns, where the constructor should be given them."""
 ASSEMBLY = ("parts", "runtime", "built_models", "entry_points")
 WIRING = (*(f"assembly.{name}" for name in ASSEMBLY), "manager", "building", "reporting")
-LONG_FUNCTIONS = {
-    "cli.estimate._question",
-    "freezing.freezer.freeze",
-    "manager.pipeline",
-    "assembly.parts.make_modules",
-    "pipeline.staged.__init__",
-    "plan.gaps.find_gaps",
-}
 THREADS = {
     "updates in backward": (r"in_backward(?!\()|InBackward|BackwardUpdate", "optim", 16),
     "speculative updates": (r"specul|shadow|roll_back", "runtime", 14),
@@ -116,7 +108,7 @@ def test_no_function_is_longer_than_a_screen() -> None:
         for function in functions(source)
         if (function.end_lineno or 0) - function.lineno >= 60
     }
-    assert long <= LONG_FUNCTIONS
+    assert not long
 
 
 def test_constructors_are_given_what_parts_need() -> None:
