@@ -323,9 +323,9 @@ def build_runtime(origin: Origin, *, before: Runtime | None = None) -> Runtime:
         origin: what they are made from.
         before: what these parts take the place of, and use the tiers and the loss scale of; it has stopped.
     """
-    config, opts, backend = origin.config, origin.config.client.opts, default_backend()
-    _require_config(config)
+    _require_config(origin.config)
     require_method(origin.exchange)
+    config, opts, backend = origin.config, origin.config.client.opts, default_backend()
     interrupts = (None if before is None else before.memory.interrupts) or InterruptGuard()
     interrupts.install()
     ranks = _open_ranks(config, origin)

@@ -54,7 +54,7 @@ def plain(**keys: Any) -> Run:
 
 
 def waiting(run: Run) -> int:
-    lanes = run.manager.runtime.controller._lanes
+    lanes = run.manager.runtime.tiers.lanes
     assert isinstance(lanes, Unhurried)
     return lanes.num_waiting
 
