@@ -151,7 +151,7 @@ class ModelBuilding:
         self.runtime.require_open()
         if not isinstance(module, nn.Module):
             raise LayoutError(f"manager.unit() takes a torch.nn.Module, not a {type(module).__name__}")
-        self.runtime.sharding.units.mark(module)
+        self.runtime.modules.policies.ask(module, is_unit=True)
         return module
 
     def region(self, module: nn.Module, *, policy: str = "auto") -> nn.Module:
@@ -169,7 +169,7 @@ class ModelBuilding:
             raise LayoutError(f"manager.region() takes a torch.nn.Module, not a {type(module).__name__}")
         if policy not in REGION_POLICIES:
             raise ConfigError(f"policy is {shown(policy)}; give one of {', '.join(REGION_POLICIES)}")
-        self.runtime.modules.regions.policies.mark(module, policy)
+        self.runtime.modules.policies.ask(module, activations=policy)
         return module
 
     def on_host(self, module: nn.Module) -> nn.Module:
@@ -183,5 +183,5 @@ class ModelBuilding:
             StateError: it is packed already.
         """
         self.runtime.require_open()
-        self.runtime.modules.host.mark(module)
+        self.runtime.modules.host.ask(module)
         return module

@@ -47,6 +47,7 @@ from chunkmem.nn.guard import DeclaredReads
 from chunkmem.nn.hooks import ModuleHooks, RootCalls
 from chunkmem.nn.host_modules import HostModules
 from chunkmem.nn.lazy_tensor import LazyTensor
+from chunkmem.nn.module_policy import ModulePolicies
 from chunkmem.nn.packing import PackedModel, Packer
 from chunkmem.nn.parked import ParkedTensors
 from chunkmem.nn.reduction import OrdinaryGradients, Reduction
@@ -153,6 +154,7 @@ class Sharding:
 class Modules:
     """What models are packed and served by."""
 
+    policies: ModulePolicies
     registry: ModelRegistry
     turn: Turn
     access: AccessTracker
@@ -176,6 +178,7 @@ class Modules:
         return ModuleHooks(
             self.access,
             self.backward,
+            policies=self.policies,
             units=self.units,
             regions=self.regions,
             turn=self.turn,
@@ -233,13 +236,10 @@ class Modules:
         for fitted in self._fitted(hooks):
             fitted.undo(besides={module for module in fitted if self.registry.has_parameter_in(module)})
 
-    def mark_as(self, other: Modules) -> None:
-        """Have modules be units and regions, and compute on HOST, when they are packed, as users have asked there."""
-        self.units.mark_as(other.units)
-        self.regions.policies.mark_as(other.regions.policies)
+    def know_as(self, other: Modules) -> None:
+        """Know from the beginning what is known there."""
+        self.units.expect_as(other.units)
         self.regions.inputs.know_as(other.regions.inputs)
-        self.host.mark_as(other.host)
-        self.compiled.mark_as(other.compiled)
 
 
 def margin_use_ratio(config: Config) -> float:
@@ -297,24 +297,26 @@ def make_modules(
     sharding: Sharding,
     gradients: GradientBook,
     updater: GroupUpdater,
+    asked: ModulePolicies,
     *,
     is_rehearsal: bool = False,
 ) -> Modules:
-    """Return what models are packed and served by; `is_rehearsal` is as for `BackwardTracker`."""
-    pager = memory.pager
-    turn = Turn(timeout_s=config.distributed.timeout_s, with_hooks=not memory.compute.is_accelerator)
+    """Return what models are packed and served by, as users have `asked`; `is_rehearsal`: see `BackwardTracker`."""
+    pager, is_accelerator = memory.pager, memory.compute.is_accelerator
+    turn = Turn(timeout_s=config.distributed.timeout_s, with_hooks=not is_accelerator)
     declared = DeclaredReads()
     saved = ChunkHooks(declared, pager, turn)
     access = AccessTracker(pager, updater.ledger, before_lookup=saved.replace)
     host = HostModules(
         access,
         memory.compute.device,
+        asked,
         every_embedding=config.use_cpu_embedding,
         is_one_tier=memory.caps.shared,
         always_copies=is_rehearsal,
     )
     registry = _make_registry(config, memory, sharding.ranks, host)
-    policies, device = RegionPolicies(config.activations.policy), memory.compute.device
+    policies, device = RegionPolicies(config.activations.policy, asked), memory.compute.device
     chunks = RegionChunks(pager.store)
     regions = RegionActivations(
         pager, turn, saved, policies=policies, chunks=chunks, device=device, is_rehearsal=is_rehearsal
@@ -324,15 +326,12 @@ def make_modules(
     )
     server = ParameterServer(pager, access, backward, turn, saved=saved, is_shared=sharding.shards is not None)
     read = partial(_read, pager, sharding, updater)
-    surface = ModuleSurface(
-        read=read,
-        lazy=partial(_lazy, pager, sharding, updater),
-        write=partial(_write, pager, sharding, updater),
-        saving=server.saving,
-    )
-    compiled = CompiledModules(pager.events, is_accelerator=memory.compute.is_accelerator, is_rehearsal=is_rehearsal)
+    lazy, write = partial(_lazy, pager, sharding, updater), partial(_write, pager, sharding, updater)
+    surface = ModuleSurface(read=read, lazy=lazy, write=write, saving=server.saving)
+    compiled = CompiledModules(pager.events, asked, is_accelerator=is_accelerator, is_rehearsal=is_rehearsal)
     reading = partial(_reading_a_copy, memory, sharding, updater, registry, surface, turn)
     return Modules(
+        asked,
         registry,
         turn,
         access,

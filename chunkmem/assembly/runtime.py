@@ -40,6 +40,7 @@ from chunkmem.nn.autocast import AutocastCache
 from chunkmem.nn.binding import BoundChunk, ManagedParameter, move_to
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.hooks import ModuleHooks
+from chunkmem.nn.module_policy import ModulePolicies
 from chunkmem.nn.registry import ModelRegistry, check_fits
 from chunkmem.nn.wrappers import WrapperCheck
 from chunkmem.optim.by_form import updates_by_form
@@ -84,6 +85,8 @@ class Origin:
     machine: Machine | None
     make_lanes: MakeLanes | None
     disk_calls: DiskCalls | None
+    asked: ModulePolicies = field(default_factory=ModulePolicies)
+    """What users have asked for modules."""
     groups: list[Any] = field(default_factory=list)
     """Process groups that were made for the mesh, and end with it: the user has made another one."""
     optimizers: list[weakref.ref[torch.optim.Optimizer]] = field(default_factory=list)
@@ -340,9 +343,9 @@ def build_runtime(origin: Origin, *, before: Runtime | None = None) -> Runtime:
     gradients = _make_gradients(memory.pager, update_parts, places, shards, ranks)
     sharding = make_sharding(memory, ranks, shards, gradients)
     updater = make_updater(memory, gradients, places, update_parts)
-    modules = make_modules(config, memory, sharding, gradients, updater)
+    modules = make_modules(config, memory, sharding, gradients, updater, origin.asked)
     if before is not None:
-        modules.mark_as(before.modules)
+        modules.know_as(before.modules)
     links = Links(
         shards,
         tiers,

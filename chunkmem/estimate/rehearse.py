@@ -55,6 +55,7 @@ from chunkmem.estimate.workspace import with_workspace
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.built import Built
 from chunkmem.nn.guard import only_makes_a_view
+from chunkmem.nn.module_policy import ModulePolicies
 from chunkmem.nn.reduction import OrdinaryGradients
 from chunkmem.nn.tiling import tile_linears
 from chunkmem.optim.block_adam import adam_states
@@ -293,7 +294,9 @@ class _Stage:
         self._in_backward = setting.in_backward
         if setting.in_backward:
             self._updater.in_backward = LoggedUpdates(memory.pager, self._gradients, self.log)
-        self._modules = make_modules(config, memory, sharding, self._gradients, self._updater, is_rehearsal=True)
+        self._modules = make_modules(
+            config, memory, sharding, self._gradients, self._updater, ModulePolicies(), is_rehearsal=True
+        )
         added = self._modules.registry.add([module], [], _Fake())
         if not added:
             raise LayoutError("the model has no parameters, so there is nothing to train")

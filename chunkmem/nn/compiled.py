@@ -30,6 +30,7 @@ from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.fitted import FittedModules
+from chunkmem.nn.module_policy import ModulePolicies
 from chunkmem.nn.tiled import TiledLinear
 from chunkmem.runtime.step_events import StepEvents
 
@@ -37,7 +38,8 @@ Call = Callable[..., Any]
 MakeCall = Callable[[Call], Call]
 _LISTS = (nn.ModuleList, nn.Sequential)
 _OPAQUE = (
-    *(f"chunkmem.{name}" for name in ("comm", "plan", "runtime", "shard", "steps", "trace", "tracing", "entry_points")),
+    *(f"chunkmem.{name}" for name in ("comm", "plan", "runtime", "shard", "steps", "trace", "tracing")),
+    "chunkmem.assembly.entry_points",
     *(f"chunkmem.nn.{name}" for name in ("access", "backward", "binding", "frames", "parameter_reads", "references")),
     *(f"chunkmem.nn.{name}" for name in ("regions", "saved_tensors", "served", "transforms", "turn")),
 )
@@ -119,11 +121,14 @@ class HiddenGradients:
 class CompiledModules:
     """Knows which modules are compiled: by `manager.compile`, `module.compile` or `torch.compile`, in any order."""
 
-    def __init__(self, events: StepEvents, *, is_accelerator: bool = False, is_rehearsal: bool = False) -> None:
+    def __init__(
+        self, events: StepEvents, asked: ModulePolicies, *, is_accelerator: bool = False, is_rehearsal: bool = False
+    ) -> None:
         """Begin with none.
 
         Args:
             events: tell who wants to know that a module of a packed model has been compiled.
+            asked: what users have asked for modules that are not packed yet.
             is_accelerator: weights change their addresses, which recorded CUDA graphs keep.
             is_rehearsal: nothing is compiled: modules are surrounded as if they were.
         """
@@ -136,8 +141,7 @@ class CompiledModules:
         """All modules of models that were packed."""
         self._listed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Those below a list of blocks: each is compiled as it is."""
-        self._marked: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Any]] = weakref.WeakKeyDictionary()
-        """Options of modules to be compiled when they are packed."""
+        self._asked = asked
         self._parts: tuple[Encloses, ...] = ()
         self._handle = _heard_by(self)
         self._events = events
@@ -151,8 +155,9 @@ class CompiledModules:
                 self.fitted.set(module, "compile", partial(_compile_in_place, weakref.ref(self), weakref.ref(module)))
             if is_optimized(module):
                 self._take_over(module)
-            elif module in self._marked:
-                self._compile(module, partial(_compiled_with, self._marked.pop(module)))
+            elif (options := self._asked.of(module).compile_options) is not None:
+                self._asked.ask(module, compile_options=None)
+                self._compile(module, partial(_compiled_with, options))
             elif module not in self._calls and module._compiled_call_impl is not None:
                 self._take_call(module)
 
@@ -162,10 +167,6 @@ class CompiledModules:
         self._calls.clear()
         self._known.clear()
         self._listed.clear()
-
-    def mark_as(self, other: CompiledModules) -> None:
-        """Compile what is marked there."""
-        self._marked.update(other._marked)
 
     def compile(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         """Have a module compiled with options of `torch.compile`; a whole model block by block.
@@ -178,7 +179,7 @@ class CompiledModules:
             for tell in self._events.compiled:
                 tell()
         else:
-            self._marked[module] = dict(options)
+            self._asked.ask(module, compile_options=dict(options))
 
     def compile_in_place(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         """Do what `module.compile(**options)` does in plain PyTorch: some modules run as they are, those of torch."""

@@ -23,6 +23,7 @@ from chunkmem.nn.compiled import CompiledCall
 from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.frames import Frame, in_backward
 from chunkmem.nn.guard import AccessGuard
+from chunkmem.nn.module_policy import ModulePolicies
 from chunkmem.nn.parameter_reads import IN_UNIT, ParameterReads, not_picklable
 from chunkmem.nn.regions import RegionActivations
 from chunkmem.nn.saved_tensors import ChunkHooks
@@ -93,6 +94,7 @@ class ModuleHooks:
         access: AccessTracker,
         backward: BackwardTracker,
         *,
+        policies: ModulePolicies,
         units: Units,
         regions: RegionActivations,
         turn: Turn,
@@ -104,6 +106,7 @@ class ModuleHooks:
         Args:
             access: reads of parameters.
             backward: what comes after the calls.
+            policies: what users have asked for modules.
             units: of exchange.
             regions: what they save.
             turn: of this thread.
@@ -113,6 +116,7 @@ class ModuleHooks:
         self._turn = turn
         self._access = access
         self._backward = backward
+        self._policies = policies
         self._units = units
         self._regions = regions
         self._saved = saved
@@ -146,7 +150,7 @@ class ModuleHooks:
         owned: dict[nn.Module, dict[str, ManagedParameter]] = {}
         chunks = self._access.chunks
         exchanged = {k: m.group for k, m in by_id.items() if chunks[m.group].compute_tier is Tier.DEVICE}
-        units = self._units.of(root, exchanged)
+        units = self._units.of(root, exchanged, lambda module: self._policies.of(module).is_unit)
         regions = self._regions.policies.of(root)
         self._roots.add(root)
         for name, module in root.named_modules():

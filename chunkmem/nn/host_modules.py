@@ -13,7 +13,6 @@ step.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from chunkmem.errors import LayoutError, StateError
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.fitted import FittedModules
+from chunkmem.nn.module_policy import ModulePolicies
 from chunkmem.nn.parameter_reads import is_managed, not_picklable
 from chunkmem.nn.values import tensors_in
 from chunkmem.types import Tier
@@ -39,6 +39,7 @@ class HostModules:
         self,
         access: AccessTracker,
         device: torch.device,
+        asked: ModulePolicies,
         *,
         every_embedding: bool = False,
         is_one_tier: bool = False,
@@ -49,6 +50,7 @@ class HostModules:
         Args:
             access: knows which modules run.
             device: where all other modules compute.
+            asked: what users have asked for modules.
             every_embedding: each nn.Embedding and nn.EmbeddingBag does, as `use_cpu_embedding` asks.
             is_one_tier: DEVICE and HOST are one piece of RAM: modules compute where they would without being marked.
             always_copies: what they return is copied, also if both tiers are RAM, as to an accelerator that is played.
@@ -58,14 +60,14 @@ class HostModules:
         self._every_embedding = every_embedding
         self._is_one_tier = is_one_tier
         self._always_copies = always_copies
-        self._marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._asked = asked
         self.fitted = FittedModules()
         """What was fitted so far."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise not_picklable()
 
-    def mark(self, module: nn.Module) -> None:
+    def ask(self, module: nn.Module) -> None:
         """Have a module, and all modules below it, compute on HOST once it is packed.
 
         Raises:
@@ -85,7 +87,7 @@ class HostModules:
                 f"manager.on_host({what}): it has no parameters, so there is nothing to keep off DEVICE; mark the "
                 "module that has them"
             )
-        self._marked.add(module)
+        self._asked.ask(module, is_on_host=True)
 
     def among(self, roots: Iterable[nn.Module], excluded: Collection[nn.Module]) -> frozenset[nn.Module]:
         """Return the modules under `roots` that compute on HOST.
@@ -94,7 +96,7 @@ class HostModules:
             LayoutError: one of them shares a parameter with a module that computes on DEVICE, or is excluded.
         """
         named = {module: name or type(module).__name__ for root in roots for name, module in root.named_modules()}
-        meant = [module for module in named if module in self._marked]
+        meant = [module for module in named if self._asked.of(module).is_on_host]
         if self._every_embedding:
             meant += [module for module in named if isinstance(module, _EMBEDDINGS) and module not in set(excluded)]
         chosen = frozenset() if self._is_one_tier else frozenset(below for one in meant for below in one.modules())
@@ -127,11 +129,6 @@ class HostModules:
     def unfit(self) -> None:
         """Undo all that `fit` did."""
         self.fitted.undo()
-
-    def mark_as(self, other: HostModules) -> None:
-        """Mark what is marked there."""
-        for module in tuple(other._marked):
-            self._marked.add(module)
 
     def _move_in(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         if all(tensor.device == _HOST for tensor in tensors_in((args, kwargs))):

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from chunkmem.nn.module_policy import ModulePolicies
+
 
 class RegionPolicies:
-    """Policies by module, from when they are asked for to when a model is packed."""
+    """Which modules of a model are regions."""
 
-    def __init__(self, policy: str | None) -> None:
-        """Have all blocks be regions of a policy; None: only marked modules."""
+    def __init__(self, policy: str | None, asked: ModulePolicies) -> None:
+        """Have all blocks be regions of a policy; None: only those that users have asked it for."""
         self.default = policy
+        self._asked = asked
         self.by_name: dict[str, set[str]] = {}
         """Of the regions of models that were packed; two models may have regions of one name."""
-        self._marked: list[tuple[nn.Module, str]] = []
-        self._ever_marked: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-
-    def mark(self, module: nn.Module, policy: str) -> None:
-        """Make a module a region of a policy when it is packed."""
-        self._marked.append((module, policy))
-        self._ever_marked[module] = policy
-
-    def mark_as(self, other: RegionPolicies) -> None:
-        """Mark what was marked there."""
-        for module, policy in tuple(other._ever_marked.items()):
-            self.mark(module, policy)
 
     def of(self, root: nn.Module) -> dict[nn.Module, str]:
         """Return the policies of the regions under `root`, a model that was packed."""
-        found, self._marked = dict(self._marked), []
+        asked = ((module, self._asked.of(module).activations) for module in root.modules())
+        found = {module: policy for module, policy in asked if policy is not None}
         if self.default is not None:
             found = dict.fromkeys(_regions_in(root, found) or root.children(), self.default) | found
         found |= dict.fromkeys(filter(_writes_to_input, found), "keep")

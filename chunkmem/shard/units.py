@@ -22,10 +22,10 @@ backward, takes part in what they exchange until they come, too; its gradients c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -66,8 +66,6 @@ class Units:
         self._expected: int | None = None
         """Backwards a step: declared, or as many as the step before had; None: not known."""
         self._is_declared = False
-        self._marked: list[nn.Module] = []
-        self._ever_marked: WeakSet[nn.Module] = WeakSet()
         self._users: dict[int, set[Unit]] = {}
         """By group: the units that have a part in it."""
         self._unit_of: WeakKeyDictionary[nn.Module, Unit] = WeakKeyDictionary()
@@ -103,30 +101,25 @@ class Units:
         """Expect so many backwards before each step from now on."""
         self._expected, self._is_declared = num_backwards, True
 
-    def mark(self, module: nn.Module) -> None:
-        """Make a module a unit when it is packed."""
-        self._marked.append(module)
-        self._ever_marked.add(module)
-
-    def mark_as(self, other: Units) -> None:
-        """Mark what was marked there, and expect as many backwards, if that was declared."""
-        for module in tuple(other._ever_marked):
-            self.mark(module)
+    def expect_as(self, other: Units) -> None:
+        """Expect as many backwards as there, if that was declared."""
         if other._is_declared:
             self._expected, self._is_declared = other._expected, True
 
-    def of(self, root: nn.Module, group_of: Mapping[int, int]) -> dict[nn.Module, Unit]:
-        """Return the unit that each module under `root` belongs to: marked modules, children of lists, or the root.
+    def of(
+        self, root: nn.Module, group_of: Mapping[int, int], is_asked: Callable[[nn.Module], bool]
+    ) -> dict[nn.Module, Unit]:
+        """Return the unit that each module under `root` belongs to: children of lists, others, or the root.
 
         Args:
             root: a model that was packed.
             group_of: by the identity of each managed Parameter, the group that it is in.
+            is_asked: tells whether a user wants a module to be a unit.
         """
         if self._shards is None:
             return {}
         found: dict[nn.Module, Unit] = {}
         members: dict[Unit, dict[int, None]] = {}
-        marked, self._marked = {id(module) for module in self._marked}, []
 
         def visit(module: nn.Module, name: str, unit: Unit, *, splits: bool) -> None:
             if module in found:
@@ -140,7 +133,7 @@ class Units:
                 if child is None:
                     continue
                 path = f"{name}.{key}" if name else key
-                begins = id(child) in marked or (is_list and splits)
+                begins = is_asked(child) or (is_list and splits)
                 visit(child, path, Unit(path) if begins else unit, splits=splits and not begins)
 
         visit(root, "", Unit(type(root).__name__, is_root=True), splits=True)

@@ -298,6 +298,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 _setup_privateuseone_for_python_backend("toy")  # a device that torch can name, without memory: tensors are fake
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.frames import Frame
+from chunkmem.nn.module_policy import ModulePolicies
 from chunkmem.nn.host_modules import HostModules
 from chunkmem.types import Tier
 
@@ -318,7 +319,7 @@ class Stack:
 
 for dtype in (torch.float32, torch.bfloat16):
     calls = Stack()
-    host = HostModules(calls, torch.device("toy"))
+    host = HostModules(calls, torch.device("toy"), ModulePolicies())
     with FakeTensorMode(), Crossings() as crossings:
         words = nn.Embedding(WORDS, WIDTH, dtype=dtype)
         host.fit([words])
