@@ -10,13 +10,14 @@ from typing import Any
 from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.config import REGION_POLICIES, Config
+from chunkmem.config import Config
 from chunkmem.errors import ConfigError, LayoutError, StateError
 from chunkmem.nn.built import HERE
 from chunkmem.nn.initialisers import Initialisers
 from chunkmem.nn.released import BuiltOverRanks
 from chunkmem.nn.tiling import tile_linears
 from chunkmem.sizes import shown
+from chunkmem.types import ACTIVATION_POLICIES
 
 
 class ModelBuilding:
@@ -167,8 +168,8 @@ class ModelBuilding:
         self.runtime.require_open()
         if not isinstance(module, nn.Module):
             raise LayoutError(f"manager.region() takes a torch.nn.Module, not a {type(module).__name__}")
-        if policy not in REGION_POLICIES:
-            raise ConfigError(f"policy is {shown(policy)}; give one of {', '.join(REGION_POLICIES)}")
+        if policy not in ACTIVATION_POLICIES:
+            raise ConfigError(f"policy is {shown(policy)}; give one of {', '.join(ACTIVATION_POLICIES)}")
         self.runtime.modules.policies.ask(module, activations=policy)
         return module
 

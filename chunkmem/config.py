@@ -26,6 +26,7 @@ from chunkmem.schema import (
     subsection,
     whole,
 )
+from chunkmem.types import ACTIVATION_POLICIES
 
 _BATCH = "is the batch that your loop gives the model"
 _OUTPUT = "has no counterpart, leave it out"
@@ -202,15 +203,12 @@ class MemoryConfig(Section, at="memory"):
     )
 
 
-REGION_POLICIES: Final = ("auto", "keep", "offload", "recompute")
-
-
 @dataclass(frozen=True)
 class ActivationsConfig(Section, at="activations"):
     """What becomes of activations between forward and backward."""
 
-    policy: Literal["auto", "keep", "offload", "recompute"] | None = option(
-        either(NULL, one_of(*REGION_POLICIES)),
+    policy: str | None = option(
+        either(NULL, one_of(*ACTIVATION_POLICIES)),
         None,
         about="Of each block: keep: on DEVICE; offload: on DEVICE as far as there is room, or to HOST and back; "
         "recompute: only its inputs are kept; auto: what makes the step fastest; null: left to the model.",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Collection
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar, Final, NamedTuple
 
 
 class Tier(enum.Enum):
@@ -108,3 +110,40 @@ class ChunkId(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.role.value} chunk {self.group}"
+
+
+@dataclass(frozen=True)
+class ActivationPolicy:
+    """What becomes of what calls of a region save between forward and backward."""
+
+    saves: bool = True
+    """Activations of some calls are kept for backward."""
+    recomputes: bool = False
+    """Some calls run again in backward, and only their inputs are kept."""
+    stays: bool = False
+    """What is kept stays on DEVICE; else it may be offloaded to HOST."""
+    chooses: Callable[[int], bool] | None = None
+    """Where some calls are recomputed and others are not, tells by a call's number in the step whether that one is;
+    None: that is decided for each kind of step, so that it is as fast as can be."""
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether a call is recomputed is decided for each kind of step."""
+        return self.saves and self.recomputes and self.chooses is None
+
+    def recomputes_call(self, number: int, kept: Collection[int]) -> bool:
+        """Tell whether a call is recomputed; `kept` are the numbers of those for which that was decided against."""
+        if self.is_auto:
+            return number not in kept
+        return self.recomputes if self.chooses is None else self.chooses(number)
+
+
+ACTIVATION_POLICIES: Final = MappingProxyType(
+    {
+        "auto": ActivationPolicy(recomputes=True),
+        "keep": ActivationPolicy(stays=True),
+        "offload": ActivationPolicy(),
+        "recompute": ActivationPolicy(saves=False, recomputes=True),
+    }
+)
+"""By the name that the configuration, `manager.region` and the command line have for it."""

@@ -75,7 +75,7 @@ MakeLanes = Callable[[ComputeDevice], Lanes]
 
 @dataclass(frozen=True)
 class Origin:
-    """What the parts of a manager are made from, those of `ChunkManager`; and who uses them."""
+    """What the parts of a manager are made from: the arguments of `ChunkManager`, and what users have asked for."""
 
     config: Config
     process_group: Any
@@ -89,12 +89,6 @@ class Origin:
     """What users have asked for modules."""
     groups: list[Any] = field(default_factory=list)
     """Process groups that were made for the mesh, and end with it: the user has made another one."""
-    optimizers: list[weakref.ref[torch.optim.Optimizer]] = field(default_factory=list)
-    averages: list[weakref.ref[EMA]] = field(default_factory=list)
-
-    def again(self, *, process_group: Any, mesh: object, groups: Iterable[Any]) -> Origin:
-        """Return the same for parts that take the place of these, which nobody uses yet."""
-        return replace(self, process_group=process_group, mesh=mesh, groups=[*groups], optimizers=[], averages=[])
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +112,8 @@ class Runtime:
     built: BuiltModels
     foreign_steps: ForeignStepCheck
     foreign_wrappers: WrapperCheck
+    _optimizers: list[weakref.ref[torch.optim.Optimizer]] = field(default_factory=list)
+    _averages: list[weakref.ref[EMA]] = field(default_factory=list)
 
     @property
     def registry(self) -> ModelRegistry:
@@ -164,7 +160,7 @@ class Runtime:
 
         Nothing is packed in them yet.
         """
-        origin = self.origin.again(process_group=None, mesh=mesh, groups=groups_of(mesh))
+        origin = replace(self.origin, process_group=None, mesh=mesh, groups=[*groups_of(mesh)])
         after = build_runtime(origin, before=self)
         self.end_groups()
         return after
@@ -174,10 +170,7 @@ class Runtime:
 
         What was counted of chunks so far, and what happened in the last steps, is known to them.
         """
-        here = self.origin
-        after = build_runtime(
-            here.again(process_group=here.process_group, mesh=here.mesh, groups=here.groups), before=self
-        )
+        after = build_runtime(self.origin, before=self)
         after.memory.store.moved.update(self.memory.store.moved)
         after.memory.pager.required_nbytes.update(self.memory.pager.required_nbytes)
         after.controller.timelines.take_over(self.controller.timelines)
@@ -217,11 +210,11 @@ class Runtime:
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Know of an optimizer, as long as somebody has it."""
-        self.origin.optimizers.append(weakref.ref(optimizer))
+        self._optimizers.append(weakref.ref(optimizer))
 
     def add_averages(self, averages: EMA) -> None:
         """Know of averages, as long as somebody has them."""
-        self.origin.averages.append(weakref.ref(averages))
+        self._averages.append(weakref.ref(averages))
 
     def adopt(self, params: Iterable[torch.Tensor]) -> None:
         """Take in those parameters that were added to models after these were packed, as rank 0 has them."""
@@ -235,13 +228,13 @@ class Runtime:
     @property
     def optimizers(self) -> list[StatefulOptimizer]:
         """Those that somebody has, in the order in which they were made."""
-        alive = (ref() for ref in self.origin.optimizers)
+        alive = (ref() for ref in self._optimizers)
         return [optimizer for optimizer in alive if isinstance(optimizer, StatefulOptimizer)]
 
     @property
     def averages(self) -> list[EMA]:
         """Those that somebody has and has not closed, in the order in which they were made."""
-        alive = (ref() for ref in self.origin.averages)
+        alive = (ref() for ref in self._averages)
         return [averages for averages in alive if averages is not None and not averages.is_closed]
 
     def forget_plans(self) -> None:

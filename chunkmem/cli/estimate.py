@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from chunkmem.cli.answer import CommandResult
 from chunkmem.cli.estimate_answer import DTYPES
 from chunkmem.cli.machine import OPTIMIZERS, count, parse_size, parse_speed
-from chunkmem.config import REGION_POLICIES
 from chunkmem.errors import CapacityError, ConfigError, LayoutError
 from chunkmem.runtime.quiet import silenced
+from chunkmem.types import ACTIVATION_POLICIES
 
 if TYPE_CHECKING:
     from chunkmem.estimate.hardware import Hardware
@@ -68,7 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--master", choices=("fp32", "none"), default="fp32", help="optimizer.params.master (default: fp32)")
     add("--optimizer", default="adamw", metavar="NAME", help=f"{OPTIMIZERS} (default: adamw)")
     add("--checkpointing", action="store_true", help="recompute each block in backward, by torch's checkpoint")
-    add("--activations", choices=REGION_POLICIES, help="activations.policy: what becomes of each block's activations")
+    add(
+        "--activations",
+        choices=[*ACTIVATION_POLICIES],
+        help="activations.policy: what becomes of each block's activations",
+    )
     add("--cpu-embedding", action="store_true", help="embeddings compute on HOST: use_cpu_embedding")
     add("--world", type=count, default=1, metavar="N", help="ranks, each with its own batch (default: 1)")
     add("--stages", type=count, metavar="N", help="a pipeline over N devices, of as many stages or more")

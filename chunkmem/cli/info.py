@@ -148,11 +148,11 @@ def _accelerator() -> dict[str, Any]:
 
 def _pins(compute: ComputeDevice) -> bool:
     """Tell whether the driver pins memory of the host."""
-    region = mmap.mmap(-1, _PINNED_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    mapped = mmap.mmap(-1, _PINNED_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the answer says it
-        is_pinned = compute.pin(region, address)
+        is_pinned = compute.pin(mapped, address)
     if is_pinned:
         compute.unpin(address)
     return is_pinned

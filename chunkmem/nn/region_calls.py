@@ -18,6 +18,7 @@ from chunkmem.nn.saved_tensors import OwnHooks
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.trace.model import Region
+from chunkmem.types import ActivationPolicy
 
 
 @dataclass(slots=True)
@@ -25,7 +26,7 @@ class CallRecord:
     """When a call of a region did what, in moments of the step; None: it has not yet, or nobody records."""
 
     name: str
-    policy: str
+    policy: ActivationPolicy
     number: int
     """Of the call, among those of the step."""
     is_recomputed: bool
@@ -34,11 +35,6 @@ class CallRecord:
     backward: list[int] = field(default_factory=list)
     chunk: Chunk | None = None
     inputs: Chunk | None = None
-
-    @property
-    def is_auto(self) -> bool:
-        """Whether it is recomputed is decided for each kind of step."""
-        return self.policy == "auto"
 
     def region(self) -> Region | None:
         """Return it for a trace; None if its backward has not run, or it saved nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Container, Sequence
 from itertools import takewhile
 
 import torch
@@ -15,14 +15,8 @@ from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.trace.activations import Content, activation_contents
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import ChunkId, Role
+from chunkmem.types import ACTIVATION_POLICIES, ActivationPolicy, ChunkId, Role
 
-_POLICIES: Mapping[Content, Set[str]] = {
-    Content.ACTIVATIONS: {"keep", "offload", "auto"},
-    Content.INPUTS: {"recompute", "auto"},
-    Content.RECOMPUTED: {"recompute", "auto"},
-}
-"""By what a chunk holds: of the region that it is of."""
 FIRST_GROUP = 1 << 20
 """Groups of activations are numbered from here on, those of parameters from 0."""
 
@@ -70,10 +64,10 @@ class RegionChunks:
         if policies.by_name and not contents:
             raise _of_other_policy(policies.default, "")
         for key, held in contents.items():
-            fitting = _POLICIES[held.content]
-            if held.content is Content.ACTIVATIONS and (kept := _is_kept(key, held.region, trace.moments)) is not None:
-                fitting = fitting & {"keep" if kept else "offload", "auto"}
-            if not fitting & (found := policies.by_name.get(held.region, set())):
+            saved = held.content is Content.ACTIVATIONS
+            stays = _stays(key, held.region, trace.moments) if saved else None
+            found = policies.by_name.get(held.region, set())
+            if not any(_fits(ACTIVATION_POLICIES[name], saved=saved, stays=stays) for name in found):
                 raise _of_other_policy(next(iter(found), None), f" for {held.region}")
         chunks = self._store.chunks
         for key, held in contents.items():
@@ -86,7 +80,14 @@ class RegionChunks:
                 chunk.saved = SavedStorages()
 
 
-def _is_kept(chunk: ChunkId, region: str, moments: Sequence[Moment]) -> bool | None:
+def _fits(policy: ActivationPolicy, *, saved: bool, stays: bool | None) -> bool:
+    """Tell whether a chunk may be of a region with a policy: one that was `saved` in forward, and `stays` or not."""
+    if not saved:
+        return policy.recomputes
+    return policy.saves and (policy.recomputes or stays is None or policy.stays is stays)
+
+
+def _stays(chunk: ChunkId, region: str, moments: Sequence[Moment]) -> bool | None:
     """Tell whether a chunk of activations is held from where it is made; None: nobody can tell.
 
     What is held at once until the region's own backward is over may be that of the last region in forward, whose

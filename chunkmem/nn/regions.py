@@ -41,6 +41,7 @@ from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.trace.model import Region, Trace
+from chunkmem.types import ACTIVATION_POLICIES
 
 
 class RegionActivations(OwnHooks):
@@ -96,7 +97,7 @@ class RegionActivations(OwnHooks):
     @property
     def is_auto(self) -> bool:
         """Which regions are recomputed is decided for each kind of step."""
-        return any(record.is_auto for record in self.records)
+        return any(record.policy.is_auto for record in self.records)
 
     def begin_iteration(self, kept: Collection[int] | None, now: Callable[[], int]) -> None:
         """A training step begins; see `chunkmem.steps.controller.Regions`."""
@@ -111,7 +112,7 @@ class RegionActivations(OwnHooks):
 
     def recorded(self) -> tuple[Region, ...]:
         """Return the regions of the iteration that may be recomputed or not, in the order of their forward."""
-        found = (record.region() for record in self.records if record.is_auto)
+        found = (record.region() for record in self.records if record.policy.is_auto)
         return tuple(region for region in found if region is not None)
 
     def adopt(self, trace: Trace) -> None:
@@ -154,9 +155,9 @@ class RegionActivations(OwnHooks):
         if any(isinstance(value, Iterator) for value in (*args, *kwargs.values())):
             return False  # the call uses it up, and could not be made again
         number = len(self.records) if number is None else number
-        record = CallRecord(name, policy, number, policy == "recompute", [start])
-        if record.is_auto:
-            record.is_recomputed = number not in self._kept
+        policy_now = ACTIVATION_POLICIES[policy]
+        is_recomputed = policy_now.recomputes_call(number, self._kept)
+        record = CallRecord(name, policy_now, number, is_recomputed, [start])
         self.records.append(record)
         self._open = RegionCall(name, record, module, come_to=come_to)
         self._open.handled = sys.exception()
@@ -235,7 +236,7 @@ class RegionActivations(OwnHooks):
                 call.record.inputs = call.chunk
             else:
                 call.record.chunk = call.chunk
-            if call.record.policy == "keep":
+            if call.record.policy.stays:
                 self._live.keep(call.chunk, call)
 
     # What autograd asks.

@@ -247,8 +247,8 @@ class DevicePool:
     def _allocate(self, nbytes: int) -> torch.Tensor:
         if self._device.type == "cpu" and self._maps_slabs and nbytes >= _MAPPED_NBYTES:
             # Private, as the C library's memory is: a forked child has its own copy of what it writes.
-            region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory = torch.frombuffer(region, dtype=torch.uint8)
+            mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = torch.frombuffer(mapped, dtype=torch.uint8)
         else:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         if self._device.type == "cpu":

@@ -167,11 +167,6 @@ class StreamClock:
         self._anchor = _Anchor(streams, self._idle)
         self._pool: deque[TimingEvent] = deque()
 
-    @property
-    def num_idle(self) -> int:
-        """Events that belong to no timestamp."""
-        return len(self._pool)
-
     def timestamp(self) -> StreamTimestamp:
         return self.timestamp_on(self._streams.current_stream())
 

@@ -32,7 +32,7 @@ THREADS = {
     "tiles": (r"[Tt]iled|\btiles?\b|tile_numel|untile", "optim", 18),
     "averages": (r"EMA\b|is_kept|[Aa]verages", "optim", 21),
     "disk": (r"[Dd]isk|DISK", "cli", 52),
-    "regions and recompute": (r"[Rr]egion|recomput", "nn", 52),
+    "regions and recompute": (r"[Rr]egion|recomput", "nn", 51),
     "freezing": (r"freez(?!e\()|Freez", "freezing", 9),
     "deferred init": (r"\bis_meta\b|[Aa]waited|[Ll]ent\b|[Rr]eleased\b", "nn", 19),
     "left-out moments": (r"left_out|LeftOut|leave_out", "steps", 11),
