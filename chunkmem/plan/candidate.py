@@ -1,13 +1,39 @@
-"""A plan that was tried, and what candidates are made for. Pure."""
+"""How one plan is made, from which chunks stay on DEVICE where: of many that are tried. Pure.
+
+The life of one chunk that two blocks read, one after the other, and that is not updated in between:
+
+    moments        0    1    2    3    4    5    6    7    8    9
+    uses           |read|                             |read|
+    gap                 |<------ reuse interval ----->|
+    kept           [=========================================]     takes room all the time, moves nothing
+    evicted        [====]                     [h2d====|====]       `find_stays`: two stays; the gap is given up
+    prefetched     [====]              [h2d===========|====]       as early as there is free room, `_LEAD` times earlier
+    lingering      [========]          [h2d===========|====]       leaves when its room is needed, and not before
+    slabs kept     [====]    [other chunk]  [h2d======|====]       who comes next takes the slab: no Free, no Alloc
+
+`emit` turns stays into actions, `add_waits` adds what orders the lanes, and `simulate` says how long the step takes.
+Which gaps are kept is decided before, by Belady's rule in less or more room (`choose.py`), for each way to place
+updates (`placement.py`); `candidates.py` says which of them are tried, and `planner.py` keeps the fastest.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from chunkmem.plan.gaps import Problem
+from chunkmem.plan.intervals import find_stays, free_room, keep_slabs, linger, prefetch
+from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import FETCH, LANE_LINKS, Copy, Plan
 from chunkmem.plan.placement import Placement
+from chunkmem.plan.program import Program, emit
 from chunkmem.plan.timeline import Timeline
+from chunkmem.trace.model import Mode
+from chunkmem.types import Tier
+
+_LEAD = 2.0
+"""Copies are issued this many times earlier than they would have to be, against jitter."""
 
 
 @dataclass(frozen=True)
@@ -46,3 +72,20 @@ class Candidate:
         machine = self.plan.machine
         latency_s = machine.links[LANE_LINKS[FETCH]].latency_s if machine.one_processor else 0.0
         return self.timeline.step_s + latency_s * self.num_copies
+
+
+def make_program(problem: Problem, kept: frozenset[int], budget: Sequence[int], machine: Machine) -> Program:
+    """Return the actions on DEVICE and the tier below that keep some gaps, as drawn above; no waits yet."""
+    stays = find_stays(problem, kept)
+    free = free_room(problem, stays, budget)
+    prefetch(problem, stays, free, machine, lead=_LEAD)
+    linger(problem, stays, free, machine)
+    stays = keep_slabs(problem, kept, stays, free)
+    # While an evaluation runs, what never leaves DEVICE need not be on HOST: training will say whether it should.
+    program = emit(problem, stays, home_residents=problem.trace.mode is Mode.TRAIN)
+    if program.below_peak_nbytes > machine.host_nbytes:
+        program = emit(problem, stays, home_residents=False)
+    if program.below_peak_nbytes > machine.host_nbytes and machine.tiers[-1] is Tier.HOST:
+        other = emit(problem, stays, home_residents=False, rounds=True)
+        program = min(program, other, key=lambda each: each.below_peak_nbytes)
+    return program

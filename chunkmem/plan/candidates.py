@@ -12,28 +12,25 @@ from math import inf
 
 from chunkmem.errors import CapacityError, PlanError, TraceError
 from chunkmem.plan.ahead import advance_updates
-from chunkmem.plan.candidate import Candidate, PlanOptions
+from chunkmem.plan.candidate import Candidate, PlanOptions, make_program
 from chunkmem.plan.choose import furthest_next_use, sweep
 from chunkmem.plan.disk import least_host_nbytes, offload_to_disk, too_small
 from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
-from chunkmem.plan.intervals import find_stays, free_room, keep_slabs, linger, prefetch
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Lane, Plan
 from chunkmem.plan.placement import FullPlacements, Placement, has_idle_states, placements
-from chunkmem.plan.program import Program, emit
+from chunkmem.plan.program import Program
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.waits import add_waits
 from chunkmem.sizes import format_nbytes
 from chunkmem.trace.loop import as_loop
-from chunkmem.trace.model import Kind, Mode, Moment, Trace
+from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import Tier
 
 CLOSE = 0.01
 """Times this close are equal, for measured durations are no better than that: there, what is moved decides."""
 _QUIET = 0.001
 """A share of the step that is not worth hiding."""
-_LEAD = 2.0
-"""Copies are issued this many times earlier than they would have to be, against jitter."""
 _LARGE = 2000
 """Moments from which on fewer candidates are tried, so that planning stays a matter of seconds."""
 _DISK_RESERVES = (0, 3, 6, 12)
@@ -305,7 +302,7 @@ class Candidates:
         """Return the work done, and the candidate that keeps these gaps, unless it does not fit HOST."""
         work = _MOMENT_WORK * len(self.trace.moments)
         machine = self.machine
-        program = _program(way.problem, kept, self.budget, machine, lead=_LEAD)
+        program = make_program(way.problem, kept, self.budget, machine)
         if program.below_peak_nbytes > machine.host_nbytes and machine.disk_nbytes:
             return self._make_with_disk(way, program, name)
         if program.below_peak_nbytes > machine.host_nbytes:
@@ -388,21 +385,3 @@ def _repeating(trace: Trace) -> Trace:
                 "uses up: the next step will be another one, so record that"
             )
     return loop
-
-
-def _program(
-    problem: Problem, kept: frozenset[int], budget: Sequence[int], machine: Machine, *, lead: float
-) -> Program:
-    stays = find_stays(problem, kept)
-    free = free_room(problem, stays, budget)
-    prefetch(problem, stays, free, machine, lead=lead)
-    linger(problem, stays, free, machine)
-    stays = keep_slabs(problem, kept, stays, free)
-    # While an evaluation runs, what never leaves DEVICE need not be on HOST: training will say whether it should.
-    program = emit(problem, stays, home_residents=problem.trace.mode is Mode.TRAIN)
-    if program.below_peak_nbytes > machine.host_nbytes:
-        program = emit(problem, stays, home_residents=False)
-    if program.below_peak_nbytes > machine.host_nbytes and not machine.disk_nbytes:
-        other = emit(problem, stays, home_residents=False, rounds=True)
-        program = min(program, other, key=lambda each: each.below_peak_nbytes)
-    return program
