@@ -325,7 +325,8 @@ def build_runtime(origin: Origin, *, before: Runtime | None = None) -> Runtime:
     interrupts = (None if before is None else before.memory.interrupts) or InterruptGuard()
     interrupts.install()
     ranks = _open_ranks(config, origin)
-    scaler = _make_scaler(config) if before is None else before.scaler
+    own_scaler = LossScaler(config.fp16) if config.precision == "fp16" else None
+    scaler = own_scaler if before is None else before.scaler
     tiers = _open_tiers(origin, ranks, backend) if before is None else before.tiers
     compute = tiers.compute
     store = ChunkStore(tiers.pools, compute.clock)
@@ -348,6 +349,7 @@ def build_runtime(origin: Origin, *, before: Runtime | None = None) -> Runtime:
     )
     controller = _make_controller(config, memory, sharding, modules, tiers, links)
     foreign_steps = ForeignStepCheck(modules.registry, gradients)
+    collect = partial(collect_abandoned, foreign_steps.is_alone)
     prefetch = sharding.units.prefetch
     entry_points = EntryPoints(
         memory,
@@ -358,14 +360,14 @@ def build_runtime(origin: Origin, *, before: Runtime | None = None) -> Runtime:
         trial=None if prefetch is None else AheadTrial(prefetch, controller, ranks, measure=links.measure),
         scaler=scaler,
         autocast=AutocastCache(compute.device.type, precision=config.precision),
-        after_first_step=partial(collect_abandoned, foreign_steps.is_alone),
+        after_first_step=collect,
     )
     hooks = modules.hooks(entry_points)
     built = BuiltModels(
         sharding, modules, updater, entry_points, hooks, device=compute.device, dtype=DTYPES[config.precision]
     )
     foreign_wrappers = WrapperCheck(modules.registry, gradients, entry_points.declare_last, num_ranks=ranks.size)
-    collect_abandoned(foreign_steps.is_alone)
+    collect()
     return Runtime(
         config, origin, ranks, scaler, tiers, memory, gradients, sharding, updater, modules, links, controller,
         entry_points, hooks, built, foreign_steps, foreign_wrappers,
@@ -402,10 +404,6 @@ def _open_ranks(config: Config, origin: Origin) -> Ranks:
         for path, value in flattened(config.to_dict()).items():
             ranks.agree(f"{path} of the configuration", json.dumps(value))
     return opened
-
-
-def _make_scaler(config: Config) -> LossScaler | None:
-    return LossScaler(config.fp16) if config.precision == "fp16" else None
 
 
 def _moves_async(opts: OptsConfig, backend: StorageBackend) -> bool:

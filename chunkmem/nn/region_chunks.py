@@ -13,7 +13,7 @@ from chunkmem.nn.region_policies import RegionPolicies
 from chunkmem.nn.saved_storages import SavedStorages
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.trace.activations import Content, activation_contents
+from chunkmem.trace.activations import PARKED, Content, activation_contents
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import ACTIVATION_POLICIES, ActivationPolicy, ChunkId, Role
 
@@ -63,10 +63,13 @@ class RegionChunks:
         contents = activation_contents(trace)
         if policies.by_name and not contents:
             raise _of_other_policy(policies.default, "")
+        is_by_layer = any(held.content in PARKED for held in contents.values())
         for key, held in contents.items():
+            found = policies.by_name.get(held.region, set())
+            if is_by_layer and (held.content in PARKED or not found):
+                continue  # a pipeline says itself what its blocks save
             saved = held.content is Content.ACTIVATIONS
             stays = _stays(key, held.region, trace.moments) if saved else None
-            found = policies.by_name.get(held.region, set())
             if not any(_fits(ACTIVATION_POLICIES[name], saved=saved, stays=stays) for name in found):
                 raise _of_other_policy(next(iter(found), None), f" for {held.region}")
         chunks = self._store.chunks

@@ -169,3 +169,33 @@ def test_a_trace_of_other_policies_of_regions_is_refused(
         timeline = manager.timeline()
         assert timeline is not None
         assert timeline.plan_misses == 0
+
+
+@pytest.mark.parametrize("policy", ["offload", None])
+def test_a_trace_of_a_pipeline_by_layer_is_followed(policy: str | None) -> None:
+    """Outputs wait in chunks for the next block, and the pipeline says itself what its blocks save."""
+
+    def train(trace: Trace | None) -> tuple[list[float], Trace]:
+        with training(policy) as (manager, run):
+            if trace is not None:
+                manager.trace = trace
+            first, blocks = run.model.children()
+            assert isinstance(blocks, nn.Sequential)
+            loss_fn = lambda y, _: y.square().mean()  # noqa: E731
+            pipe = manager.pipeline(blocks, first=first, loss_fn=loss_fn, micro_batches=2, checkpoint="never")
+            losses = []
+            for _ in range(5):
+                x = torch.randn(8, 20, 8)
+                losses.append(pipe.step(x, x).item())
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                timeline = manager.timeline()
+                assert trace is None or len(losses) == 1 or (timeline is not None and timeline.plan_misses == 0)
+            assert manager.trace is not None
+            return losses, manager.trace
+
+    losses, trace = train(None)
+    assert Content.OUTPUTS in {held.content for held in activation_contents(trace).values()}
+    again, after = train(trace)
+    assert again == losses
+    assert after.digest == trace.digest
