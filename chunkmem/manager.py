@@ -495,8 +495,7 @@ class ChunkManager(ModelBuilding, Reporting):
         error = self._saver.finish()
         if self.runtime.stop("its manager is closed; take manager.state_dict() before manager.close()"):
             self.runtime.modules.unfit_ordinary(self.runtime.hooks)
-            self.runtime.tiers.lanes.close()
-            self.runtime.memory.store.close()
+            self.runtime.free()
             give_back_freed_ram()
         self.runtime.end_groups()
         if self.runtime.memory.interrupts is not None:

@@ -222,7 +222,7 @@ class Repacking:
                 parts.ranks.leave(self._call, error)
                 parts.stop(said)
                 parts.memory.pager.close(said)
-                parts.memory.store.close()
+                parts.free()
 
     def of_all(self, own: T, label: str) -> list[T]:
         """Return what each rank passes."""

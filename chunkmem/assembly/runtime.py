@@ -201,6 +201,11 @@ class Runtime:
             self.memory.pager.close(reason)
         return stops
 
+    def free(self) -> None:
+        """Give back what chunks hold, and join the lanes; these parts have stopped, and no others take their place."""
+        self.tiers.lanes.close()
+        self.memory.store.close()
+
     def end_groups(self) -> None:
         """End the process groups that were made for the mesh of these parts, which have stopped."""
         end_groups(self.origin.groups)

@@ -36,7 +36,7 @@ def unwrap(runtime: Runtime) -> None:
             move_to(managed.param, value)
         for root in roots:
             _move_to_host(root)
-    runtime.memory.store.close()
+    runtime.free()
     give_back_freed_ram()
 
 

@@ -287,9 +287,8 @@ class AccessTracker:
             return True
         chunk = self.chunks[group]
         views = chunk.replicas[chunk.compute_tier].views or ()
-        return cast(BoundChunk, chunk.home).num_foreign_references(besides=len(views)) > self.graph_references.get(
-            group, 0
-        )
+        num_foreign = cast(BoundChunk, chunk.home).num_foreign_references(besides=len(views))
+        return num_foreign > self.graph_references.get(group, 0)
 
     def _let_go(self, group: int) -> None:
         chunk = self.chunks[group]

@@ -7,9 +7,10 @@ import gc
 import io
 import os
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import chunkmem
+from chunkmem.assembly.change import Repacking
+from chunkmem.freezing.packing_again import PackingAgain
 from chunkmem.types import Role, Tier
 from tests.helpers.audit import audit, audit_ledgers
 from tests.helpers.spread import spread
@@ -185,6 +188,32 @@ def test_close_gives_all_memory_back(closed: tuple[Twin, torch.Tensor, Any]) -> 
         assert not chunk.replicas
         if chunk.home is not None:
             assert chunk.home._storage.storage.nbytes() == 0
+
+
+@cpu_only
+@pytest.mark.parametrize("end", ["close", "unwrap", "freeze fails"])
+def test_no_thread_outlives_a_training_that_is_still_referred_to(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are made by threads, which chunks that are packed again keep; they end with the tiers."""
+
+    def fail(*_: object) -> NoReturn:
+        raise RuntimeError("in the middle")
+
+    before = set(threading.enumerate())
+    manager = chunkmem.ChunkManager(config(16 * 1024))
+    twin = Twin(manager, Model)
+    twin.steps(0, 4)
+    assert {thread.name for thread in set(threading.enumerate()) - before} & {"chunkmem d2h", "chunkmem h2d"}
+    if end == "close":
+        manager.close()
+    elif end == "unwrap":
+        twin.optimizer.zero_grad()
+        manager.unwrap(twin.model)
+    else:
+        monkeypatch.setattr(PackingAgain, "is_worth_it", lambda self: True)
+        monkeypatch.setattr(Repacking, "move", fail)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            manager.freeze(twin.model.inner)
+    assert not set(threading.enumerate()) - before
 
 
 def test_nothing_keeps_a_closed_training_alive() -> None:
