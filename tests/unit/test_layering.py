@@ -18,7 +18,7 @@ PACKAGE = ROOT / "chunkmem"
 LAYERS = (
     ("types", "errors"),
     ("sizes", "layout"),
-    ("schema", "memory"),
+    ("schema", "memory", "deepspeed"),
     ("config", "trace"),
     ("plan",),
     ("runtime", "comm", "metrics"),
