@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, Final, NamedTuple
@@ -122,20 +122,15 @@ class ActivationPolicy:
     """Some calls run again in backward, and only their inputs are kept."""
     stays: bool = False
     """What is kept stays on DEVICE; else it may be offloaded to HOST."""
-    chooses: Callable[[int], bool] | None = None
-    """Where some calls are recomputed and others are not, tells by a call's number in the step whether that one is;
-    None: that is decided for each kind of step, so that it is as fast as can be."""
 
     @property
     def is_auto(self) -> bool:
         """Whether a call is recomputed is decided for each kind of step."""
-        return self.saves and self.recomputes and self.chooses is None
+        return self.saves and self.recomputes
 
     def recomputes_call(self, number: int, kept: Collection[int]) -> bool:
         """Tell whether a call is recomputed; `kept` are the numbers of those for which that was decided against."""
-        if self.is_auto:
-            return number not in kept
-        return self.recomputes if self.chooses is None else self.chooses(number)
+        return number not in kept if self.is_auto else self.recomputes
 
 
 ACTIVATION_POLICIES: Final = MappingProxyType(
