@@ -168,7 +168,7 @@ class ModelBuilding:
         self.runtime.require_open()
         if not isinstance(module, nn.Module):
             raise LayoutError(f"manager.region() takes a torch.nn.Module, not a {type(module).__name__}")
-        if policy not in ACTIVATION_POLICIES:
+        if policy not in tuple(ACTIVATION_POLICIES):
             raise ConfigError(f"policy is {shown(policy)}; give one of {', '.join(ACTIVATION_POLICIES)}")
         self.runtime.modules.policies.ask(module, activations=policy)
         return module

@@ -225,3 +225,12 @@ def test_a_forked_child_cannot_use_the_manager() -> None:
         assert run_in_a_child(manager.close) == "no error"
         assert twin.steps(1) == losses[1:]
         assert_equal(twin.left(), plain.left())
+
+
+@pytest.mark.parametrize("policy", ["alternate", None, 5, ["keep"], {}], ids=str)
+def test_a_policy_that_there_is_not(policy: Any) -> None:
+    """Also one that no table can look up."""
+    message = r"policy is .*; give one of auto, keep, offload, recompute"
+    manager = chunkmem.ChunkManager(config(1 << 20))
+    with manager, pytest.raises(chunkmem.ConfigError, match=message):
+        manager.region(nn.Linear(2, 2), policy=policy)
