@@ -164,7 +164,6 @@ class KnownSteps:
         if entry is None:
             return False
         if entry.trace is not None and is_current(entry.trace):
-            cache.expect_again(entry)
             return True
         self.drop(key)
         return False

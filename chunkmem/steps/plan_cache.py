@@ -1,15 +1,14 @@
 """The kinds of steps that a training loop, or its evaluations, are made of: a trace and a plan for each of a few.
 
-[Note: PlanCache of steps] Steps of one kind have the same key: the model they begin with, and which parameters are
+[Note: Kinds of steps] Steps of one kind have the same key: the model they begin with, and which parameters are
 trainable. The first step with a new key is recorded. Those of one key may still differ, and then:
 
 1. A step leaves out moments of its plan: it follows that all the same, see [Note: Left out] in
-   `chunkmem.runtime.plan_executor`. If steps leave out the same again and again, one is recorded, for a plan without
-   it.
+   `chunkmem.runtime.plan_executor`.
 2. It does what another known trace of its key has: it goes over to the plan for that.
-3. It does what no trace has: it misses its plan. When a few steps have, the next ones are recorded. A record that has
-much in
-   common with a known trace is merged with it, so that one plan serves all ways to leave out layers or experts.
+3. It does what no trace has: it misses its plan. After two such steps, then four, eight and so on, up to three in a
+   row are recorded until one of them is new. A record that has much in common with a known trace is merged with it,
+   so that one plan serves all ways to leave out layers or experts.
 
 Which of several plans a step begins with is what followed, the last time, on the two steps before.
 """
@@ -19,7 +18,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from chunkmem.errors import TraceError
 from chunkmem.plan.cursor import Said
@@ -34,13 +33,13 @@ _NUM_AT_ONCE = 4
 _MAX_FAILED_RECORDS = 3
 _NUM_TRIES = 3
 """Steps recorded to meet one that is not known yet: about as long after the last one as that came after another."""
-_NUM_ALIKE = 4
-"""Steps in a row that leave out the same, so that it is no chance: then one is recorded, for a plan without it."""
 _LOOKED_BACK = 12
 """Steps, of which half may miss their plans before a user is told."""
 _LOOKED_BACK_FOR_KEYS = 32
 _FORGIVEN = 16
 """Steps in a row that follow a plan, after which those that did not are no reason to record."""
+_PATIENCE = 2
+"""Steps that miss their plans before others are recorded; then twice as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +50,6 @@ class Key:
     """Identity of the model that is called first."""
     trainable: bytes = b""
     """Which parameters require gradients."""
-
-
-@dataclass(slots=True)
-class _Patience:
-    """So many times before something is done about it, then twice as many."""
-
-    limit: int = 2
-    count: int = field(default=0, init=False)
-
-    def is_over(self) -> bool:
-        """Count once more."""
-        self.count += 1
-        if self.count < self.limit:
-            return False
-        self.count, self.limit = 0, 2 * self.limit
-        return True
 
 
 class PlanCache:
@@ -84,8 +67,8 @@ class PlanCache:
         self._mode = mode
         self._make_entry = make_entry
         self._is_lone = is_lone
-        self._patience = _Patience()
-        """With steps that miss their plans; not given again by `forget`."""
+        self._patience = _PATIENCE
+        """Steps that may miss their plans before others are recorded; what `forget` forgets does not change it."""
         self.why_recorded = ""
         """For logs: why the last step that `wants_record` said yes to was to be recorded."""
         self._of: dict[CachedPlan, Key | None] = {}
@@ -98,26 +81,17 @@ class PlanCache:
         self._of = {}
         self._before: tuple[CachedPlan, ...] = ()
         """Followed, or recorded, in the last steps."""
-        self._expected: set[CachedPlan] = set()
-        """Those of steps that nobody has seen yet."""
-        self._to_record: Key | None = None
-        """Of steps that come for sure, and are not known."""
         self._followed_by: dict[tuple[CachedPlan, ...], CachedPlan] = {}
         """After one or two steps, the one that came next the last time."""
         self._tries = 0
         """Steps that are still to be recorded to find one that is not known."""
         self._num_to_pass = 0
         """Steps before those."""
+        self._num_missed = 0
+        """Steps that missed their plans and were not forgiven yet."""
         self._num_since_miss = 0
-        self._is_narrowing = False
-        """It is one that leaves out some of a known trace."""
-        self._narrow_patience = _Patience(_NUM_ALIKE)
-        self._last_left_out: dict[CachedPlan, Sequence[tuple[int, int]]] = {}
-        self._came_once: deque[Key] = deque(maxlen=_LOOKED_BACK_FOR_KEYS)
-        """Unknown keys of the last steps that had one."""
-        self._patience_with_new = _Patience(8)
-        self._num_followed = 0
-        """In a row."""
+        self._unknown: deque[Key] = deque(maxlen=_LOOKED_BACK_FOR_KEYS)
+        """Keys of steps that came without being recorded, or are announced: the next one is recorded."""
         self._num_failed = 0
         self._outcomes: deque[Outcome] = deque(maxlen=_LOOKED_BACK)
         """Of the last steps."""
@@ -167,11 +141,7 @@ class PlanCache:
 
     def record(self, key: Key) -> None:
         """The next step with this key is to be recorded, unless something is known of it."""
-        self._to_record = key
-
-    def expect_again(self, entry: CachedPlan) -> None:
-        """Such a step comes next, and none came for a while: if it misses this plan, the one after it is recorded."""
-        self._expected.add(entry)
+        self._unknown.append(key)
 
     # Before a step.
 
@@ -197,19 +167,15 @@ class PlanCache:
             return True
         if self._tries:
             self._num_to_pass -= 1
-            self.why_recorded = (
-                "steps leave out the same again and again" if self._is_narrowing else "steps missed plans"
-            )
+            self.why_recorded = "steps missed plans"
             return self._num_to_pass < 0
         if any(self._known(key)):
             return False
         self.why_recorded = "it begins with another model, or other parameters are trainable"
-        if len(self._of) < _NUM_AT_ONCE or not self._is_lone or key == self._to_record:
+        if len(self._of) < _NUM_AT_ONCE or not self._is_lone or key in self._unknown:
             return True
-        if key not in self._came_once:
-            self._came_once.append(key)
-            return False
-        return len(self._of) < _MAX_KINDS or self._patience_with_new.is_over()
+        self._unknown.append(key)
+        return False
 
     def better(self, entry: CachedPlan, came: Sequence[Said], *, left_out: int | None) -> CachedPlan | None:
         """Return another one that fits a step better, which has followed `entry` so far.
@@ -244,19 +210,14 @@ class PlanCache:
             merged = merge(entry.trace, trace)
             if merged is None or (merged.is_longer and not entry.take_if_planned(merged.trace)):
                 continue
-            if not merged.is_longer:
-                if self._is_narrowing and len(trace.moments) < len(entry.trace.moments):
-                    continue
-                self.used(entry)
-                return
-            self._patience.limit = min(self._patience.limit, _Patience().limit)  # it was worth it, and may be again
-            self._tries, self._is_narrowing = 0, False
+            if merged.is_longer:
+                self._tries, self._patience = 0, _PATIENCE  # it was worth it, and may be again
             self.used(entry)
             return
         self._add(key, trace)
 
     def _add(self, key: Key, trace: Trace) -> None:
-        self._tries, self._is_narrowing = 0, False
+        self._tries = 0
         if not self._is_lone:  # the ranks exchange the same in each step of a kind
             self.drop(key)
         entry = self._make_entry()
@@ -274,8 +235,6 @@ class PlanCache:
     def _let_go(self, entry: CachedPlan) -> None:
         entry.stop()
         del self._of[entry]
-        self._last_left_out.pop(entry, None)
-        self._expected.discard(entry)
         self._before = tuple(other for other in self._before if other is not entry)
         self._followed_by = {
             before: after for before, after in self._followed_by.items() if entry not in (*before, after)
@@ -294,36 +253,20 @@ class PlanCache:
     def learn(self, entry: CachedPlan) -> None:
         """A step is over that has followed `entry`: is there something to be recorded?"""
         outcome = entry.learn()
-        has_missed = outcome in (Outcome.MISSED, Outcome.NEEDLESS)
-        if entry in self._expected:
-            self._expected.discard(entry)
-            if has_missed:  # it was expected wrongly: the next step is recorded
-                self.record(self.key_of(entry))
-                self._let_go(entry)
-                return
         self._outcomes.append(outcome)
-        self._num_followed = 0 if has_missed else self._num_followed + 1
-        if self._num_followed >= (_FORGIVEN if self._is_lone else 1):
-            self._patience.count = 0
-        if has_missed:
-            if self._patience.is_over():
-                self._give_up(entry)
-            self._num_since_miss = 0
-            self._tell(entry)
-        elif outcome is Outcome.LEFT_OUT:
-            left_out = entry.left_out
-            if left_out != self._last_left_out.get(entry):
-                self._narrow_patience.count = 0
-            self._last_left_out[entry] = left_out
-            if self._narrow_patience.is_over():
-                self._tries, self._is_narrowing, self._num_to_pass = 1, True, 0
-
-    def _give_up(self, entry: CachedPlan) -> None:
-        """Too many steps have missed their plans."""
-        if self._is_lone:
-            self._tries, self._is_narrowing, self._num_to_pass = _NUM_TRIES, False, max(0, self._num_since_miss - 2)
-        else:
-            self._let_go(entry)
+        if outcome not in (Outcome.MISSED, Outcome.NEEDLESS):
+            if self._num_since_miss >= (_FORGIVEN if self._is_lone else 1):
+                self._num_missed = 0
+            return
+        self._num_missed += 1
+        if self._num_missed >= self._patience:
+            self._num_missed, self._patience = 0, 2 * self._patience
+            if self._is_lone:
+                self._tries, self._num_to_pass = _NUM_TRIES, max(0, self._num_since_miss - 2)
+            else:
+                self._let_go(entry)
+        self._num_since_miss = 0
+        self._tell(entry)
 
     def needs_plans(self) -> None:
         """A step that was served on demand, as none had to be planned, had to move something."""

@@ -255,7 +255,7 @@ def test_the_next_step_is_recorded_and_those_after_it_follow_a_plan() -> None:
         assert manager.trace.digest == before.digest
 
 
-def test_a_plan_that_is_not_what_steps_do_any_more_is_made_again_at_once() -> None:
+def test_a_plan_that_is_not_what_steps_do_any_more_is_made_again_after_two_of_them() -> None:
     """A module computes in another order when the same is trained again."""
 
     class Turned(nn.Module):
@@ -288,8 +288,8 @@ def test_a_plan_that_is_not_what_steps_do_any_more_is_made_again_at_once() -> No
             optimizer.zero_grad()
             kinds.append(kind_of_step(manager))
         assert kinds[5:8] == ["recorded", "planned", "planned"]
-        assert kinds[8].startswith("planned, ")
-        assert kinds[9:] == ["recorded", "planned", "planned"]
+        assert [kind.startswith("planned, ") for kind in kinds[8:10]] == [True, True], "they miss it"
+        assert kinds[10:] == ["recorded", "planned"]
 
 
 @pytest.mark.few(4)
