@@ -43,7 +43,7 @@ class Reporting:
         return memory_report(
             self.runtime.tiers,
             self.runtime.memory.pager,
-            traces=self.runtime.controller.traces,
+            traces=self.runtime.controller.known.traces,
             padding_nbytes=self.runtime.registry.padding_nbytes,
             exchange_nbytes=(0, 0) if sharing is None else sharing.buffered_nbytes,
             left_nbytes=self.runtime.modules.regions.left.nbytes,
@@ -60,7 +60,7 @@ class Reporting:
         return metrics_of(
             self.memory(),
             controller.timelines.figures(),
-            None if controller.predicted is None else controller.predicted.figures,
+            None if controller.known.predicted is None else controller.known.predicted.figures,
             scaled=None if scaler is None else (scaler.loss_scale, scaler.num_skipped),
         )
 
@@ -71,7 +71,7 @@ class Reporting:
         Raises:
             TraceError: what is set is of another model or layout.
         """
-        return self.runtime.controller.trace
+        return self.runtime.controller.known.trace
 
     @trace.setter
     def trace(self, trace: Trace) -> None:
@@ -85,12 +85,12 @@ class Reporting:
         Raises:
             PlanError: what is set is of another trace or for other caps.
         """
-        return self.runtime.controller.plan
+        return self.runtime.controller.known.plan
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
         self.runtime.require_open()
-        self.runtime.controller.adopt_plan(plan)
+        self.runtime.controller.known.adopt_plan(plan)
 
     def timeline(self) -> Timeline | None:
         """Return what happened in the last step that is over; `str()` is one line. None before the first.

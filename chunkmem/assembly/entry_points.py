@@ -235,7 +235,7 @@ class EntryPoints:
         for chunk in modules.access.chunks.values():
             pager.notice_writes(chunk)
         # Of a recorded step, too: optimizer states are about to be made.
-        if self._controller.watch is not None or self._controller.plan is None:
+        if self._controller.watch is not None or self._controller.known.plan is None:
             self._tiers.leave_room_for_activations()
 
     def _settle_gradients(self, label: str, *, is_step: bool) -> None:

@@ -44,12 +44,12 @@ def expect_step(runtime: Runtime) -> None:
     Raises:
         RankError: a rank is missing.
     """
-    controller, prefetch = runtime.controller, runtime.sharding.units.prefetch
-    before = controller.trained
-    key = controller.key_now()
+    known, prefetch = runtime.controller.known, runtime.sharding.units.prefetch
+    before = known.trained
+    key = known.key_now()
     if prefetch is None:
         if not _follow_again(runtime, key):
-            controller.record(key)
+            known.record(key)
         return
     if key.trainable == before:
         return
@@ -59,11 +59,11 @@ def expect_step(runtime: Runtime) -> None:
     if prefetch.knows(key.trainable):  # on all ranks alike, unlike plans: one that had no batch has none
         is_known = _follow_again(runtime, key)
     else:
-        controller.drop(key)
+        known.drop(key)
         runtime.entry_points.learn_exchanges()
         is_known = False
     if not is_known:
-        controller.record(key, regions_of=Key(0, before))
+        known.record(key, regions_of=Key(0, before))
     prefetch.switch(before, key.trainable)
 
 
@@ -81,7 +81,7 @@ def _follow_again(runtime: Runtime, key: Key) -> bool:
     def is_current(trace: Trace) -> bool:
         return now == {chunk for chunk in trace.chunk_nbytes if chunk.group in groups and _is_of_update(chunk.role)}
 
-    return runtime.controller.follow_again(key, is_current)
+    return runtime.controller.known.follow_again(key, is_current)
 
 
 def _is_of_update(role: Role) -> bool:

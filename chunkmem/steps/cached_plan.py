@@ -170,6 +170,11 @@ class CachedPlan:
             give_back_freed_ram()  # what the recorded step has freed, and planning
         return self.plan_executor
 
+    @property
+    def left_out(self) -> Sequence[tuple[int, int]]:
+        """What the last step that followed the plan left out: from which moment up to which."""
+        return () if self.plan_executor is None else tuple(self.plan_executor.left_out.spans)
+
     def num_left_out(self, came: Sequence[Said]) -> int | None:
         """Return how many moments a step that begins with these events leaves out; None: it is another one."""
         if self.trace is None or self._is_hopeless:

@@ -24,7 +24,7 @@ from chunkmem.runtime.tiers import Tiers
 from chunkmem.steps.cached_plan import CachedPlan
 from chunkmem.steps.factory import CachedPlanFactory
 from chunkmem.steps.iteration_end import IterationEnd
-from chunkmem.steps.known import KnownSteps
+from chunkmem.steps.known import Iteration, KnownSteps
 from chunkmem.steps.plan_cache import Key
 from chunkmem.steps.plan_log import LOG
 from chunkmem.steps.region_choice import RegionChoices
@@ -36,7 +36,7 @@ from chunkmem.tracing.watch import Watch
 from chunkmem.types import ChunkId, Role, Tier
 
 
-class StepController(KnownSteps):
+class StepController:
     """For each step: record, follow a plan, or serve on demand. It hears when models are called and steps end."""
 
     def __init__(
@@ -70,8 +70,16 @@ class StepController(KnownSteps):
         """
         maker = CachedPlanFactory(pager, tiers, machine=machine, options=options)
         choices = RegionChoices(maker.machine, options)
-        super().__init__(pager, maker, layout=layout, trainable=trainable, choices=choices, is_lone=is_lone)
+        self.now = Iteration()
+        self.known = KnownSteps(
+            pager, maker, layout=layout, trainable=trainable, choices=choices, now=self.now, is_lone=is_lone
+        )
+        """Traces and plans by kind of step."""
+        self._pager = pager
         self._tiers = tiers
+        self._layout = layout
+        self._choices = choices
+        self._is_lone = is_lone
         self._make_watch = watch
         self.may_record = is_lone
         """Training steps are like those to come."""
@@ -90,11 +98,10 @@ class StepController(KnownSteps):
         Raises:
             TraceError: it is of another model, layout or policy for activations.
         """
-        self._check_trace(trace)
+        self.known.require_adoptable(trace)
         if trace.mode is Mode.TRAIN:
             self._regions.adopt(trace)
-            self._choices.adopt(trace)
-        super().adopt_trace(trace)
+        self.known.adopt_trace(trace)
 
     # Iterations.
 
@@ -171,7 +178,7 @@ class StepController(KnownSteps):
         self._keep_timeline()
         if self.now.watch is not None:
             self.now.watch.end_sampling()
-        entry = self._training
+        entry = self.known.training
         if self.now.recorder is None and entry is not None and (over_nbytes := self._tiers.overshoot_nbytes()):
             entry.charge_more(over_nbytes)
 
@@ -198,7 +205,7 @@ class StepController(KnownSteps):
         if self.now.mode is Mode.EVAL or (self.now.mode is Mode.TRAIN and is_over):
             self._end_iteration()
             self.now.is_settled = True
-            for kinds in self.kinds.values():
+            for kinds in self.known.kinds.values():
                 kinds.stop()
 
     def note_compiled(self) -> None:
@@ -208,9 +215,9 @@ class StepController(KnownSteps):
 
     def forget(self) -> None:
         """There is more to manage than was recorded: record again."""
-        self.now.recorder, self.trained = None, b""
+        self.now.recorder, self.known.trained = None, b""
         self._stop_watch()
-        for kinds in self.kinds.values():
+        for kinds in self.known.kinds.values():
             kinds.forget()
         self._serve_on_demand()
 
@@ -226,11 +233,11 @@ class StepController(KnownSteps):
             self._pager.policy = policy.policy if isinstance(policy, BetweenSteps) else policy
 
     def _begin_iteration(self, mode: Mode, root: int) -> None:
-        kinds = self.kinds[mode]
-        self.now.key = key = self.key_of(root, mode)
+        kinds = self.known.kinds[mode]
+        self.now.key = key = self.known.key_of(root, mode)
         is_recorded = (self.may_record or mode is Mode.EVAL) and kinds.wants_record(key)
         entry = None if is_recorded else kinds.choose(key)
-        for other in self.kinds.values():
+        for other in self.known.kinds.values():
             other.stop(besides=entry)
         plan_executor = None if entry is None else entry.prepare()
         self.now.mode, self.now.is_running, self.now.has_compiled, self.now.is_settled = mode, True, False, False
@@ -269,12 +276,12 @@ class StepController(KnownSteps):
         elif mode is not None and entry is not None and self.now.plan_executor is entry.plan_executor:
             if self.now.plan_executor is not None:
                 self.now.plan_executor.end_iteration()
-            self.kinds[mode].used(entry, self.now.key)
-            self.kinds[mode].learn(entry)
+            self.known.kinds[mode].used(entry, self.now.key)
+            self.known.kinds[mode].learn(entry)
             if mode is Mode.TRAIN and self._is_lone:
                 self._choose_regions_again(entry)
         elif mode is not None and on_demand is not None and on_demand.num_copies:
-            self.kinds[mode].needs_plans()
+            self.known.kinds[mode].needs_plans()
 
     def _learn_record(self, recorder: Recorder) -> None:
         is_even = recorder.mode is Mode.EVAL or self._iteration_end.is_even
@@ -284,7 +291,7 @@ class StepController(KnownSteps):
                 raise TraceError("other gradients wait for their step at its end than did at its beginning")
             return self._trace_of(recorder)
 
-        self.kinds[recorder.mode].recorded(self.now.key, trace)
+        self.known.kinds[recorder.mode].recorded(self.now.key, trace)
 
     @property
     def is_choosing_regions(self) -> bool:
@@ -294,7 +301,7 @@ class StepController(KnownSteps):
     @property
     def _training_key(self) -> Key:
         """Of the step that runs, or ran last, on whichever rank."""
-        return self.now.key if self._is_lone else self.key_of(0, Mode.TRAIN)
+        return self.now.key if self._is_lone else self.known.key_of(0, Mode.TRAIN)
 
     def choose_regions(self) -> frozenset[int]:
         """Return the calls of regions that steps like the one just recorded had better not recompute."""
@@ -311,7 +318,7 @@ class StepController(KnownSteps):
         if not (self._regions.is_auto and entry.has_measured_times) or trace is None or plan is None:
             return
         if self._choices.choose_again(self.now.key, trace, plan):
-            self.kinds[Mode.TRAIN].drop(self.now.key)
+            self.known.kinds[Mode.TRAIN].drop(self.now.key)
 
     def keep_regions(self, kept: frozenset[int]) -> None:
         """Have steps of this kind recompute all calls of regions but these; what was recorded is of another kind."""
@@ -330,7 +337,7 @@ class StepController(KnownSteps):
         self.timelines.keep(self.now.step_log, trace, is_training=self.now.mode is Mode.TRAIN)
 
     def _record(self, mode: Mode) -> None:
-        LOG.info("%s step: recorded, as %s", mode.value, self.kinds[mode].why_recorded)
+        LOG.info("%s step: recorded, as %s", mode.value, self.known.kinds[mode].why_recorded)
         watch = self.now.watch = self._make_watch()
         self.now.recorder = Recorder(
             mode,
@@ -367,7 +374,7 @@ class StepController(KnownSteps):
         if not self.now.is_running or self.now.entry is None or before is None or mode is None:
             return False
         came = [*before.came(), (kind, chunk.id, label_of(kind, chunk.id, reader))]
-        entry = self.kinds[mode].better(self.now.entry, came, left_out=left_out)
+        entry = self.known.kinds[mode].better(self.now.entry, came, left_out=left_out)
         plan_executor = None if entry is None else entry.prepare(has_alternative=True)
         if entry is None or plan_executor is None:
             return False

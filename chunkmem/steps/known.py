@@ -63,9 +63,18 @@ class KnownSteps:
         layout: Callable[[], str],
         trainable: Callable[[], bytes],
         choices: RegionChoices,
+        now: Iteration,
         is_lone: bool,
     ) -> None:
-        """Begin with nothing known; the arguments are those of `StepController`, and what makes plans and choices."""
+        """Begin with nothing known.
+
+        Args:
+            pager: of the chunks.
+            maker: of plans.
+            layout, trainable, is_lone: see `StepController`.
+            choices: of the regions that are recomputed.
+            now: the step that runs, or ran last, as the controller goes on with it.
+        """
         self._pager = pager
         self._maker = maker
         self._layout = layout
@@ -74,7 +83,7 @@ class KnownSteps:
         self._is_lone = is_lone
         self.kinds = {mode: self._no_plans(mode) for mode in Mode}
         """Of training steps, and of evaluations."""
-        self.now = Iteration()
+        self._now = now
         self.trained = b""
         """Over ranks: which parameters they have last agreed on to train, as `Key.trainable`; empty: they have not."""
 
@@ -86,7 +95,7 @@ class KnownSteps:
     @property
     def trace(self) -> Trace | None:
         """The trace of the last training step's kind."""
-        return None if self._training is None else self._training.trace
+        return None if self.training is None else self.training.trace
 
     @property
     def traces(self) -> list[Trace]:
@@ -96,32 +105,30 @@ class KnownSteps:
     @property
     def plan(self) -> Plan | None:
         """The plan of the last training step's kind."""
-        return None if self._training is None else self._training.plan
+        return None if self.training is None else self.training.plan
 
     @property
     def predicted(self) -> Timeline | None:
         """What the plan says of a step of the last training step's kind; None: there is no plan."""
-        return None if self._training is None else self._training.predicted
+        return None if self.training is None else self.training.predicted
 
     @property
-    def _training(self) -> CachedPlan | None:
+    def training(self) -> CachedPlan | None:
         """What the training step that runs, or ran last, has followed, or was recorded for."""
-        if self.now.mode is Mode.TRAIN and self.now.entry is not None:
-            return self.now.entry
+        if self._now.mode is Mode.TRAIN and self._now.entry is not None:
+            return self._now.entry
         return self.kinds[Mode.TRAIN].last
 
     def adopt_trace(self, trace: Trace) -> None:
-        """Use a trace of an earlier run instead of recording one.
-
-        Raises:
-            TraceError: it is of another model or layout.
-        """
-        self._check_trace(trace)
+        """Use a trace of an earlier run, which `require_adoptable` lets pass, instead of recording one."""
+        if trace.mode is Mode.TRAIN:
+            self._choices.adopt(trace)
         self.kinds[trace.mode].adopt(trace)
-        if trace.mode is self.now.mode:
-            self.now.entry = None  # forgotten: nothing is to be learnt for it
+        if trace.mode is self._now.mode:
+            self._now.entry = None  # forgotten: nothing is to be learnt for it
 
-    def _check_trace(self, trace: Trace) -> None:
+    def require_adoptable(self, trace: Trace) -> None:
+        """Raise a `TraceError` if a trace is of another model or layout, or there are several ranks."""
         if not self._is_lone:
             raise TraceError(
                 "several ranks train together, and have to agree on how far ahead they gather: leave the trace out, it "
@@ -171,8 +178,8 @@ class KnownSteps:
     def drop(self, key: Key) -> None:
         """Forget what training steps with a key do."""
         cache = self.kinds[Mode.TRAIN]
-        if self.now.entry is cache.of(key):
-            self.now.entry = None  # nothing is to be learnt for it
+        if self._now.entry is cache.of(key):
+            self._now.entry = None  # nothing is to be learnt for it
         cache.drop(key)
 
     def record(self, key: Key, *, regions_of: Key | None = None) -> None:
@@ -197,8 +204,8 @@ class KnownSteps:
         if self.trace is None:
             raise PlanError("a plan needs the trace it was made from; set manager.trace first, or train one step")
         check_adoptable(plan, self.trace, self._maker.machine())
-        assert self._training is not None
-        self._training.adopt(self.trace, plan)
+        assert self.training is not None
+        self.training.adopt(self.trace, plan)
 
     # How ranks exchange, see `chunkmem.steps.trial`.
 
@@ -206,7 +213,7 @@ class KnownSteps:
         """Return how long computing would stall in planned steps like the one that is over: with exchanges as in that,
         and with exchanges that overlap computing. inf: there is no plan; None: nothing is known of such steps.
         """
-        recorder, trace = self.now.recorder, self.trace
+        recorder, trace = self._now.recorder, self.trace
         if recorder is not None:
             try:
                 trace = recorder.trace(self._layout(), self._pager.store.chunks)
@@ -220,4 +227,4 @@ class KnownSteps:
     def record_again(self) -> None:
         """Training steps of all kinds go another way from now on; what the last one did does not count."""
         self.kinds[Mode.TRAIN].forget()
-        self.now.entry, self.now.is_excused = None, True
+        self._now.entry, self._now.is_excused = None, True

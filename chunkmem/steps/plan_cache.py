@@ -4,7 +4,8 @@
 trainable. The first step with a new key is recorded. Those of one key may still differ, and then:
 
 1. A step leaves out moments of its plan: it follows that all the same, see [Note: Left out] in
-   `chunkmem.runtime.plan_executor`.
+   `chunkmem.runtime.plan_executor`. If four in a row leave out the same, the next one is recorded, for a plan without
+   it.
 2. It does what another known trace of its key has: it goes over to the plan for that.
 3. It does what no trace has: it misses its plan. After two such steps, then four, eight and so on, up to three in a
    row are recorded until one of them is new. A record that has much in common with a known trace is merged with it,
@@ -33,6 +34,8 @@ _NUM_AT_ONCE = 4
 _MAX_FAILED_RECORDS = 3
 _NUM_TRIES = 3
 """Steps recorded to meet one that is not known yet: about as long after the last one as that came after another."""
+_NUM_ALIKE = 4
+"""Steps in a row that leave out the same, so that it is no chance."""
 _LOOKED_BACK = 12
 """Steps, of which half may miss their plans before a user is told."""
 _LOOKED_BACK_FOR_KEYS = 32
@@ -90,6 +93,10 @@ class PlanCache:
         self._num_missed = 0
         """Steps that missed their plans and were not forgiven yet."""
         self._num_since_miss = 0
+        self._left_out: Sequence[tuple[int, int]] = ()
+        """By the last step."""
+        self._num_alike = 0
+        """Steps in a row that left out just that."""
         self._unknown: deque[Key] = deque(maxlen=_LOOKED_BACK_FOR_KEYS)
         """Keys of steps that came without being recorded, or are announced: the next one is recorded."""
         self._num_failed = 0
@@ -167,7 +174,8 @@ class PlanCache:
             return True
         if self._tries:
             self._num_to_pass -= 1
-            self.why_recorded = "steps missed plans"
+            is_narrower = self._num_alike >= _NUM_ALIKE
+            self.why_recorded = "steps leave out the same again and again" if is_narrower else "steps missed plans"
             return self._num_to_pass < 0
         if any(self._known(key)):
             return False
@@ -210,6 +218,8 @@ class PlanCache:
             merged = merge(entry.trace, trace)
             if merged is None or (merged.is_longer and not entry.take_if_planned(merged.trace)):
                 continue
+            if self._num_alike >= _NUM_ALIKE and len(trace.moments) < len(entry.trace.moments):
+                continue
             if merged.is_longer:
                 self._tries, self._patience = 0, _PATIENCE  # it was worth it, and may be again
             self.used(entry)
@@ -217,7 +227,7 @@ class PlanCache:
         self._add(key, trace)
 
     def _add(self, key: Key, trace: Trace) -> None:
-        self._tries = 0
+        self._tries = self._num_alike = 0
         if not self._is_lone:  # the ranks exchange the same in each step of a kind
             self.drop(key)
         entry = self._make_entry()
@@ -254,6 +264,11 @@ class PlanCache:
         """A step is over that has followed `entry`: is there something to be recorded?"""
         outcome = entry.learn()
         self._outcomes.append(outcome)
+        left_out = entry.left_out if outcome is Outcome.LEFT_OUT else ()
+        self._num_alike = bool(left_out) + (self._num_alike if left_out == self._left_out else 0)
+        self._left_out = left_out
+        if self._num_alike == _NUM_ALIKE:
+            self._tries, self._num_to_pass = 1, 0
         if outcome not in (Outcome.MISSED, Outcome.NEEDLESS):
             if self._num_since_miss >= (_FORGIVEN if self._is_lone else 1):
                 self._num_missed = 0

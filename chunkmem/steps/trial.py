@@ -119,7 +119,7 @@ class AheadTrial:
         if not self._prefetch.has_room:
             return
         # A rank that does not know, as it had no batch, agrees with the others.
-        lazy_s, ahead_s = self._ranks.max_over(self._controller.stalls() or (0.0, 0.0), label=_LABEL)
+        lazy_s, ahead_s = self._ranks.max_over(self._controller.known.stalls() or (0.0, 0.0), label=_LABEL)
         if ahead_s <= lazy_s and ahead_s < math.inf:
             self._prefetch.is_wanted = True
-            self._controller.record_again()
+            self._controller.known.record_again()

@@ -273,7 +273,7 @@ def test_modules_that_a_plain_model_has_too(precision: str, policy: str) -> None
             twin.steps(seed)
             plain.zero_grad()
             assert losses(plain) == expected
-        trained = manager.runtime.controller.plan
+        trained = manager.runtime.controller.known.plan
     plain.zero_grad()
     assert losses(plain) == expected
     assert (set(vars(act)), set(vars(table))) == before

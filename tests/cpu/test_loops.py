@@ -110,7 +110,7 @@ def test_a_loop_without_any_order_needs_no_plans_while_everything_fits() -> None
     assert chunked.losses == plain.losses
     assert served[SETTLED:20] == [None] * 8, "served on demand"
     assert chunked.manager is not None
-    kinds = chunked.manager.runtime.controller.kinds[Mode.TRAIN]
+    kinds = chunked.manager.runtime.controller.known.kinds[Mode.TRAIN]
     assert len(kinds.traces) <= 4, "steps that move nothing are not recorded"
     assert any(misses is not None for misses in served[20:]), "the block that was on HOST had to be fetched"
 

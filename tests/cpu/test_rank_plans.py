@@ -157,13 +157,13 @@ def disagree(rank: int) -> bool:
     compared = []
 
     def pretend(manager: chunkmem.ChunkManager) -> None:
-        stalls = manager.runtime.controller.stalls
+        stalls = manager.runtime.controller.known.stalls
 
         def pretended() -> tuple[float, float] | None:
             compared.append(stalls())
             return (0.5, 0.6) if rank == 0 else None
 
-        manager.runtime.controller.stalls = pretended  # type: ignore[method-assign]
+        manager.runtime.controller.known.stalls = pretended  # type: ignore[method-assign]
 
     with trained(rank, Task(steps=7, device_nbytes=100 << 10), before=pretend) as manager:
         assert len(compared) == 1

@@ -197,7 +197,7 @@ def test_evaluations_have_a_plan_of_their_own() -> None:
     training = same(4, scenario)
     assert training.manager is not None
     assert training.plan_misses() == 0
-    evaluation = training.manager.runtime.controller.kinds[Mode.EVAL].last
+    evaluation = training.manager.runtime.controller.known.kinds[Mode.EVAL].last
     assert evaluation is not None
     assert evaluation.trace is not None
     assert evaluation.plan is not None

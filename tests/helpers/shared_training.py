@@ -307,11 +307,11 @@ def mean_of(param: Tensor, grads: Sequence[Tensor | None]) -> Tensor | None:
 def watch_trial(manager: chunkmem.ChunkManager, found: list[Trace]) -> None:
     """Have the trace of the step that is recorded without gathering ahead be appended to `found`."""
     controller = manager.runtime.controller
-    stalls = controller.stalls
+    stalls = controller.known.stalls
 
     def watched() -> tuple[float, float] | None:
         assert controller.now.recorder is not None
         found.append(controller._trace_of(controller.now.recorder))
         return stalls()
 
-    controller.stalls = watched  # type: ignore[method-assign]
+    controller.known.stalls = watched  # type: ignore[method-assign]
