@@ -26,11 +26,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(_aligned(line, widths) for line in lines)
 
 
-def printable(text: str) -> str:
-    """Escape what cannot be printed: messages of others' code, and names in others' files, may hold anything."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-
-
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
     first, *others = zip(cells, widths, strict=True)
     columns = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]

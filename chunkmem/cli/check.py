@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from chunkmem.cli.answer import CommandResult, printable, table
+from chunkmem.cli.answer import CommandResult, table
 from chunkmem.cli.machine import OPTIMIZERS, count, parse_size
 from chunkmem.errors import ChunkmemError, ConfigError
 from chunkmem.sizes import format_nbytes, shown
@@ -232,7 +232,7 @@ def _text(request: _Request, report: CheckReport) -> str:
         str(report),
     ]
     noted = dict.fromkeys(message for comparison in report.comparisons for message in comparison.warnings)
-    return printable("\n".join([*lines, *(f"warned: {message}" for message in noted)]))
+    return "\n".join([*lines, *(f"warned: {message}" for message in noted)])
 
 
 def _row(comparison: Comparison) -> tuple[str, str, str, str]:

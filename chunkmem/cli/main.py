@@ -12,6 +12,7 @@ from typing import NoReturn
 from chunkmem.cli import build, check, chunk_size, config, convert, estimate, info, plan, report, verify
 from chunkmem.cli.answer import CommandResult
 from chunkmem.errors import ChunkmemError
+from chunkmem.sizes import printable
 
 BAD_INPUT = 2
 DOES_NOT_FIT = 1
@@ -69,7 +70,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _print(answer: CommandResult, *, as_json: bool) -> int:
-    text = json.dumps(answer.data, allow_nan=False) if as_json else answer.text
+    text = json.dumps(answer.data, allow_nan=False) if as_json else printable(answer.text)
     try:
         print(text, flush=True)
     except BrokenPipeError:  # `chunkmem ... | head`: what was asked for has been read

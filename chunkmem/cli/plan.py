@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> CommandResult:
     if options.out is not None:
         plan.save(options.out)
     result = Result(path, trace, plan, simulate(plan, trace), bound, disk_bound(trace, machine), options.out)
-    return CommandResult(result.data(), _printable("\n".join(result.lines())))
+    return CommandResult(result.data(), "\n".join(result.lines()))
 
 
 def _cut(options: argparse.Namespace) -> CommandResult:
@@ -110,8 +110,7 @@ def _cut(options: argparse.Namespace) -> CommandResult:
         raise ConfigError("--host bounds the bytes of a stage together with --device; give that, too")
     cap_nbytes = None if host_nbytes is None or device_nbytes is None else device_nbytes + host_nbytes
     blocks = blocks_named(options.trace)
-    answer = cut_answer(options.trace, blocks, options.stages, cap_nbytes=cap_nbytes, keeps_ties=options.keep_ties)
-    return replace(answer, text=_printable(answer.text))
+    return cut_answer(options.trace, blocks, options.stages, cap_nbytes=cap_nbytes, keeps_ties=options.keep_ties)
 
 
 def _share(option: str, value: str | float) -> float:
@@ -131,12 +130,7 @@ def _no(error: PlanError, path: str, trace: Trace, machine: Machine) -> CommandR
         "needed_nbytes": error.needed_nbytes if isinstance(error, CapacityError) else None,
         "reason": str(error),
     }
-    return CommandResult(data, _printable(f"does not fit: {' '.join(str(error).split())}"), fits=False)
-
-
-def _printable(text: str) -> str:
-    """Labels and paths may hold line breaks of their own, and lone surrogates, which cannot be printed."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return CommandResult(data, f"does not fit: {' '.join(str(error).split())}", fits=False)
 
 
 def _question(path: str, trace: Trace, machine: Machine) -> dict[str, Any]:

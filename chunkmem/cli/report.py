@@ -48,12 +48,7 @@ def run(options: argparse.Namespace) -> CommandResult:
     names = {key: None if path is None else str(path) for key, path in files.items()}
     data = {"run": summaries[0], "against": against, "files": names, "notes": notes}
     lines = _lines(summaries, [name for name in names.values() if name], notes)
-    return CommandResult(data, "\n".join(map(_printable, lines)))
-
-
-def _printable(text: str) -> str:
-    """Labels may hold anything: line breaks of their own, and lone surrogates, which cannot be printed."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return CommandResult(data, "\n".join(lines))
 
 
 def _lines(summaries: Sequence[Mapping[str, Any]], files: Sequence[str], notes: Sequence[str]) -> Iterator[str]:
