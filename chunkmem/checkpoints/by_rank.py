@@ -16,15 +16,14 @@ from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.files import EXTRA, RANKS
+from chunkmem.checkpoints.names import BY_PARAMETER
 from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError
 from chunkmem.optim.ema import PREFIX
-from chunkmem.optim.masters import MASTER_KEY
 
 _COUNT = "count"
 """Under "ranks": how many there were."""
-_BY_NAME = ("state", MASTER_KEY)
 
 
 class OwnNames:
@@ -96,7 +95,7 @@ def _divided(state: dict[str, Any], names: OwnNames) -> tuple[dict[str, Any], di
     if "optimizer" in state:
         optimizer = shared["optimizer"] = dict(state["optimizer"])
         rows = {}
-        for key in (key for key in _BY_NAME if key in optimizer):
+        for key in (key for key in BY_PARAMETER if key in optimizer):
             optimizer[key], rows[key] = _split(optimizer[key], names)
         groups = optimizer["param_groups"]
         if any(name in names for group in groups for name in group["params"]):

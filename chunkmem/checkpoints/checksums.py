@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from chunkmem.checkpoints.directory import MANIFEST
 from chunkmem.checkpoints.odd_files import parse_json, read_all, said
-from chunkmem.checkpoints.unfinished import naming
+from chunkmem.checkpoints.unfinished import written
 from chunkmem.errors import CheckpointError
 
 NAME = "checksums.json"
@@ -85,10 +84,8 @@ def _of_this(saved: dict[str, Any], manifest: int) -> dict[str, Any]:
 
 
 def _write(path: Path, saved: Any) -> None:
-    with naming(path), path.open("w", encoding="utf-8") as file:
-        json.dump(saved, file, indent=0)
-        file.flush()
-        os.fsync(file.fileno())
+    with written(path) as file:
+        file.write(json.dumps(saved, indent=0).encode())
 
 
 def read_checksums(folder: Path, manifest: bytes) -> dict[str, int]:

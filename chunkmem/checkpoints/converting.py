@@ -16,13 +16,12 @@ from chunkmem.checkpoints.directory import MANIFEST, standing
 from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.metadata import TRUST
 from chunkmem.checkpoints.odd_files import said
-from chunkmem.checkpoints.pretrained import Files, StoredForm, shards_of
+from chunkmem.checkpoints.pretrained import Files, shards_of
 from chunkmem.checkpoints.reading import CheckpointFiles
-from chunkmem.checkpoints.replacing import replacing
 from chunkmem.checkpoints.safetensors_files import open_safetensors
 from chunkmem.checkpoints.saved_objects import damaged_member, load_saved
-from chunkmem.checkpoints.saving import write
-from chunkmem.checkpoints.unfinished import Unfinished, in_one_line, naming, sync
+from chunkmem.checkpoints.saving import save_now
+from chunkmem.checkpoints.unfinished import Unfinished, in_one_line, sync, written
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError
 
@@ -87,9 +86,7 @@ def convert(source: Path, target: Path, to: Format, *, max_shard_nbytes: int, tr
     if to is Format.TORCH:
         _write_torch(state, target)
     else:
-        ranks = Ranks(timeout_s=1)
-        with replacing(target, ranks) as replacement:
-            write(state, replacement, ranks)
+        save_now(state, target, Ranks(timeout_s=1))
     tensors = dict(tensors_in("", state))
     return Converted(len(tensors), sum(value.nbytes for value in tensors.values()), ())
 
@@ -162,8 +159,7 @@ def _write_safetensors(state: Mapping[str, Any], target: Path, *, max_shard_nbyt
     kept = dict(tensors_in("", weights))
     unique = {id(value): name for name, value in reversed(kept.items())}
     kept = {name: value for name, value in kept.items() if unique[id(value)] == name}
-    forms = {name: StoredForm(value.dtype, tuple(value.shape)) for name, value in kept.items()}
-    files = Files(target, shards_of(forms, max_nbytes=max_shard_nbytes))
+    files = Files(target, shards_of(kept, max_nbytes=max_shard_nbytes))
     try:
         for name, value in kept.items():
             files.write(name, value.clone() if type(value) is torch.Tensor else value.read())  # type: ignore[attr-defined]
@@ -173,7 +169,7 @@ def _write_safetensors(state: Mapping[str, Any], target: Path, *, max_shard_nbyt
     finally:
         files.close()
     left_out = tuple(sorted(key for key in state if key != "model")) if weights is not state else ()
-    return Converted(len(kept), sum(form.nbytes for form in forms.values()), left_out)
+    return Converted(len(kept), sum(value.nbytes for value in kept.values()), left_out)
 
 
 def _write_torch(state: Mapping[str, Any], target: Path) -> None:
@@ -181,10 +177,8 @@ def _write_torch(state: Mapping[str, Any], target: Path) -> None:
         own = Unfinished.make(target.parent, target.name)
         try:
             partial = own.folder / "all"
-            with naming(partial), partial.open("wb") as file:
+            with written(partial) as file:
                 torch.save(dict(state), file)
-                file.flush()
-                os.fsync(file.fileno())
             os.replace(partial, target)
             sync(target.parent)
         finally:

@@ -17,8 +17,8 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,27 +26,15 @@ import torch
 from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
+from chunkmem.checkpoints.odd_files import said
 from chunkmem.checkpoints.safetensors_files import DTYPES, INDEX, open_safetensors
-from chunkmem.checkpoints.unfinished import Unfinished, alone_in, in_one_line, make_folder, naming, sync
+from chunkmem.checkpoints.unfinished import Unfinished, alone_in, in_one_line, make_folder, naming, sync, written
 from chunkmem.errors import CheckpointError
 from chunkmem.nn.lazy_tensor import LazyTensor
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ONE = "model.safetensors"
 _SHARD = re.compile(r"model(-[0-9a-f]{16})?-\d{5}-of-\d{5}\.safetensors")
-
-
-@dataclass(frozen=True)
-class StoredForm:
-    """What is known of a tensor before it is read."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Of its elements."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 def save_pretrained(runtime: Runtime, folder: Path, model: nn.Module | None, *, max_shard_nbytes: int) -> None:
@@ -58,7 +46,8 @@ def save_pretrained(runtime: Runtime, folder: Path, model: nn.Module | None, *, 
     here = {name: value for name, value in _untied(root, state).items() if not value.is_meta}
     stages = ranks.stages
     forms = {
-        name: (StoredForm(value.dtype, tuple(value.shape)), stages and stages.rank) for name, value in here.items()
+        name: (torch.empty(value.shape, dtype=value.dtype, device="meta"), stages and stages.rank)
+        for name, value in here.items()
     }
     forms = ranks.over_stages(forms, label="the names of a stage's weights")
     if odd := [f"{name} ({form.dtype})" for name, (form, _) in forms.items() if form.dtype not in _NAMES]:
@@ -87,12 +76,10 @@ def _problem(do: Any, *args: Any) -> str:
     """Do something on the first rank; return what it raises, which is raised on all: they would wait for it."""
     try:
         do(*args)
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         return in_one_line(error)
-    except CheckpointError as error:
-        return str(error)
     except Exception as error:  # what transformers raises for a configuration that it does not accept
-        return f"{type(error).__name__}: {error}"
+        return said(error)
     return ""
 
 
@@ -120,9 +107,12 @@ def _untied(root: nn.Module, state: Mapping[str, Any]) -> dict[str, torch.Tensor
     return {name: value for name, value in state.items() if name in kept}
 
 
-def shards_of(forms: Mapping[str, StoredForm], *, max_nbytes: int) -> list[dict[str, StoredForm]]:
-    """Divide tensors into files of at most so many bytes, in their order; one that is larger has a file of its own."""
-    shards: list[dict[str, StoredForm]] = [{}]
+def shards_of(forms: Mapping[str, torch.Tensor], *, max_nbytes: int) -> list[dict[str, torch.Tensor]]:
+    """Divide tensors into files of at most so many bytes, in their order; one that is larger has a file of its own.
+
+    Only their dtypes and shapes are looked at: `forms` may be lazy, or on the meta device.
+    """
+    shards: list[dict[str, torch.Tensor]] = [{}]
     for name, form in forms.items():
         if shards[-1] and sum(each.nbytes for each in shards[-1].values()) + form.nbytes > max_nbytes:
             shards.append({})
@@ -133,18 +123,13 @@ def shards_of(forms: Mapping[str, StoredForm], *, max_nbytes: int) -> list[dict[
 class Files:
     """The files of a model that are being written, in a folder of their own until all are complete."""
 
-    def __init__(self, folder: Path, shards: Sequence[Mapping[str, StoredForm]]) -> None:
+    def __init__(self, folder: Path, shards: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Begin with none."""
         self._folder = folder
         self._shards = shards
-        self._waiting = self._order()
+        self._waiting = iter([(at, name) for at, shard in enumerate(shards) for name in shard])
         self._own: Unfinished | None = None
         self._file: BinaryIO | None = None
-
-    def _order(self) -> Iterator[tuple[int, str]]:
-        for at, shard in enumerate(self._shards):
-            for name in shard:
-                yield at, name
 
     def _unfinished(self) -> Path:
         if self._own is None:
@@ -244,22 +229,26 @@ class Files:
     def _put_index(self, found: Mapping[str, str]) -> None:
         total = sum(form.nbytes for shard in self._shards for form in shard.values())
         path = self._unfinished() / INDEX
-        with naming(path), path.open("w", encoding="utf-8") as file:
-            json.dump({"metadata": {"total_size": total}, "weight_map": found}, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
+        with written(path) as file:
+            file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": found}, indent=2).encode())
         os.replace(path, self._folder / INDEX)
 
     def _remove(self, names: set[str], *, is_one: bool) -> None:
         if _ONE in names:  # else it would be read in the place of the shards
             (self._folder / _ONE).unlink()
-        left = False
+        left: list[str] = []
         for name in names - {_ONE, INDEX}:
             try:
-                (self._folder / name).unlink()
-            except OSError:  # no index names it
-                left = True
-        if is_one and not left:
+                (self._folder / name).unlink(missing_ok=True)
+            except OSError as error:
+                left.append(in_one_line(error))
+        if left:  # the index stays: without one, a program may take all files that are there
+            warnings.warn(
+                f"the weights are in place, and {len(left)} files of those before them could not be removed "
+                f"({left[0]}); no index names them, and the next save_pretrained() tries again",
+                stacklevel=2,
+            )
+        elif is_one:
             (self._folder / INDEX).unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -33,6 +33,7 @@ from chunkmem.errors import CheckpointError
 from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Source
 from chunkmem.runtime.device import give_back_freed_ram
 
+_T = TypeVar("_T")
 _KEPT_NBYTES = 48 << 20
 """By which the process may grow before freed memory is given back: new memory for each tensor is slow to touch."""
 _MAX_THREADS = 4
@@ -76,12 +77,6 @@ class CheckpointFiles:
         """Whether chunkmem has written it."""
         return bool(self._checksums)
 
-    @property
-    def objects(self) -> tuple[str, ...]:
-        """Names of what is no tensor."""
-        forms = self.metadata.state_dict_metadata.items()
-        return tuple(name for name, form in forms if not isinstance(form, TensorStorageMetadata))
-
     def key_of(self, name: str) -> str:
         """Return the key on the outside that something is saved under."""
         return str(self._keys(name)[0])
@@ -89,10 +84,6 @@ class CheckpointFiles:
     def nbytes_of(self, index: MetadataIndex) -> int:
         """Return what a part of a tensor takes in its file."""
         return int(self._storage(index).length)
-
-    def object_nbytes(self, name: str) -> int:
-        """Return what an object takes in its file."""
-        return self.nbytes_of(MetadataIndex(name))
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -112,7 +103,7 @@ class CheckpointFiles:
             if isinstance(form, TensorStorageMetadata):
                 value: Any = LazyTensor.of(_FileSource(self, name), tuple(form.size), form.properties.dtype)
             elif with_objects:
-                value = self.object(name)
+                value = self.object(MetadataIndex(name))
             else:
                 continue
             found = _put(found, keys[len(prefix) :], value)
@@ -127,12 +118,17 @@ class CheckpointFiles:
         keys: tuple[str | int, ...] = self.metadata.planner_data[name]
         return keys
 
-    def entries(self) -> Iterator[MetadataIndex]:
-        """Yield all parts of tensors that are stored, those of one file after each other."""
+    def entries(self) -> list[MetadataIndex]:
+        """Return all parts of tensors that are stored, those of one file after each other."""
         forms = self.metadata.state_dict_metadata.items()
         tensors = ((name, form) for name, form in forms if isinstance(form, TensorStorageMetadata))
         found = [MetadataIndex(name, part.offsets, at) for name, form in tensors for at, part in enumerate(form.chunks)]
-        yield from sorted(found, key=lambda index: (self._file(index), self._storage(index).offset))
+        return sorted(found, key=lambda index: (self._file(index), self._storage(index).offset))
+
+    def objects(self) -> list[MetadataIndex]:
+        """Return all that is no tensor."""
+        forms = self.metadata.state_dict_metadata.items()
+        return [MetadataIndex(name) for name, form in forms if not isinstance(form, TensorStorageMetadata)]
 
     def verify(self, indices: Sequence[MetadataIndex]) -> None:
         """Read parts of tensors, and compare them with their checksums, where there are some.
@@ -149,27 +145,14 @@ class CheckpointFiles:
         """Read parts of tensors, and yield each when it was compared with its checksum, with what is wrong."""
         threads = ThreadPoolExecutor(min(torch.get_num_threads(), _MAX_THREADS))
         try:
-            for index, found in zip(indices, threads.map(self._try_to_find, indices), strict=True):
-                error = found if isinstance(found, CheckpointError) else None
-                if not isinstance(found, CheckpointError):
+            for index, (found, error) in zip(indices, threads.map(partial(tried, self._find), indices), strict=True):
+                if error is None:
                     self._found[index] = found
-                    error = None if found is not None else self._problem_by_torch(index)
+                    if found is None:
+                        _, error = tried(self._verify_by_torch, index)
                 yield index, error
         finally:
             threads.shutdown(cancel_futures=True)
-
-    def _try_to_find(self, index: MetadataIndex) -> StoredValues | CheckpointError | None:
-        try:
-            return self._find(index)
-        except CheckpointError as error:
-            return error
-
-    def _problem_by_torch(self, index: MetadataIndex) -> CheckpointError | None:
-        try:
-            self._verify_by_torch(index)
-        except CheckpointError as error:
-            return error
-        return None
 
     def _verify_by_torch(self, index: MetadataIndex) -> None:
         part = self._part(index)
@@ -251,13 +234,12 @@ class CheckpointFiles:
         """Return the file that a tensor begins in."""
         return self._file(MetadataIndex(name, self._form(name).chunks[0].offsets))
 
-    def object(self, name: str) -> Any:
+    def object(self, index: MetadataIndex) -> Any:
         """Return what was saved and is no tensor.
 
         Raises:
             CheckpointError: its file cannot be read, has changed since it was written, or needs trust.
         """
-        index = MetadataIndex(name)
         into = _Into(torch.empty(0))
         item = ReadItem(LoadItemType.BYTE_IO, index, torch.Size((0,)), index, torch.Size((0,)), torch.Size((0,)))
         written = self._written(index)
@@ -269,7 +251,7 @@ class CheckpointFiles:
         if not is_whole:
             raise self._changed(index)
         into.stream.seek(0)
-        return load_saved(into.stream, f"{name} in {self.path / self._file(index)}", trust=self._trust)
+        return load_saved(into.stream, f"{index.fqn} in {self.path / self._file(index)}", trust=self._trust)
 
     def _read_by_torch(self, item: ReadItem, into: _Into) -> None:
         with opened(self.path / self._file(item.storage_index)):
@@ -344,6 +326,14 @@ class _Into(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """It is in its place."""
+
+
+def tried(read: Callable[[MetadataIndex], _T], index: MetadataIndex) -> tuple[_T | None, CheckpointError | None]:
+    """Return what is read, or what is wrong with it."""
+    try:
+        return read(index), None
+    except CheckpointError as error:
+        return None, error
 
 
 def _part_of(values: torch.Tensor, item: ReadItem) -> torch.Tensor:

@@ -33,9 +33,9 @@ from chunkmem.checkpoints.unfinished import (
     in_one_line,
     is_unfinished,
     make_folder,
-    naming,
     sweep,
     sync,
+    written,
 )
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError
@@ -116,10 +116,8 @@ class Replacement:
         manifest, kept = self.path / MANIFEST, self.folder / _OLD_MANIFEST
         was_there = manifest.exists()
         if was_there:
-            with naming(kept), kept.open("wb") as file:
+            with written(kept) as file:  # put back without its content, it would be no manifest after a crash
                 file.write(manifest.read_bytes())
-                file.flush()
-                os.fsync(file.fileno())  # put back without its content, it would be no manifest after a crash
         self._may_be_there = True
         try:
             os.replace(self.folder / MANIFEST, manifest)
@@ -146,24 +144,15 @@ class Replacement:
 
 @contextlib.contextmanager
 def replacing(path: Path, ranks: Ranks) -> Iterator[Replacement]:
-    """Yield a directory, the same on all ranks, whose content is the checkpoint at `path` when the block is over.
+    """Yield a directory, the same on all ranks, to take the place of `path`; after an error inside it is removed.
 
-    The block puts the names of its files with values into `Replacement.put_in_place`. After a kill or an error, there
-    is what was there before, or all of what was written. What a killed block has left is removed by the next one.
+    What is written to it is the checkpoint once the names of its files with values have been given to
+    `Replacement.put_in_place`, in the block or later. After a kill or an error, there is what was there before, or all
+    of what was written. What a killed process has left is removed by the next one.
 
     Raises:
         CheckpointError: it cannot be made or renamed, or `path` is something else than a checkpoint; on every rank.
     """
-    replacement = begin_replacing(path, ranks)
-    try:
-        yield replacement
-    except BaseException:
-        replacement.discard()
-        raise
-
-
-def begin_replacing(path: Path, ranks: Ranks) -> Replacement:
-    """Return a directory, the same on all ranks, to take the place of `path`. Raises what `replacing` does."""
     own: list[Unfinished] = []
 
     def make() -> str:
@@ -174,7 +163,11 @@ def begin_replacing(path: Path, ranks: Ranks) -> Replacement:
     replacement = Replacement(path, folder, own[0] if own else None)
     if not ranks.are_one:
         _check_shared(replacement, ranks)
-    return replacement
+    try:
+        yield replacement
+    except BaseException:
+        replacement.discard()
+        raise
 
 
 def _check_shared(replacement: Replacement, ranks: Ranks) -> None:
@@ -218,10 +211,8 @@ def on_first(ranks: Ranks, path: Path, do: Callable[[], str]) -> str:
     if ranks.is_first:
         try:
             found = do()
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             problem = in_one_line(error)
-        except CheckpointError as error:
-            problem = str(error)
     found, problem = ranks.from_first((found, problem), label=_LABEL)
     if problem:
         raise not_written(path, problem)

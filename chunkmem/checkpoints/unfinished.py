@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from chunkmem.errors import CheckpointError
 
@@ -207,6 +208,19 @@ def sync(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file to be written anew, which is on the disk when the block is over.
+
+    Raises:
+        OSError: it is not; names the file.
+    """
+    with naming(path), path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

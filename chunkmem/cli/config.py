@@ -68,8 +68,8 @@ class ConfigKey:
     def to_dict(self) -> dict[str, object]:
         """Return the key as JSON-serialisable data."""
         default = None if self.is_required else self.default
-        told = {"allowed": self.allowed, "about": self.about}
-        return {"key": self.path, "default": default, "is_required": self.is_required, **told}
+        return {"key": self.path, "default": default, "is_required": self.is_required, "allowed": self.allowed,
+                "about": self.about}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,11 +94,7 @@ def run(options: argparse.Namespace) -> CommandResult:
     if options.source is not None:
         return _converted(options.source, options.out, options.disk_capacity)
     if options.schema:
-        schema = {
-            "$schema": "https://json-schema.org/draft/2020-12/schema",
-            "title": "chunkmem",
-            **Config.json_schema(),
-        }
+        schema = {"$schema": _DIALECT, "title": "chunkmem", **Config.json_schema()}
         return CommandResult(schema, json.dumps(schema, indent=2))
     if options.file is not None:
         return _checked(options.file)

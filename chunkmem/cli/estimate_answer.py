@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
 from chunkmem.cli.estimate_times import assumption_lines, disk_data, disk_lines, time_data, time_lines
+from chunkmem.report.regions import region_data
 from chunkmem.report.text import REGION_COLUMNS, region_rows
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import Role, Tier
@@ -132,7 +132,7 @@ def yes(
                       "buffered_nbytes": finding.exchanged.buffered_nbytes},
         "updated_on_device": sum(tier is Tier.DEVICE for tier in finding.plan.update_tiers.values()),
         "updated_on_host": sum(tier is Tier.HOST for tier in finding.plan.update_tiers.values()),
-        "regions": [asdict(region) | {"policy": region.policy.value} for region in finding.regions],
+        "regions": [region_data(region) for region in finding.regions],
     }  # fmt: skip
     disk = ""
     if question.disk_nbytes:

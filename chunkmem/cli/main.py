@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from chunkmem.cli import build, check, chunk_size, config, convert, estimate, info, plan, report, verify
@@ -76,7 +76,3 @@ def _print(answer: CommandResult, *, as_json: bool) -> int:
     except BrokenPipeError:  # `chunkmem ... | head`: what was asked for has been read
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if answer.fits else DOES_NOT_FIT
-
-
-Run = Callable[[argparse.Namespace], CommandResult]
-"""What each command's module has as `run`, in addition to `NAME`, `SUMMARY`, `DESCRIPTION` and `add_arguments`."""

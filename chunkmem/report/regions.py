@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from types import MappingProxyType
+from typing import Any
 
 from chunkmem.plan.model import Copy, Plan
 from chunkmem.plan.regions import Policy, RegionPolicy
@@ -45,6 +46,11 @@ def region_policies(plan: Plan, trace: Trace) -> tuple[RegionPolicy, ...]:
     return tuple(sorted(found.values(), key=lambda region: first.get(region.name, 0)))
 
 
+def region_data(region: RegionPolicy) -> dict[str, Any]:
+    """Return one as JSON-serialisable data."""
+    return asdict(region) | {"policy": region.policy.value}
+
+
 def _first_moments(trace: Trace) -> dict[str, int]:
     """Return the first moment of each module, those around it included."""
     found: dict[str, int] = {}
@@ -53,11 +59,6 @@ def _first_moments(trace: Trace) -> dict[str, int]:
         for depth in range(len(path)):
             found.setdefault(".".join(path[: depth + 1]), index)
     return found
-
-
-def region_names(trace: Trace) -> dict[ChunkId, str]:
-    """Return by ACTIVATION chunk the region it belongs to."""
-    return {chunk: held.region for chunk, held in activation_contents(trace).items()}
 
 
 def chunk_names(plan: Plan, trace: Trace) -> dict[ChunkId, str]:
