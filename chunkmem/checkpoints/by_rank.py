@@ -29,25 +29,14 @@ _COUNT = "count"
 class OwnNames:
     """Names of the parameters and buffers of a model that are each rank's own."""
 
-    def __init__(self, root: nn.Module, kept: Iterable[nn.Module], elsewhere: Iterable[nn.Module]) -> None:
-        """Find those in `kept` modules, which differ between ranks.
-
-        Args:
-            root: of the model.
-            kept: modules in `manager.exclude(reduce=False)`.
-            elsewhere: modules that other pipeline stages have.
-        """
-        own = {id(module) for each in kept for module in each.modules()}
-        away = {id(module) for module in elsewhere}
+    def __init__(self, root: nn.Module, runtime: Runtime) -> None:
+        """Find those in modules that were built in `manager.exclude(reduce=False)`: they differ between ranks."""
+        own = {id(module) for each in runtime.built.kept() for module in each.modules()}
+        away = {id(module) for module in runtime.built.elsewhere.modules}  # of other pipeline stages
         named = dict(root.named_modules(remove_duplicate=False))
         self._is_own = {name: id(module) in own for name, module in named.items()}
         """By the name of a module."""
         self._elsewhere = frozenset(name for name, module in named.items() if id(module) in own & away)
-
-    @classmethod
-    def of(cls, root: nn.Module, runtime: Runtime) -> OwnNames:
-        """Find those of a manager."""
-        return cls(root, runtime.built.kept(), runtime.built.elsewhere.modules)
 
     def elsewhere(self, expected: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of a model's state that only ranks of other pipeline stages have: here, nobody reads it."""

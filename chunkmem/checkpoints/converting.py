@@ -16,7 +16,7 @@ from chunkmem.checkpoints.directory import MANIFEST, standing
 from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.metadata import TRUST
 from chunkmem.checkpoints.odd_files import said
-from chunkmem.checkpoints.pretrained import Files, shards_of
+from chunkmem.checkpoints.pretrained import shards_of, write_weights
 from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.checkpoints.safetensors_files import open_safetensors
 from chunkmem.checkpoints.saved_objects import damaged_member, load_saved
@@ -24,6 +24,7 @@ from chunkmem.checkpoints.saving import save_now
 from chunkmem.checkpoints.unfinished import Unfinished, in_one_line, sync, written
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError
+from chunkmem.nn.lazy_tensor import LazyTensor
 
 
 class Format(enum.Enum):
@@ -159,15 +160,11 @@ def _write_safetensors(state: Mapping[str, Any], target: Path, *, max_shard_nbyt
     kept = dict(tensors_in("", weights))
     unique = {id(value): name for name, value in reversed(kept.items())}
     kept = {name: value for name, value in kept.items() if unique[id(value)] == name}
-    files = Files(target, shards_of(kept, max_nbytes=max_shard_nbytes))
+    read = (value.read() if isinstance(value, LazyTensor) else value.clone() for value in kept.values())
     try:
-        for name, value in kept.items():
-            files.write(name, value.clone() if type(value) is torch.Tensor else value.read())  # type: ignore[attr-defined]
-        files.finish(None)
+        write_weights(target, shards_of(kept, max_nbytes=max_shard_nbytes), read)
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {in_one_line(error)}") from None
-    finally:
-        files.close()
     left_out = tuple(sorted(key for key in state if key != "model")) if weights is not state else ()
     return Converted(len(kept), sum(value.nbytes for value in kept.values()), left_out)
 

@@ -49,7 +49,7 @@ def load_checkpoint(
         before_reading(path)
         files = CheckpointFiles(path, trust=trust)
         written = f"{files.digest} {path} of rank {ranks.name(ranks.rank)}"
-        names = OwnNames.of(root, runtime)
+        names = OwnNames(root, runtime)
         own = OwnParts(files, names, everyone)
         weights = _weights(files, own, names, runtime.modules.surface.expected_state(root), strict=strict)
         states = _states(files, own, root, optimizer)

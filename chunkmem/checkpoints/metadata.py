@@ -255,7 +255,7 @@ def _name(value: Any) -> str:
 
 
 def _path(name: str, value: Any, num_names: int) -> tuple[str | int, ...]:
-    if not isinstance(value, tuple | list) or not 0 < len(value) <= _MAX_DEPTH:
+    if not isinstance(value, tuple | list) or not 0 < len(value) <= _MAX_DEPTH or not isinstance(value[0], str):
         raise _OddMetadataError(f"{name} is nested under {reprlib.repr(value)}")
     for key in value:
         if not isinstance(key, str) and not (type(key) is int and 0 <= key < num_names):

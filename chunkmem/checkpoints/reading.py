@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import psutil
 import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
@@ -95,7 +97,7 @@ class CheckpointFiles:
 
         Tensors are lazy. Objects are read now, or, without `with_objects`, left out and not read.
         """
-        found: Any = None
+        whole: dict[str, Any] = {}
         for name, form in self.metadata.state_dict_metadata.items():
             keys = self._keys(name)
             if keys[: len(prefix)] != prefix:
@@ -106,7 +108,10 @@ class CheckpointFiles:
                 value = self.object(MetadataIndex(name))
             else:
                 continue
-            found = _put(found, keys[len(prefix) :], value)
+            set_element(whole, keys, value)
+        found: Any = whole
+        for key in prefix:
+            found = found.get(key) if isinstance(found, dict) else None
         return found
 
     def names_under(self, outer: str, inner: str) -> list[str]:
@@ -183,12 +188,13 @@ class CheckpointFiles:
             return found if crc == written else None
         if found is not None and found.archived_crc not in (None, crc):
             raise self._changed(index)
-        if (description.shape, description.dtype) != (tuple(part.sizes), dtype):
+        tensor, is_in_order = description
+        if (tensor.shape, tensor.dtype) != (part.sizes, dtype):
             raise CheckpointError(
-                f"{path} has {description.dtype} of shape {description.shape} where {index.fqn} is, and .metadata says "
+                f"{path} has {tensor.dtype} of shape {tuple(tensor.shape)} where {index.fqn} is, and .metadata says "
                 f"{dtype} of shape {tuple(part.sizes)}"
             )
-        return found if description.is_in_order else None
+        return found if is_in_order else None
 
     def read(self, name: str, start: Extent, shape: Extent) -> torch.Tensor:
         """Return a part of a tensor.
@@ -220,7 +226,11 @@ class CheckpointFiles:
                     self._give_back()
                     self._read_by_torch(item, _Into(into))
                 else:
-                    found.read_into(tuple(item.storage_offsets), _part_of(into, item), self._buffer)
+                    found.read_into(
+                        tuple(item.storage_offsets),
+                        narrow_tensor_by_index(into, item.dest_offsets, item.lengths),
+                        self._buffer,
+                    )
             except Exception as error:  # a damaged file raises anything
                 raise self._unreadable(index, error) from None
 
@@ -321,11 +331,8 @@ class _Into(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.stream = value
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        return _part_of(self._values, read_item)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """It is in its place."""
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._values
 
 
 def tried(read: Callable[[MetadataIndex], _T], index: MetadataIndex) -> tuple[_T | None, CheckpointError | None]:
@@ -334,12 +341,6 @@ def tried(read: Callable[[MetadataIndex], _T], index: MetadataIndex) -> tuple[_T
         return read(index), None
     except CheckpointError as error:
         return None, error
-
-
-def _part_of(values: torch.Tensor, item: ReadItem) -> torch.Tensor:
-    """Return what an item is read to."""
-    where = zip(item.dest_offsets, item.lengths, strict=True)
-    return values[tuple(slice(at, at + size) for at, size in where)]
 
 
 def _manifest(path: Path) -> bytes:
@@ -352,18 +353,3 @@ def _manifest(path: Path) -> bytes:
         raise CheckpointError(f"{path} is a file; name the directory that manager.save() was given") from None
     except OSError as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {said(error)}") from None
-
-
-def _put(nested: Any, keys: Sequence[Any], value: Any) -> Any:
-    """Put a value into dicts, and lists where keys are numbers; return them."""
-    if not keys:
-        return value
-    key, rest = keys[0], keys[1:]
-    if isinstance(key, int):
-        items: list[Any] = [] if nested is None else nested
-        items += [None] * (key + 1 - len(items))
-        items[key] = _put(items[key], rest, value)
-        return items
-    entries: dict[Any, Any] = {} if nested is None else nested
-    entries[key] = _put(entries.get(key), rest, value)
-    return entries

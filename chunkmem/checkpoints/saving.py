@@ -55,7 +55,7 @@ def state_to_save(
         state["ema"] = ema.lazy_state_dict()
     if extra:
         state[EXTRA] = dict(extra)
-    return divide(state, OwnNames.of(root, runtime), runtime.ranks.everyone())
+    return divide(state, OwnNames(root, runtime), runtime.ranks.everyone())
 
 
 def require_own(optimizer: object, ema: object, call: str) -> None:

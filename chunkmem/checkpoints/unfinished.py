@@ -144,20 +144,16 @@ class Unfinished:
             try:
                 own.folder.mkdir()
             except BaseException:
-                own.give_back()
+                own.discard()
                 raise
             return own
-
-    def give_back(self) -> None:
-        """Have nothing more to do with the folder, which is gone, or somewhere else."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.give_back()
 
     def discard(self) -> None:
         """Remove the folder, as far as that is possible; the next process that writes there does so, too."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.give_back()
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.give_back()
 
 
 def _start(stem: str) -> str:

@@ -224,12 +224,13 @@ def _text(data: Mapping[str, Any]) -> str:
     if data["updates"] is not None:
         versions.append(("updates on HOST", _updates_text(data["updates"])))
     lines = [f"{name:<16}{value}" for name, value in versions]
-    if data["tiers"] is not None:
-        lines += ["", table(("tier", "cap by default"), _tier_rows(data["tiers"]))]
-    if data["speeds"] is not None:
-        lines += ["", table(("speed", "measured"), _speed_rows(data["speeds"]))]
-    if data["disk"] is not None:
-        lines += ["", table(("disk", "measured"), _disk_rows(data["disk"]))]
+    for key, header, rows in (
+        ("tiers", ("tier", "cap by default"), _tier_rows),
+        ("speeds", ("speed", "measured"), _speed_rows),
+        ("disk", ("disk", "measured"), _disk_rows),
+    ):
+        if data[key] is not None:
+            lines += ["", table(header, rows(data[key]))]
     if data["missing"]:
         lines += ["", "missing", *(f"  {sentence}" for sentence in data["missing"])]
     return "\n".join(lines)

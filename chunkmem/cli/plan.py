@@ -183,11 +183,6 @@ class Result:
         """Groups whose optimizer states live on DEVICE."""
         return sum(tier is Tier.DEVICE for tier in self.plan.update_tiers.values())
 
-    @property
-    def is_shared(self) -> bool:
-        """The trace is of one rank of several."""
-        return bool(self.trace.remote_groups)
-
     def data(self) -> dict[str, Any]:
         """Return what `--json` prints."""
         timeline = self.timeline
@@ -238,7 +233,8 @@ class Result:
             ("lower bound", format_nbytes(self.bound.nbytes)),
             (f"{both} / lower bound", "-" if self.ratio is None else f"{self.ratio:.3f}"),
             *self._disk_rows(),
-            *([("exchanged with other ranks", format_nbytes(timeline.exchanged_nbytes))] * self.is_shared),
+            *([("exchanged with other ranks", format_nbytes(timeline.exchanged_nbytes))]
+              if self.trace.remote_groups else ()),
             ("fetched before they were needed", f"{timeline.prefetched} of {timeline.fetched}"),
         ])  # fmt: skip
         yield ""

@@ -80,6 +80,7 @@ STYLES = {
     "cap": Style("#D55E00"),
     "plain PyTorch": Style("#1A1F26", pattern="dashed"),
 }
+_STYLE_INDEX = {style: index for index, style in enumerate(STYLES)}
 _LEGEND: Mapping[str, Mapping[str, str]] = {
     "computing": {
         FORWARD: "forward",
@@ -223,16 +224,12 @@ class _Tables:
     def __init__(self) -> None:
         self._texts: dict[str, int] = {"": 0}
         self._tips: dict[Tip, int] = {}
-        self._styles = {style: index for index, style in enumerate(STYLES)}
 
     def text(self, text: str) -> int:
         return self._texts.setdefault(text, len(self._texts))
 
     def tip(self, tip: Tip) -> int:
         return self._tips.setdefault(tip, len(self._tips))
-
-    def style(self, style: str) -> int:
-        return self._styles[style]
 
     def columns(self) -> dict[str, list[Any]]:
         tips = [[self.text(text) for text in (tip.title, tip.lead, tip.rest)] for tip in self._tips]
@@ -271,7 +268,7 @@ def _view(
         "range": [min([0, *(span[0] for span in ends)]), max([starts[-1], *(span[1] for span in ends)])],
         "starts": _differences(starts),
         "moments": _moments(trace, moment_tips(run, nbytes), tables),
-        "graphs": [_graph(graph, tables) for graph in memory_graphs(run, nbytes, PlainPyTorch.of(trace))],
+        "graphs": [_graph(graph) for graph in memory_graphs(run, nbytes, PlainPyTorch.of(trace))],
         "lanes": [_track(track, tables) for track in (*stages, *module_tracks(trace, starts), *lanes)],
         "chunks": [
             _track(chunk_track(chunk, history, trace, starts, name=names.get(chunk, "")), tables)
@@ -293,18 +290,18 @@ def _slices(slices: Sequence[Slice], tables: _Tables) -> dict[str, list[int]]:
     return {
         "start": _differences(piece.start_ns for piece in slices),
         "took": [piece.end_ns - piece.start_ns for piece in slices],
-        "style": [tables.style(piece.style) for piece in slices],
+        "style": [_STYLE_INDEX[piece.style] for piece in slices],
         "text": [tables.text(piece.text) for piece in slices],
         "tip": [tables.tip(piece.tip) for piece in slices],
     }
 
 
-def _graph(graph: MemoryGraph, tables: _Tables) -> dict[str, Any]:
+def _graph(graph: MemoryGraph) -> dict[str, Any]:
     return {
         "name": graph.name,
         "note": graph.note,
-        "areas": [[tables.style(style), list(nbytes)] for style, nbytes in graph.areas],
-        "levels": [[level.nbytes, tables.style(level.style), level.text] for level in graph.levels],
+        "areas": [[_STYLE_INDEX[style], list(nbytes)] for style, nbytes in graph.areas],
+        "levels": [[level.nbytes, _STYLE_INDEX[level.style], level.text] for level in graph.levels],
         "top": graph.top_nbytes,
     }
 

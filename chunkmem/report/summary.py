@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from chunkmem.plan.ahead import SHADOW
@@ -71,16 +71,11 @@ def _figures(timeline: Timeline) -> dict[str, Any]:
     for tier, role in sorted(timeline.role_peak_nbytes, key=_by_tier_and_role):
         roles.setdefault(tier.value, {})[role] = timeline.role_peak_nbytes[tier, role]
     return {
-        "step_s": timeline.step_s,
-        "stall_s": timeline.stall_s,
+        **asdict(timeline.figures),
         "num_stalls": sum(span.is_stall for span in timeline.spans),
         "moved_nbytes": {lane.value: timeline.moved_nbytes[lane] for lane in Lane if lane in timeline.moved_nbytes},
-        "exchanged_nbytes": timeline.exchanged_nbytes,
         "peak_nbytes": {tier.value: nbytes for tier, nbytes in timeline.peak_nbytes.items()},
         "role_peak_nbytes": roles,
-        "plan_misses": timeline.plan_misses,
-        "prefetched": timeline.prefetched,
-        "fetched": timeline.fetched,
     }
 
 

@@ -165,17 +165,14 @@ def _list_of(
     """Return how a list is written, in an `order`, and what is made of it is read; no two may have the same `key`."""
 
     def read(value: object, tables: Tables) -> Any:
-        kept: list[Any] = []
-        keys = set[object]()
+        kept, first = list[Any](), dict[object, int]()
         for index, each in enumerate(_list(value)):
             try:
                 kept.append(item.read(each, tables))
-                if key is not None and key(kept[-1]) in keys:
+                if key is not None and first.setdefault(key(kept[-1]), index) != index:
                     raise Wrong(f"is {shown(each)}, but an earlier row is for the same")
             except Wrong as wrong:
                 raise wrong.under(f"[{index}]") from None
-            if key is not None:
-                keys.add(key(kept[-1]))
         return make(kept)
 
     return Codec(lambda value, tables: [item.plain(each, tables) for each in order(value)], read)
