@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.files import ItemFiles, Written, results_as_json, results_of_json
 from chunkmem.checkpoints.odd_files import read_all
-from chunkmem.checkpoints.replacing import not_written, replacing
-from chunkmem.checkpoints.saving import PlannedSave, plan_save, told_to_all
+from chunkmem.checkpoints.replacing import not_written, replacing, told_to_all
+from chunkmem.checkpoints.saving import PlannedSave, plan_save
 from chunkmem.checkpoints.unfinished import in_one_line, sync, written
 from chunkmem.comm.notes import Notes
 from chunkmem.errors import CheckpointError, RankError

@@ -7,9 +7,10 @@ is that of one process.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import nn
@@ -100,33 +101,28 @@ def _split(found: Mapping[str, Any], names: OwnNames, *, prefix: str = "") -> tu
     return {key: value for key, value in found.items() if key not in own}, own
 
 
-class _Digest:
+class _Hashed(io.RawIOBase):
     """A file that is only hashed."""
 
     def __init__(self) -> None:
-        self._hash = hashlib.sha256()
+        super().__init__()
+        self.hash = hashlib.sha256()
 
     def write(self, content: Any) -> int:
-        self._hash.update(content)
+        self.hash.update(content)
         return len(content)
-
-    def flush(self) -> None:
-        """There is nothing to do."""
-
-    def text(self) -> str:
-        return self._hash.hexdigest()
 
 
 def _digest(extra: Any) -> str:
     """Return a text that tells contents apart; "" for nothing."""
     if not extra:
         return ""
-    file = _Digest()
+    file = _Hashed()
     try:
-        torch.save(extra, file)  # type: ignore[arg-type]
+        torch.save(extra, cast("IO[bytes]", file))
     except Exception as error:  # what cannot be pickled raises anything, and does so again when it is written
         return f"{type(error).__name__}: {error}"
-    return file.text()
+    return file.hash.hexdigest()
 
 
 class OwnParts:
@@ -144,7 +140,8 @@ class OwnParts:
             CheckpointError: the modules of as many ranks as there were have no place here.
         """
         count = files.nested(RANKS, _COUNT)
-        saved = files.names_under(RANKS, "model")
+        parts: dict[str, Any] = files.nested(RANKS, with_objects=False) or {}
+        saved = [name for part in parts.values() for name in part.get("model", ())]
         if saved and count != ranks.size:
             raise CheckpointError(
                 f"{files.path} has {saved[0]} of each of the {count} ranks that saved it, in manager.exclude("

@@ -114,11 +114,6 @@ class CheckpointFiles:
             found = found.get(key) if isinstance(found, dict) else None
         return found
 
-    def names_under(self, outer: str, inner: str) -> list[str]:
-        """Return the keys that are saved under `inner`, which is in anything under `outer`, once each."""
-        every = (self._keys(name) for name in self.metadata.state_dict_metadata)
-        return list(dict.fromkeys(str(keys[3]) for keys in every if keys[0] == outer and keys[2:3] == (inner,)))
-
     def _keys(self, name: str) -> tuple[str | int, ...]:
         keys: tuple[str | int, ...] = self.metadata.planner_data[name]
         return keys

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.by_rank import OwnNames, divide
 from chunkmem.checkpoints.files import EXTRA, ChunkPlanner, ChunkWriter, Written
 from chunkmem.checkpoints.names import named_state
-from chunkmem.checkpoints.replacing import Replacement, not_written, replacing
-from chunkmem.checkpoints.unfinished import in_one_line
+from chunkmem.checkpoints.replacing import Replacement, replacing, told_to_all
 from chunkmem.comm.ranks import Ranks
-from chunkmem.errors import CheckpointError, RankError
+from chunkmem.errors import CheckpointError
 from chunkmem.optim.ema import EMA
 from chunkmem.optim.saved import StatefulOptimizer
 
@@ -163,22 +161,3 @@ def _write_together(steps: Generator[None, None, list[Written]], ranks: Ranks) -
     if problem is not None:
         raise problem
     return results
-
-
-@contextlib.contextmanager
-def told_to_all(path: Path, ranks: Ranks) -> Iterator[None]:
-    """Raise on all ranks what goes wrong inside on one of them, as a checkpoint that could not be written."""
-    problem = ""
-    interrupt: BaseException | None = None
-    try:
-        yield
-    except RankError:
-        raise
-    except BaseException as error:  # the others would wait for this rank
-        problem = f"rank {ranks.name(ranks.rank)}: {in_one_line(error)}"
-        interrupt = None if isinstance(error, Exception) else error
-    problem = ranks.any_text(problem, label=_LABEL)
-    if interrupt is not None:
-        raise interrupt
-    if problem:
-        raise not_written(path, problem)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from chunkmem.errors import PlanError
+
 
 @dataclass(frozen=True)
 class CommandResult:
@@ -17,6 +19,13 @@ class CommandResult:
     """What is printed otherwise."""
     fits: bool = True
     """False makes the exit status 1: the question was understood, and the answer is that it does not fit or differs."""
+
+
+def does_not_fit(asked: Mapping[str, Any], error: PlanError) -> CommandResult:
+    """Return the answer that what is asked does not fit."""
+    reason = str(error)
+    data = {**asked, "fits": False, "needed_nbytes": getattr(error, "needed_nbytes", None), "reason": reason}
+    return CommandResult(data, f"does not fit: {' '.join(reason.split())}", fits=False)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

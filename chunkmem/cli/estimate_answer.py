@@ -135,8 +135,7 @@ def yes(
     }  # fmt: skip
     disk = ""
     if question.disk_nbytes:
-        peak_nbytes = finding.timeline.peak_nbytes[Tier.DISK]
-        disk = f", DISK at {format_nbytes(peak_nbytes)} of {format_nbytes(question.disk_nbytes)}"
+        disk = f", DISK at {format_nbytes(data['disk']['peak_nbytes'])} of {format_nbytes(question.disk_nbytes)}"
     host_cap = "" if question.host_nbytes is None else f" of {format_nbytes(question.host_nbytes)}"
     lines = [
         f"fits: DEVICE peaks at {format_nbytes(with_activations)} of {format_nbytes(question.device_nbytes)}, "
@@ -144,7 +143,7 @@ def yes(
         _least(need),
         *_beyond(question),
         *time_lines(question, rehearsal, finding, step),
-        *disk_lines(question, finding),
+        *disk_lines(data["disk"]),
     ]
     if question.world > 1:
         lines.append(

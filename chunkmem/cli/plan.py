@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from chunkmem.cli.answer import CommandResult, table
+from chunkmem.cli.answer import CommandResult, does_not_fit, table
 from chunkmem.cli.machine import add_machine_arguments, count, machine_of, parse_size
 from chunkmem.cli.stages import blocks_named, cut_answer, refuse_with
-from chunkmem.errors import CapacityError, ConfigError, PlanError
+from chunkmem.errors import ConfigError, PlanError
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.disk_bound import DiskBound, disk_bound
 from chunkmem.plan.machine import Machine
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> CommandResult:
     try:
         plan = make_plan(trace, machine, options=PlanOptions(margin_use_ratio=ratio))
     except PlanError as error:
-        return _no(error, path, trace, machine)
+        return does_not_fit(_question(path, trace, machine), error)
     bound = traffic_bound(trace, machine, plan.update_tiers)
     if options.out is not None:
         plan.save(options.out)
@@ -121,16 +121,6 @@ def _share(option: str, value: str | float) -> float:
     if not 0 <= share <= 1:  # NaN is not either
         raise ConfigError(f"{option} is {shown(value)}, but must be a number from 0 to 1")
     return share
-
-
-def _no(error: PlanError, path: str, trace: Trace, machine: Machine) -> CommandResult:
-    data = {
-        "fits": False,
-        **_question(path, trace, machine),
-        "needed_nbytes": error.needed_nbytes if isinstance(error, CapacityError) else None,
-        "reason": str(error),
-    }
-    return CommandResult(data, f"does not fit: {' '.join(str(error).split())}", fits=False)
 
 
 def _question(path: str, trace: Trace, machine: Machine) -> dict[str, Any]:

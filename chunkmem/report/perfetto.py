@@ -43,8 +43,7 @@ def _planned(run: Run) -> list[dict[str, int]]:
 def _process(
     run: Run, timeline: Timeline, pid: int, view: str, on_device: Sequence[Mapping[str, int]]
 ) -> Iterator[Event]:
-    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"{run.name}: {view}"}}
-    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
+    yield from _named("process", f"{run.name}: {view}", pid, pid=pid)
     used = {_PHASES}
     starts_s = moment_starts_s(timeline, len(run.trace.moments))
     for name, first, stop in phases(run.trace):
@@ -65,11 +64,16 @@ def _process(
         yield _complete(pid, _STAGES, label, call.start_s, call.end_s, {})
     for at, row in enumerate(_ROWS):
         if row in used:
-            yield {"ph": "M", "pid": pid, "tid": at, "name": "thread_name", "args": {"name": row}}
-            yield {"ph": "M", "pid": pid, "tid": at, "name": "thread_sort_index", "args": {"sort_index": at}}
+            yield from _named("thread", row, at, pid=pid, tid=at)
     for start_s, nbytes in zip(starts_s, on_device, strict=False):
         if nbytes:
             yield {"ph": "C", "pid": pid, "name": "bytes on DEVICE", "ts": _US * start_s, "args": dict(nbytes)}
+
+
+def _named(what: str, name: str, place: int, **of: int) -> Iterator[Event]:
+    """Yield what a process or a thread is called, and its place among others."""
+    yield {"ph": "M", **of, "name": f"{what}_name", "args": {"name": name}}
+    yield {"ph": "M", **of, "name": f"{what}_sort_index", "args": {"sort_index": place}}
 
 
 def _complete(pid: int, row: str, name: str, start_s: float, end_s: float, told: Mapping[str, Any]) -> Event:

@@ -43,8 +43,7 @@ def region_policies(plan: Plan, trace: Trace) -> tuple[RegionPolicy, ...]:
         elif policy is Policy.OFFLOAD:
             seconds = sum(plan.machine.links[link].copy_s(nbytes) for link in DEVICE_LINKS)
         found[place] = RegionPolicy(held.region, policy, nbytes, seconds)
-    first = _first_moments(trace)
-    return tuple(sorted(found.values(), key=lambda region: first.get(region.name, 0)))
+    return tuple(sorted(found.values(), key=lambda region: _first_moment(trace, region.name)))
 
 
 def region_data(region: RegionPolicy) -> dict[str, Any]:
@@ -52,14 +51,10 @@ def region_data(region: RegionPolicy) -> dict[str, Any]:
     return asdict(region) | {"policy": region.policy.value}
 
 
-def _first_moments(trace: Trace) -> dict[str, int]:
-    """Return the first moment of each module, those around it included."""
-    found: dict[str, int] = {}
-    for index, moment in enumerate(trace.moments):
-        path = moment.label.partition(" ")[0].split(".")
-        for depth in range(len(path)):
-            found.setdefault(".".join(path[: depth + 1]), index)
-    return found
+def _first_moment(trace: Trace, name: str) -> int:
+    """Return the first moment of a module, or of one in it."""
+    paths = (moment.label.partition(" ")[0] for moment in trace.moments)
+    return next((at for at, path in enumerate(paths) if f"{path}.".startswith(f"{name}.")), 0)
 
 
 def chunk_names(plan: Plan, trace: Trace) -> dict[ChunkId, str]:

@@ -77,42 +77,41 @@ class Document(ABC):
         """
 
 
-Tables = dict[str, Any]
-"""By name of a table: while writing, indices by item; while reading, its items."""
+Tables = Mapping[str, Any]
+"""By name of a table of one document: while writing, indices by item; while reading, its items."""
 
 
 @dataclass(frozen=True)
 class Codec:
     """How values of one type are written and read. Reading raises `Wrong`."""
 
-    plain: Callable[[Any, Tables], Any]
-    read: Callable[[Any, Tables], Any]
+    plain: Callable[[Any], Any]
+    read: Callable[[Any], Any]
 
 
-def _checked(check: Check, plain: Callable[[Any], Any] = lambda value: value) -> Codec:
+def _same(value: Any) -> Any:
+    return value
+
+
+def _checked(check: Check, plain: Callable[[Any], Any] = _same) -> Codec:
     parse = check.parse
 
-    def read(value: object, tables: Tables) -> Any:
+    def read(value: object) -> Any:
         try:
             return parse(value)
         except ValueError:
             raise Wrong.needs(value, check.allowed) from None
 
-    return Codec(lambda value, tables: plain(value), read)
-
-
-def _indexed(name: str) -> Codec:
-    def plain(value: object, tables: Tables) -> int:
-        table: dict[object, int] = tables[name]
-        return table.setdefault(value, len(table))
-
-    def read(value: object, tables: Tables) -> object:
-        items: list[object] = tables[name]
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(items):
-            raise Wrong.needs(value, f"an index into {name}, which has {len(items)} of them")
-        return items[value]
-
     return Codec(plain, read)
+
+
+def _indexed(name: str, table: Any) -> Codec:
+    def read(value: object) -> object:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(table):
+            raise Wrong.needs(value, f"an index into {name}, which has {len(table)} of them")
+        return table[value]
+
+    return Codec(lambda value: table.setdefault(value, len(table)), read)
 
 
 _FINITE = number("a finite number", lambda x: True)
@@ -120,8 +119,8 @@ Positive = Annotated[int, _checked(integer(1))]
 Integer = Annotated[int, _checked(integer(-(2**63)))]
 """Of any sign; an `int` alone is 0 or more."""
 Seconds = Annotated[float, _checked(number("a finite number of seconds, 0 or more", lambda x: x >= 0))]
-Label = Annotated[str, _indexed("labels")]
-"""A string that many rows share: an index into the table ``labels``."""
+Label = Annotated[str, "labels"]
+"""A string that many rows share: an index into the table of that name."""
 Speed = Annotated[
     float,
     _checked(
@@ -137,22 +136,22 @@ Speed = Annotated[
 
 def _member_of(kind: type[enum.Enum]) -> Codec:
     members = {member.value: member for member in kind}
-    names = one_of(*members)
-    return _checked(Check(names.allowed, lambda value: members[names.parse(value)]), lambda member: member.value)
+    names = _checked(one_of(*members))
+    return Codec(lambda member: member.value, lambda value: members[names.read(value)])
 
 
 def _optional(inner: Codec) -> Codec:
-    def read(value: object, tables: Tables) -> Any:
+    def read(value: object) -> Any:
         if value is None:
             return None
         try:
-            return inner.read(value, tables)
+            return inner.read(value)
         except Wrong as wrong:
             raise (
                 Wrong.needs(value, f"null, or {wrong.allowed}") if wrong.allowed and not wrong.path else wrong
             ) from None
 
-    return Codec(lambda value, tables: None if value is None else inner.plain(value, tables), read)
+    return Codec(lambda value: None if value is None else inner.plain(value), read)
 
 
 def _list_of(
@@ -164,18 +163,18 @@ def _list_of(
 ) -> Codec:
     """Return how a list is written, in an `order`, and what is made of it is read; no two may have the same `key`."""
 
-    def read(value: object, tables: Tables) -> Any:
+    def read(value: object) -> Any:
         kept, first = list[Any](), dict[object, int]()
         for index, each in enumerate(_list(value)):
             try:
-                kept.append(item.read(each, tables))
+                kept.append(item.read(each))
                 if key is not None and first.setdefault(key(kept[-1]), index) != index:
                     raise Wrong(f"is {shown(each)}, but an earlier row is for the same")
             except Wrong as wrong:
                 raise wrong.under(f"[{index}]") from None
         return make(kept)
 
-    return Codec(lambda value, tables: [item.plain(each, tables) for each in order(value)], read)
+    return Codec(lambda value: [item.plain(each) for each in order(value)], read)
 
 
 def _list(value: object, *, length: int | None = None) -> list[Any]:
@@ -183,10 +182,6 @@ def _list(value: object, *, length: int | None = None) -> list[Any]:
         raise Wrong.needs(value, "a list")
     if length is not None and len(value) != length:
         raise Wrong.needs(value, f"a list of {length} values")
-    return value
-
-
-def _same(value: Any) -> Any:
     return value
 
 
@@ -204,67 +199,67 @@ class _Row:
     def codec(self) -> Codec:
         return Codec(self._plain, self._read)
 
-    def _plain(self, value: Any, tables: Tables) -> list[Any]:
+    def _plain(self, value: Any) -> list[Any]:
         values = self.split(value)
         columns = self.columns[:-1] if self.may_lack_last and not values[-1] else self.columns
-        return [codec.plain(each, tables) for codec, each in zip(columns, values, strict=False)]
+        return [codec.plain(each) for codec, each in zip(columns, values, strict=False)]
 
-    def _read(self, value: object, tables: Tables) -> Any:
+    def _read(self, value: object) -> Any:
         length, kept = len(self.columns), list[Any]()
         if self.may_lack_last and not (isinstance(value, list) and len(value) == length):
             length -= 1
         row = _list(value, length=length)
         try:
             for codec, each in zip(self.columns, row, strict=False):
-                kept.append(codec.read(each, tables))
+                kept.append(codec.read(each))
         except Wrong as wrong:
             raise wrong.under(f"[{len(kept)}]") from None
         return self.join(*kept)
 
 
-def _fields_of(kind: Any) -> _Row:
+def _fields_of(kind: Any, tables: Tables) -> _Row:
     """Return how a dataclass or a NamedTuple is laid out."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    columns = [codec_of(each) for each in hints.values()]
+    columns = [codec_of(each, tables) for each in hints.values()]
     *_, last = hints.values()
     may_lack_last = Mark.LEFT_OUT in typing.get_args(last)
     return _Row(columns, lambda value: [getattr(value, name) for name in hints], kind, may_lack_last)
 
 
-def _row_of(hint: Any) -> _Row | None:
+def _row_of(hint: Any, tables: Tables) -> _Row | None:
     """Return how a dataclass, a NamedTuple or a tuple of fixed length is laid out; None for what is no row."""
     if dataclasses.is_dataclass(hint) or (isinstance(hint, type) and issubclass(hint, tuple)):
-        return _fields_of(hint)
+        return _fields_of(hint, tables)
     if typing.get_origin(hint) is tuple and ... not in typing.get_args(hint):
-        return _Row([codec_of(each) for each in typing.get_args(hint)], _same, lambda *values: values)
+        return _Row([codec_of(each, tables) for each in typing.get_args(hint)], _same, lambda *values: values)
     return None
 
 
-def _columns_of(hint: Any) -> _Row:
+def _columns_of(hint: Any, tables: Tables) -> _Row:
     """Return how a key or a value of a mapping is laid out."""
-    row = None if hint in _PLAIN else _row_of(hint)
-    return row or _Row([codec_of(hint)], lambda value: (value,), _same)
+    row = None if hint is ChunkId else _row_of(hint, tables)
+    return row or _Row([codec_of(hint, tables)], lambda value: (value,), _same)
 
 
-def _one_of_several(kinds: Sequence[type]) -> Codec:
+def _one_of_several(kinds: Sequence[type], tables: Tables) -> Codec:
     names = _checked(one_of(*(kind.__name__.lower() for kind in kinds)))
 
     def named(kind: type) -> Codec:
-        row, name = _fields_of(kind), kind.__name__.lower()
+        row, name = _fields_of(kind, tables), kind.__name__.lower()
         columns = [names, *row.columns]
         return _Row(columns, lambda value: [name, *row.split(value)], lambda _, *cells: row.join(*cells)).codec
 
     rows = {kind.__name__.lower(): named(kind) for kind in kinds}
 
-    def read(value: object, tables: Tables) -> Any:
+    def read(value: object) -> Any:
         name, *_ = _list(value) or [None]
         try:
-            row = rows[names.read(name, tables)]
+            row = rows[names.read(name)]
         except Wrong as wrong:
             raise wrong.under("[0]") from None
-        return row.read(value, tables)
+        return row.read(value)
 
-    return Codec(lambda value, tables: rows[type(value).__name__.lower()].plain(value, tables), read)
+    return Codec(lambda value: rows[type(value).__name__.lower()].plain(value), read)
 
 
 def _mapping_of(key: _Row, value: _Row, *, is_sorted: bool) -> Codec:
@@ -294,13 +289,12 @@ _PLAIN = {
     int: _checked(integer(0)),
     float: _checked(_FINITE),
     bool: _checked(BOOL),
-    ChunkId: _indexed("chunks"),
     Role: _checked(Check("the name of a role", _parse_role), str),
 }
 
 
-def codec_of(hint: Any) -> Codec:
-    """Return how values of a type are written and read.
+def codec_of(hint: Any, tables: Tables) -> Codec:
+    """Return how values of a type are written and read, in a document with these tables.
 
     Raises:
         TypeError: no rule here is for that type.
@@ -311,31 +305,33 @@ def codec_of(hint: Any) -> Codec:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(mark, Codec):
         return mark
+    if (name := "chunks" if hint is ChunkId else mark) in tables:
+        return _indexed(str(name), tables[str(name)])
     if hint in _PLAIN:
         return _PLAIN[hint]
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _member_of(hint)
     if isinstance(hint, type) and issubclass(hint, Document):
-        return Codec(lambda value, tables: value.to_dict(), lambda value, tables: hint.read(value))
+        return Codec(hint.to_dict, hint.read)
     if origin is types.UnionType:
         kinds = [each for each in args if each is not types.NoneType]
-        inner = codec_of(kinds[0]) if len(kinds) == 1 else _one_of_several(kinds)
+        inner = codec_of(kinds[0], tables) if len(kinds) == 1 else _one_of_several(kinds, tables)
         return inner if len(kinds) == len(args) else _optional(inner)
-    if (row := _row_of(hint)) is not None:
+    if (row := _row_of(hint, tables)) is not None:
         return row.codec
     if origin is tuple:
-        return _list_of(codec_of(args[0]), tuple)
+        return _list_of(codec_of(args[0], tables), tuple)
     if origin is frozenset:  # it has no order of its own
-        return _list_of(codec_of(args[0]), frozenset, order=lambda value: sorted(value, key=_order), key=_same)
+        return _list_of(codec_of(args[0], tables), frozenset, order=lambda value: sorted(value, key=_order), key=_same)
     if origin is Mapping:
-        return _mapping_of(*map(_columns_of, args), is_sorted=mark is Mark.SORTED)
+        return _mapping_of(*(_columns_of(each, tables) for each in args), is_sorted=mark is Mark.SORTED)
     raise TypeError(f"{hint} has no form in a file")
 
 
 TABLES: Mapping[str, Codec] = types.MappingProxyType(
     {
         name: _list_of(item, list, key=_same)
-        for name, item in (("chunks", _fields_of(ChunkId).codec), ("labels", _PLAIN[str]))
+        for name, item in (("chunks", _fields_of(ChunkId, {}).codec), ("labels", _PLAIN[str]))
     }
 )
 """How the tables of an object are written and read."""

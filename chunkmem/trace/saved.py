@@ -133,10 +133,9 @@ class Saved(Document):
         """Return it as JSON-serialisable data; see the module's docstring for the form."""
         tables: Tables = {name: {} for name in self._tables}
         left_out = {key for key in self._optional if getattr(self, key) == getattr(type(self), key)}
-        values = {
-            key: codec.plain(getattr(self, key), tables) for key, codec in self._codecs().items() if key not in left_out
-        }
-        contents = {name: TABLES[name].plain(table, {}) for name, table in tables.items()}
+        codecs = self._codecs(tables).items()
+        values = {key: codec.plain(getattr(self, key)) for key, codec in codecs if key not in left_out}
+        contents = {name: TABLES[name].plain(table) for name, table in tables.items()}
         return {"format": self._name, "version": VERSION, **contents, **values}
 
     @classmethod
@@ -160,22 +159,21 @@ class Saved(Document):
         """
 
     @classmethod
-    def _codecs(cls) -> dict[str, Codec]:
+    def _codecs(cls, tables: Tables) -> dict[str, Codec]:
         hints = typing.get_type_hints(cls, include_extras=True)
         assert dataclasses.is_dataclass(cls)
-        return {field.name: codec_of(hints[field.name]) for field in dataclasses.fields(cls)}
+        return {field.name: codec_of(hints[field.name], tables) for field in dataclasses.fields(cls)}
 
     @classmethod
     def read(cls, values: object) -> Self:
         if not isinstance(values, Mapping):
             raise Wrong.needs(values, f"an object: a {cls._name}")
-        codecs = cls._codecs()
-        cls._require_keys(values, ("format", "version", *cls._tables, *codecs))
-        codecs = {key: codec for key, codec in codecs.items() if key in values}
-        tables: Tables = {}
-        for name in cls._tables:
-            tables[name] = _at(name, TABLES[name], values, tables)
-        found = cls(**{key: _at(key, codec, values, tables) for key, codec in codecs.items()})
+        assert dataclasses.is_dataclass(cls)
+        names = (field.name for field in dataclasses.fields(cls))
+        cls._require_keys(values, ("format", "version", *cls._tables, *names))
+        tables = {name: _at(name, TABLES[name], values) for name in cls._tables}
+        codecs = cls._codecs(tables).items()
+        found = cls(**{key: _at(key, codec, values) for key, codec in codecs if key in values})
         found.require_sound()
         return found
 
@@ -206,8 +204,8 @@ class Saved(Document):
             raise Wrong(sentence).under(".version")
 
 
-def _at(key: str, codec: Codec, values: Mapping[str, Any], tables: Tables) -> Any:
+def _at(key: str, codec: Codec, values: Mapping[str, Any]) -> Any:
     try:
-        return codec.read(values[key], tables)
+        return codec.read(values[key])
     except Wrong as wrong:
         raise wrong.under(f".{key}") from None
