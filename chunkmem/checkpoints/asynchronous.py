@@ -227,7 +227,10 @@ class _Writing:
         """Tell the first rank of this one's part; return what went wrong on any of them."""
         if not problem:
             try:
-                _leave(self._file_of(self._notes.rank), results)
+                file = self._file_of(self._notes.rank)
+                with written(file) as stream:
+                    stream.write(results_as_json(results))
+                sync(file.parent)
             except OSError as error:
                 problem = f"rank {self._notes.rank}: {in_one_line(error)}"
         self._notes.leave(f"the part of rank {self._notes.rank}", problem)
@@ -258,12 +261,6 @@ class _Writing:
     def _file_of(self, rank: int) -> Path:
         """Return the file in which a rank says where in the checkpoint it has written what."""
         return self._planned.replacement.folder / f".part-{rank}"
-
-
-def _leave(file: Path, results: list[Written]) -> None:
-    with written(file) as stream:
-        stream.write(results_as_json(results))
-    sync(file.parent)
 
 
 def _taken(file: Path) -> list[Written]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,13 +146,10 @@ def tensors_in(prefix: str, value: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors in nested containers, with their names below `prefix`."""
     if isinstance(value, torch.Tensor):
         return [(prefix, value)]
+    inside: Iterable[tuple[Any, Any]] = enumerate(value) if isinstance(value, list | tuple) else ()
     if isinstance(value, Mapping):
-        pairs = [(str(key), each) for key, each in value.items()]
-    elif isinstance(value, list | tuple):
-        pairs = [(str(key), each) for key, each in enumerate(value)]
-    else:
-        return []
-    return [found for key, each in pairs for found in tensors_in(f"{prefix}.{key}" if prefix else key, each)]
+        inside = value.items()
+    return [found for key, each in inside for found in tensors_in(f"{prefix}.{key}" if prefix else str(key), each)]
 
 
 def _write_safetensors(state: Mapping[str, Any], target: Path, *, max_shard_nbytes: int) -> Converted:

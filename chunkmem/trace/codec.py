@@ -147,9 +147,9 @@ def _optional(inner: Codec) -> Codec:
         try:
             return inner.read(value)
         except Wrong as wrong:
-            raise (
-                Wrong.needs(value, f"null, or {wrong.allowed}") if wrong.allowed and not wrong.path else wrong
-            ) from None
+            if wrong.path or not wrong.allowed:
+                raise
+            raise Wrong.needs(value, f"null, or {wrong.allowed}") from None
 
     return Codec(lambda value: None if value is None else inner.plain(value), read)
 
@@ -330,8 +330,8 @@ def codec_of(hint: Any, tables: Tables) -> Codec:
 
 TABLES: Mapping[str, Codec] = types.MappingProxyType(
     {
-        name: _list_of(item, list, key=_same)
-        for name, item in (("chunks", _fields_of(ChunkId, {}).codec), ("labels", _PLAIN[str]))
+        "chunks": _list_of(_fields_of(ChunkId, {}).codec, list, key=_same),
+        "labels": _list_of(_PLAIN[str], list, key=_same),
     }
 )
 """How the tables of an object are written and read."""
