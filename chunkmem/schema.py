@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from chunkmem.errors import ConfigError
+from chunkmem.files import with_unique_keys
 from chunkmem.sizes import parse_nbytes, shown
 
 
@@ -291,19 +292,10 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     if not text.strip():
         raise ConfigError(f"{name} is empty; a configuration of defaults is written {{}}")
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=with_unique_keys)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{name} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
     except ValueError as error:  # A key given twice, or an integer of more digits than Python reads.
         raise ConfigError(f"{name} cannot be used: {error}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f'the key "{twice}" is given twice in one object')
-    return values

@@ -1,4 +1,4 @@
-"""Values as people write and read them: sizes in bytes (``"24GiB"`` is 25769803776), and quotes in error messages."""
+"""Values as people write and read them: sizes in bytes (``"24GiB"`` is 25769803776), and text that can be printed."""
 
 from __future__ import annotations
 
@@ -51,6 +51,11 @@ def shown(value: object) -> str:
     except ValueError:  # CPython refuses to print integers of more than 4300 digits.
         text = f"a huge {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def printable(text: str, *, breaks: str = "\n") -> str:
+    """Escape what cannot be printed, but for line `breaks`: labels, paths and messages of others may hold anything."""
+    return "".join(c if c.isprintable() or c in breaks else c.encode("unicode_escape").decode() for c in text)
 
 
 def _nbytes_in(value: object) -> int | None:

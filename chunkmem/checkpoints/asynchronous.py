@@ -8,7 +8,6 @@ that training exchanges over are not for two threads.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import uuid
 import warnings
@@ -19,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.checkpoints.files import ItemFiles, results_as_json, results_of_json
+from chunkmem.checkpoints.files import ItemFiles, Written, results_as_json, results_of_json
 from chunkmem.checkpoints.odd_files import read_all
-from chunkmem.checkpoints.replacing import begin_replacing, not_written
+from chunkmem.checkpoints.replacing import not_written, replacing, told_to_all
 from chunkmem.checkpoints.saving import PlannedSave, plan_save
-from chunkmem.checkpoints.unfinished import in_one_line, naming, sync
+from chunkmem.checkpoints.unfinished import in_one_line, sync, written
 from chunkmem.comm.notes import Notes
 from chunkmem.errors import CheckpointError, RankError
 from chunkmem.nn.lazy_tensor import Piece
@@ -153,33 +151,21 @@ def begin_saving(state: dict[str, Any], path: Path, runtime: Runtime) -> Saving:
         CheckpointError: that is known not to be possible; on every rank.
     """
     ranks, store = runtime.ranks.everyone(), runtime.memory.store
-    replacement = begin_replacing(path, ranks)
-    part, snapshot, problem = _Part(), None, ""
-    try:
-        planned = plan_save(state, replacement, runtime.ranks)
+    with replacing(path, ranks) as replacement:
         try:
-            order = {group: at for at, group in enumerate(runtime.memory.pager.last_updates)}
-            part = _Part.of(planned, order)
-            snapshot = store.snapshot = _take_snapshot(part, runtime)
-        except Exception as error:  # what cannot be pickled raises anything; the other ranks would wait
-            problem = f"rank {ranks.name(ranks.rank)}: {in_one_line(error)}"
-        problem = ranks.any_text(problem, label=_LABEL)
-        if problem or snapshot is None:
-            raise not_written(path, problem)
-    except BaseException:
-        store.snapshot = None
-        replacement.discard()
-        raise
-    outcome, name = _Outcome(path), ranks.from_first(uuid.uuid4().hex, label=_LABEL)
-    writing = _Writing(planned, part, snapshot, ranks.notes(f"chunkmem saves {name}"), outcome)
-    # Not a daemon: Python waits for it before it ends.
-    thread = threading.Thread(target=writing.run, name=f"chunkmem saves {path.name}")
-    try:
-        thread.start()
-    except BaseException as error:
-        snapshot.give_up(error)
-        replacement.discard()
-        raise
+            planned = plan_save(state, replacement, runtime.ranks)
+            with told_to_all(path, ranks):
+                order = {group: at for at, group in enumerate(runtime.memory.pager.last_updates)}
+                part = _Part.of(planned, order)
+                snapshot = store.snapshot = _take_snapshot(part, runtime)
+            outcome, name = _Outcome(path), ranks.from_first(uuid.uuid4().hex, label=_LABEL)
+            writing = _Writing(planned, part, snapshot, ranks.notes(f"chunkmem saves {name}"), outcome)
+            # Not a daemon: Python waits for it before it ends.
+            thread = threading.Thread(target=writing.run, name=f"chunkmem saves {path.name}")
+            thread.start()
+        except BaseException:
+            store.snapshot = None
+            raise
     for chunk in runtime.memory.pager.held:  # somebody may write to them as soon as this returns
         store.before_change(chunk)
     return Saving(path, outcome, thread, snapshot)
@@ -205,7 +191,7 @@ class _Writing:
 
     def run(self) -> None:
         """Write, and say how it has ended."""
-        problem, results = "", list[WriteResult]()
+        problem, results = "", list[Written]()
         try:
             results = self._write()
         except BaseException as error:
@@ -220,35 +206,31 @@ class _Writing:
             problem = problem or in_one_line(error)
         self._outcome.problem = problem
 
-    def _write(self) -> list[WriteResult]:
+    def _write(self) -> list[Written]:
         files = ItemFiles(self._planned.writer, self._planned.plan.storage_data.prefix)
         try:
             while self._part.ready:
                 files.write(*self._part.ready.pop())
-            while self._write_next(files):
+            while (taken := self._snapshot.take()) is not None:
+                for item, piece in self._part.lazy.pop(taken.chunk):
+                    source = _slot(piece)
+                    files.write(item, source.part_of(taken.slots[source.position], piece.start, piece.shape))
+            while files.sync_first():
                 pass
-            files.sync()
         finally:
             files.close()
         return files.results
 
-    def _write_next(self, files: ItemFiles) -> bool:
-        """Write the next chunk that is there to be taken; return whether there was one."""
-        taken = self._snapshot.take()
-        if taken is None:
-            return False
-        for item, piece in self._part.lazy.pop(taken.chunk):
-            source = _slot(piece)
-            files.write(item, source.part_of(taken.slots[source.position], piece.start, piece.shape))
-        return True
-
     # Over ranks.
 
-    def _report(self, problem: str, results: list[WriteResult]) -> str:
+    def _report(self, problem: str, results: list[Written]) -> str:
         """Tell the first rank of this one's part; return what went wrong on any of them."""
         if not problem:
             try:
-                _leave(self._file_of(self._notes.rank), results)
+                file = self._file_of(self._notes.rank)
+                with written(file) as stream:
+                    stream.write(results_as_json(results))
+                sync(file.parent)
             except OSError as error:
                 problem = f"rank {self._notes.rank}: {in_one_line(error)}"
         self._notes.leave(f"the part of rank {self._notes.rank}", problem)
@@ -256,7 +238,7 @@ class _Writing:
         self._notes.leave(f"rank {self._notes.rank} knows", "")
         return outcome
 
-    def _complete(self, problem: str, results: list[WriteResult]) -> str:
+    def _complete(self, problem: str, results: list[Written]) -> str:
         """Complete the checkpoint once all have written their parts; return what went wrong on any rank."""
         others = range(1, self._notes.size)
         try:
@@ -281,15 +263,7 @@ class _Writing:
         return self._planned.replacement.folder / f".part-{rank}"
 
 
-def _leave(file: Path, results: list[WriteResult]) -> None:
-    with naming(file), file.open("wb") as stream:
-        stream.write(results_as_json(results))
-        stream.flush()
-        os.fsync(stream.fileno())
-    sync(file.parent)
-
-
-def _taken(file: Path) -> list[WriteResult]:
+def _taken(file: Path) -> list[Written]:
     results = results_of_json(read_all(file), file)
     file.unlink()
     return results

@@ -7,48 +7,37 @@ is that of one process.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.files import EXTRA, RANKS
+from chunkmem.checkpoints.names import BY_PARAMETER
 from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError
 from chunkmem.optim.ema import PREFIX
-from chunkmem.optim.masters import MASTER_KEY
 
 _COUNT = "count"
 """Under "ranks": how many there were."""
-_BY_NAME = ("state", MASTER_KEY)
 
 
 class OwnNames:
     """Names of the parameters and buffers of a model that are each rank's own."""
 
-    def __init__(self, root: nn.Module, kept: Iterable[nn.Module], elsewhere: Iterable[nn.Module]) -> None:
-        """Find those in `kept` modules, which differ between ranks.
-
-        Args:
-            root: of the model.
-            kept: modules in `manager.exclude(reduce=False)`.
-            elsewhere: modules that other pipeline stages have.
-        """
-        own = {id(module) for each in kept for module in each.modules()}
-        away = {id(module) for module in elsewhere}
+    def __init__(self, root: nn.Module, runtime: Runtime) -> None:
+        """Find those in modules that were built in `manager.exclude(reduce=False)`: they differ between ranks."""
+        own = {id(module) for each in runtime.built.kept() for module in each.modules()}
+        away = {id(module) for module in runtime.built.elsewhere.modules}  # of other pipeline stages
         named = dict(root.named_modules(remove_duplicate=False))
         self._is_own = {name: id(module) in own for name, module in named.items()}
         """By the name of a module."""
         self._elsewhere = frozenset(name for name, module in named.items() if id(module) in own & away)
-
-    @classmethod
-    def of(cls, root: nn.Module, runtime: Runtime) -> OwnNames:
-        """Find those of a manager."""
-        return cls(root, runtime.built.kept(), runtime.built.elsewhere.modules)
 
     def elsewhere(self, expected: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of a model's state that only ranks of other pipeline stages have: here, nobody reads it."""
@@ -96,7 +85,7 @@ def _divided(state: dict[str, Any], names: OwnNames) -> tuple[dict[str, Any], di
     if "optimizer" in state:
         optimizer = shared["optimizer"] = dict(state["optimizer"])
         rows = {}
-        for key in (key for key in _BY_NAME if key in optimizer):
+        for key in (key for key in BY_PARAMETER if key in optimizer):
             optimizer[key], rows[key] = _split(optimizer[key], names)
         groups = optimizer["param_groups"]
         if any(name in names for group in groups for name in group["params"]):
@@ -112,33 +101,28 @@ def _split(found: Mapping[str, Any], names: OwnNames, *, prefix: str = "") -> tu
     return {key: value for key, value in found.items() if key not in own}, own
 
 
-class _Digest:
+class _Hashed(io.RawIOBase):
     """A file that is only hashed."""
 
     def __init__(self) -> None:
-        self._hash = hashlib.sha256()
+        super().__init__()
+        self.hash = hashlib.sha256()
 
     def write(self, content: Any) -> int:
-        self._hash.update(content)
+        self.hash.update(content)
         return len(content)
-
-    def flush(self) -> None:
-        """There is nothing to do."""
-
-    def text(self) -> str:
-        return self._hash.hexdigest()
 
 
 def _digest(extra: Any) -> str:
     """Return a text that tells contents apart; "" for nothing."""
     if not extra:
         return ""
-    file = _Digest()
+    file = _Hashed()
     try:
-        torch.save(extra, file)  # type: ignore[arg-type]
+        torch.save(extra, cast("IO[bytes]", file))
     except Exception as error:  # what cannot be pickled raises anything, and does so again when it is written
         return f"{type(error).__name__}: {error}"
-    return file.text()
+    return file.hash.hexdigest()
 
 
 class OwnParts:
@@ -156,7 +140,8 @@ class OwnParts:
             CheckpointError: the modules of as many ranks as there were have no place here.
         """
         count = files.nested(RANKS, _COUNT)
-        saved = files.names_under(RANKS, "model")
+        parts: dict[str, Any] = files.nested(RANKS, with_objects=False) or {}
+        saved = [name for part in parts.values() for name in part.get("model", ())]
         if saved and count != ranks.size:
             raise CheckpointError(
                 f"{files.path} has {saved[0]} of each of the {count} ranks that saved it, in manager.exclude("

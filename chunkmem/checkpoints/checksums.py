@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from chunkmem.checkpoints.directory import MANIFEST
 from chunkmem.checkpoints.odd_files import parse_json, read_all, said
-from chunkmem.checkpoints.unfinished import naming
+from chunkmem.checkpoints.unfinished import written
 from chunkmem.errors import CheckpointError
 
 NAME = "checksums.json"
@@ -44,7 +43,7 @@ def write_checksums(folder: Path, found: Mapping[str, int]) -> None:
         OSError: they cannot be written.
     """
     values = {**found, MANIFEST: _of_manifest(folder)}
-    _write(folder / NAME, {"values": values, "checksum": _of(values)})
+    _write(folder / NAME, _signed(values))
 
 
 def add_checksums_of(path: Path, *, to: Path) -> None:
@@ -62,7 +61,7 @@ def add_checksums_of(path: Path, *, to: Path) -> None:
         before = dict(_of_this(parse_json(read_all(path / NAME), path / NAME, _WHAT), manifest))
         before.pop("before", None)
     except FileNotFoundError:
-        before = {"values": {MANIFEST: manifest}, "checksum": _of({MANIFEST: manifest})}
+        before = _signed({MANIFEST: manifest})
     except (CheckpointError, OSError):  # it was damaged before
         before = None
     _write(to / NAME, {**json.loads((to / NAME).read_text(encoding="utf-8")), "before": before})
@@ -85,10 +84,8 @@ def _of_this(saved: dict[str, Any], manifest: int) -> dict[str, Any]:
 
 
 def _write(path: Path, saved: Any) -> None:
-    with naming(path), path.open("w", encoding="utf-8") as file:
-        json.dump(saved, file, indent=0)
-        file.flush()
-        os.fsync(file.fileno())
+    with written(path) as file:
+        file.write(json.dumps(saved, indent=0).encode())
 
 
 def read_checksums(folder: Path, manifest: bytes) -> dict[str, int]:
@@ -112,12 +109,12 @@ def read_checksums(folder: Path, manifest: bytes) -> dict[str, int]:
     values = saved.get("values")
     if not isinstance(values, dict) or not all(type(value) is int for value in values.values()):
         raise CheckpointError(f"{path} is no {_WHAT}; copy the checkpoint again")
-    if saved.get("checksum") != _of(values):
+    if saved.get("checksum") != _signed(values)["checksum"]:
         raise CheckpointError(f"{path} has changed since it was written")
     if values.pop(MANIFEST, None) != crc:
         raise CheckpointError(f"{folder / MANIFEST} has changed since it was written")
     return values
 
 
-def _of(values: Mapping[str, int]) -> int:
-    return zlib.crc32(json.dumps(values).encode())
+def _signed(values: Mapping[str, int]) -> dict[str, Any]:
+    return {"values": values, "checksum": zlib.crc32(json.dumps(values).encode())}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,15 @@ from chunkmem.checkpoints.directory import MANIFEST, standing
 from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.metadata import TRUST
 from chunkmem.checkpoints.odd_files import said
-from chunkmem.checkpoints.pretrained import Files, StoredForm, shards_of
+from chunkmem.checkpoints.pretrained import shards_of, write_weights
 from chunkmem.checkpoints.reading import CheckpointFiles
-from chunkmem.checkpoints.replacing import replacing
 from chunkmem.checkpoints.safetensors_files import open_safetensors
 from chunkmem.checkpoints.saved_objects import damaged_member, load_saved
-from chunkmem.checkpoints.saving import write
-from chunkmem.checkpoints.unfinished import Unfinished, in_one_line, naming, sync
+from chunkmem.checkpoints.saving import save_now
+from chunkmem.checkpoints.unfinished import Unfinished, in_one_line, sync, written
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError
+from chunkmem.nn.lazy_tensor import LazyTensor
 
 
 class Format(enum.Enum):
@@ -87,9 +87,7 @@ def convert(source: Path, target: Path, to: Format, *, max_shard_nbytes: int, tr
     if to is Format.TORCH:
         _write_torch(state, target)
     else:
-        ranks = Ranks(timeout_s=1)
-        with replacing(target, ranks) as replacement:
-            write(state, replacement, ranks)
+        save_now(state, target, Ranks(timeout_s=1))
     tensors = dict(tensors_in("", state))
     return Converted(len(tensors), sum(value.nbytes for value in tensors.values()), ())
 
@@ -148,13 +146,10 @@ def tensors_in(prefix: str, value: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors in nested containers, with their names below `prefix`."""
     if isinstance(value, torch.Tensor):
         return [(prefix, value)]
+    inside: Iterable[tuple[Any, Any]] = enumerate(value) if isinstance(value, list | tuple) else ()
     if isinstance(value, Mapping):
-        pairs = [(str(key), each) for key, each in value.items()]
-    elif isinstance(value, list | tuple):
-        pairs = [(str(key), each) for key, each in enumerate(value)]
-    else:
-        return []
-    return [found for key, each in pairs for found in tensors_in(f"{prefix}.{key}" if prefix else key, each)]
+        inside = value.items()
+    return [found for key, each in inside for found in tensors_in(f"{prefix}.{key}" if prefix else str(key), each)]
 
 
 def _write_safetensors(state: Mapping[str, Any], target: Path, *, max_shard_nbytes: int) -> Converted:
@@ -162,18 +157,13 @@ def _write_safetensors(state: Mapping[str, Any], target: Path, *, max_shard_nbyt
     kept = dict(tensors_in("", weights))
     unique = {id(value): name for name, value in reversed(kept.items())}
     kept = {name: value for name, value in kept.items() if unique[id(value)] == name}
-    forms = {name: StoredForm(value.dtype, tuple(value.shape)) for name, value in kept.items()}
-    files = Files(target, shards_of(forms, max_nbytes=max_shard_nbytes))
+    read = (value.read() if isinstance(value, LazyTensor) else value.clone() for value in kept.values())
     try:
-        for name, value in kept.items():
-            files.write(name, value.clone() if type(value) is torch.Tensor else value.read())  # type: ignore[attr-defined]
-        files.finish(None)
+        write_weights(target, shards_of(kept, max_nbytes=max_shard_nbytes), read)
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {in_one_line(error)}") from None
-    finally:
-        files.close()
     left_out = tuple(sorted(key for key in state if key != "model")) if weights is not state else ()
-    return Converted(len(kept), sum(form.nbytes for form in forms.values()), left_out)
+    return Converted(len(kept), sum(value.nbytes for value in kept.values()), left_out)
 
 
 def _write_torch(state: Mapping[str, Any], target: Path) -> None:
@@ -181,10 +171,8 @@ def _write_torch(state: Mapping[str, Any], target: Path) -> None:
         own = Unfinished.make(target.parent, target.name)
         try:
             partial = own.folder / "all"
-            with naming(partial), partial.open("wb") as file:
+            with written(partial) as file:
                 torch.save(dict(state), file)
-                file.flush()
-                os.fsync(file.fileno())
             os.replace(partial, target)
             sync(target.parent)
         finally:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,17 @@ _MAX_OPEN = 64
 chunk to be written."""
 
 
+@dataclass(frozen=True)
+class _Whole:
+    """What is written as one object, whatever its keys are."""
+
+    content: Any
+
+
+def _with_whole_extra(state: dict[str, Any]) -> dict[str, Any]:
+    return state | {EXTRA: _Whole(state[EXTRA])} if EXTRA in state else dict(state)
+
+
 class ChunkPlanner(DefaultSavePlanner):
     """Has each rank write the pieces of lazy tensors that it can read itself, and one rank what is ordinary."""
 
@@ -59,17 +71,14 @@ class ChunkPlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Name the values by their place in nested dicts; what a user adds is one object, whatever its keys are."""
-        extras: dict[tuple[str, ...], Any] = {(EXTRA,): state_dict[EXTRA]} if EXTRA in state_dict else {}
-        named = {key: value for key, value in state_dict.items() if key != EXTRA}
+        nested = _with_whole_extra(state_dict)
         if RANKS in state_dict:
-            own = {rank: part for rank, part in state_dict[RANKS].items() if isinstance(part, dict) and EXTRA in part}
-            extras |= {(RANKS, rank, EXTRA): part[EXTRA] for rank, part in own.items()}
-            rest = {rank: {key: value for key, value in part.items() if key != EXTRA} for rank, part in own.items()}
-            named[RANKS] = {rank: part for rank, part in {**state_dict[RANKS], **rest}.items() if part}
-        super().set_up_planner(named, storage_meta, is_coordinator)
-        for keys, extra in extras.items():
-            self.state_dict[".".join(keys)] = extra
-            self.mappings[".".join(keys)] = keys
+            own = state_dict[RANKS].items()
+            nested[RANKS] = {rank: _with_whole_extra(part) if isinstance(part, dict) else part for rank, part in own}
+        super().set_up_planner(nested, storage_meta, is_coordinator)
+        for name, value in self.state_dict.items():
+            if isinstance(value, _Whole):
+                self.state_dict[name] = value.content
 
     def create_local_plan(self) -> SavePlan:
         """Return what this rank writes."""
@@ -77,17 +86,15 @@ class ChunkPlanner(DefaultSavePlanner):
         for name, value in self.state_dict.items():
             if isinstance(value, LazyTensor):
                 items += [_item(name, value, piece) for piece in value.pieces if piece.source.is_here]
-            elif isinstance(value, torch.Tensor):
-                if (self._writes_tensors or self._is_own(name)) and not value.is_meta:
-                    items += create_default_local_save_plan({name: value}, is_coordinator=True).items
-            elif self._writes_objects or self._is_own(name):
+            elif isinstance(value, torch.Tensor) and value.is_meta:
+                continue
+            elif self.mappings[name][0] == RANKS or self._writes(value):  # no other rank has what is under RANKS
                 items += create_default_local_save_plan({name: value}, is_coordinator=True).items
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 
-    def _is_own(self, name: str) -> bool:
-        """Tell whether no other rank has it."""
-        return self.mappings[name][0] == RANKS
+    def _writes(self, value: Any) -> bool:
+        return self._writes_tensors if isinstance(value, torch.Tensor) else self._writes_objects
 
     def piece_of(self, item: WriteItem) -> Piece | None:
         """Return where the values are that an item writes; None for what is in no chunk."""
@@ -120,28 +127,24 @@ def _first_cause(error: BaseException, folder: Path) -> BaseException:
     return error if cause is None else OSError(cause.errno, cause.strerror, cause.filename or str(folder))
 
 
-class _Checked(WriteResult):
+@dataclass(frozen=True)
+class Written(WriteResult):
     """What was written, on its way to the rank that collects it."""
 
-    crc: int | None = None
-
-    @classmethod
-    def of(cls, index: MetadataIndex, nbytes: int, place: _StorageInfo, crc: int | None) -> _Checked:
-        result = cls(index, nbytes, place)
-        object.__setattr__(result, "crc", crc)
-        return result
+    crc: int
+    """CRC-32 of the values."""
 
 
-def results_as_json(results: Sequence[WriteResult]) -> bytes:
+def results_as_json(results: Sequence[Written]) -> bytes:
     """Return what a rank has written, for the rank that collects it: not as a pickle, as it goes through a file."""
     rows = [
-        [result.index.fqn, result.index.offset, result.size_in_bytes, vars(result.storage_data), _crc_of(result)]
+        [result.index.fqn, result.index.offset, result.size_in_bytes, vars(result.storage_data), result.crc]
         for result in results
     ]
     return json.dumps({"results": rows}).encode()
 
 
-def results_of_json(content: bytes, path: Path) -> list[WriteResult]:
+def results_of_json(content: bytes, path: Path) -> list[Written]:
     """Return what `results_as_json` was given; `path` is that of the file.
 
     Raises:
@@ -151,15 +154,11 @@ def results_of_json(content: bytes, path: Path) -> list[WriteResult]:
     try:
         rows = parse_json(content, path, what)["results"]
         return [
-            _Checked.of(MetadataIndex(name, offset), nbytes, _StorageInfo(**place), crc)
+            Written(MetadataIndex(name, offset), nbytes, _StorageInfo(**place), crc)
             for name, offset, nbytes, place, crc in rows
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is no {what}: {said(error)}") from None
-
-
-def _crc_of(result: WriteResult) -> int | None:
-    return result.crc if isinstance(result, _Checked) else None
 
 
 class ItemFiles:
@@ -172,7 +171,7 @@ class ItemFiles:
         self._count = 0
         self._open: list[io.BufferedWriter] = []
         """Not on the disk yet; the last one is being written."""
-        self.results: list[WriteResult] = []
+        self.results: list[Written] = []
         """What was written."""
 
     def write(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> None:
@@ -191,8 +190,7 @@ class ItemFiles:
             )
         except Exception as error:
             raise _first_cause(error, Path(file.name)) from error
-        crc = checksum(data)
-        self.results.append(_Checked.of(written.index, written.size_in_bytes, written.storage_data, crc))
+        self.results.append(Written(written.index, written.size_in_bytes, written.storage_data, checksum(data)))
 
     def _begin(self) -> None:
         if self._open:
@@ -206,17 +204,12 @@ class ItemFiles:
         self._open.append((Path(self._writer.path) / f"{self._prefix}{self._count}.distcp").open("wb"))
         self._count += 1
 
-    def sync(self) -> None:
-        """Have all of them on the disk.
+    def sync_first(self) -> bool:
+        """Have the one on the disk that was begun first; return whether there was one.
 
         Raises:
-            OSError: they are not.
+            OSError: it is not.
         """
-        while self.sync_first():
-            pass
-
-    def sync_first(self) -> bool:
-        """Have the one on the disk that was begun first; return whether there was one. Raises what `sync` does."""
         if not self._open:
             return False
         file = self._open.pop(0)
@@ -240,7 +233,7 @@ class ChunkWriter(FileSystemWriter):
         super().__init__(folder, single_file_per_rank=True, overwrite=True)
         self.generation = generation
 
-    def write_in_steps(self, plan: SavePlan, planner: ChunkPlanner) -> Generator[None, None, list[WriteResult]]:
+    def write_in_steps(self, plan: SavePlan, planner: ChunkPlanner) -> Generator[None, None, list[Written]]:
         """Write the items of a plan, one a step; return what was written.
 
         Raises:
@@ -262,7 +255,7 @@ class ChunkWriter(FileSystemWriter):
             files.close()
         return files.results
 
-    def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> list[str]:  # type: ignore[override]
+    def finish(self, metadata: Metadata, results: Sequence[Sequence[Written]]) -> list[str]:  # type: ignore[override]
         """Write what makes the checkpoint complete; return the names of the files with values.
 
         Raises:
@@ -271,7 +264,5 @@ class ChunkWriter(FileSystemWriter):
         with naming(Path(self.path) / MANIFEST):
             super().finish(metadata, [list(rows) for rows in results])
         every = [result for rows in results for result in rows]
-        checksums = ((result.index, _crc_of(result)) for result in every)
-        found = {entry_name(index): crc for index, crc in checksums if crc is not None}
-        write_checksums(Path(self.path), found)
+        write_checksums(Path(self.path), {entry_name(result.index): result.crc for result in every})
         return sorted({result.storage_data.relative_path for result in every})

@@ -16,7 +16,7 @@ from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.names import indexed_state
 from chunkmem.checkpoints.odd_files import checkpoint_path, said
 from chunkmem.checkpoints.reading import CheckpointFiles
-from chunkmem.checkpoints.saving import require_averages, require_own
+from chunkmem.checkpoints.saving import require_own
 from chunkmem.errors import CheckpointError, ChunkmemError, RankError
 from chunkmem.nn.lazy_tensor import LazyTensor
 from chunkmem.nn.registry import check_fits
@@ -37,8 +37,7 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """See `ChunkManager.load`; `before_reading` is told what directory is about to be read."""
     root, ranks = runtime.root(model), runtime.ranks
-    require_own(optimizer, "manager.load()")
-    require_averages(ema, "manager.load()")
+    require_own(optimizer, ema, "manager.load()")
     ledger, owner = runtime.updater.ledger, runtime.updater.claims.owner
     everyone = ranks.everyone()
     problem = written = ""
@@ -50,13 +49,14 @@ def load_checkpoint(
         before_reading(path)
         files = CheckpointFiles(path, trust=trust)
         written = f"{files.digest} {path} of rank {ranks.name(ranks.rank)}"
-        names = OwnNames.of(root, runtime)
+        names = OwnNames(root, runtime)
         own = OwnParts(files, names, everyone)
         weights = _weights(files, own, names, runtime.modules.surface.expected_state(root), strict=strict)
         states = _states(files, own, root, optimizer)
         averages = _averages(files, own, ema)
         extra = tree_map_only(LazyTensor, LazyTensor.read, own.extra or files.nested(EXTRA) or {})
-        _verify(files, rank=ranks.rank, size=ranks.size)
+        # A share of each rank: they are read whole, as no damage may be found when half is loaded.
+        files.verify(files.entries()[ranks.rank :: ranks.size])
     except RankError:
         raise
     except (ChunkmemError, OSError) as error:  # else the other ranks would wait for this one
@@ -126,8 +126,3 @@ def _states(
     states = indexed_state(root, optimizer, saved)
     optimizer.check_state_dict(states)
     return states
-
-
-def _verify(files: CheckpointFiles, *, rank: int, size: int) -> None:
-    """Look over this rank's share of the files: they are read whole, as no damage may be found when half is loaded."""
-    files.verify([index for number, index in enumerate(files.entries()) if number % size == rank])

@@ -96,12 +96,8 @@ class _Bytes(_Record):
     """For BytesStorageMetadata."""
 
 
-def _value(value: Any) -> Any:
-    return value
-
-
 def _nothing(*_: Any) -> None:
-    """Stand for what is not looked at: a path or a memory format."""
+    """Stand for what is not looked at: a path, a layout or a memory format."""
 
 
 _NAMES: Mapping[str, Any] = MappingProxyType({
@@ -113,7 +109,7 @@ _NAMES: Mapping[str, Any] = MappingProxyType({
     "torch.distributed.checkpoint.filesystem._StorageInfo": _Record,
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": _Record,
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": _nothing,
-    "torch.serialization._get_layout": _value,
+    "torch.serialization._get_layout": _nothing,
     "torch.Size": tuple,
     "collections.OrderedDict": dict,
     **{f"{module}.{name}": _nothing for module in ("pathlib", "pathlib._local") for name in (
@@ -169,13 +165,13 @@ def _metadata(found: Any, folder: Path) -> Metadata:
 
 
 def _form(name: str, row: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if isinstance(row, _Bytes | BytesStorageMetadata):
+    if isinstance(row, _Bytes):
         return BytesStorageMetadata()
     parts = _of(row, "chunks")
-    if not isinstance(row, _Tensor | TensorStorageMetadata) or not isinstance(parts, list):
+    if not isinstance(row, _Tensor) or not isinstance(parts, list):
         raise _OddMetadataError(f"{name} is neither a tensor nor an object")
     properties, size = _of(row, "properties"), _extent(name, _of(row, "size"))
-    state = properties.state if isinstance(properties, _Record) else (_of(properties, "dtype"),)
+    state = getattr(properties, "state", None)
     dtype = state[0] if isinstance(state, tuple) and state else _of(properties, "dtype")
     if not isinstance(dtype, torch.dtype):
         raise _OddMetadataError(f"{name} has no dtype")
@@ -259,7 +255,7 @@ def _name(value: Any) -> str:
 
 
 def _path(name: str, value: Any, num_names: int) -> tuple[str | int, ...]:
-    if not isinstance(value, tuple | list) or not 0 < len(value) <= _MAX_DEPTH:
+    if not isinstance(value, tuple | list) or not 0 < len(value) <= _MAX_DEPTH or not isinstance(value[0], str):
         raise _OddMetadataError(f"{name} is nested under {reprlib.repr(value)}")
     for key in value:
         if not isinstance(key, str) and not (type(key) is int and 0 <= key < num_names):

@@ -12,7 +12,8 @@ from chunkmem.optim.masters import MASTER_KEY
 from chunkmem.optim.saved import StatefulOptimizer
 from chunkmem.optim.tiles import tile_optimizer_state, untile_optimizer_state, untiled_names
 
-_BY_PARAMETER = ("state", MASTER_KEY)
+BY_PARAMETER = ("state", MASTER_KEY)
+"""What of a state has an entry for each parameter."""
 
 
 def named_state(model: nn.Module, optimizer: StatefulOptimizer) -> dict[str, Any]:
@@ -25,10 +26,10 @@ def named_state(model: nn.Module, optimizer: StatefulOptimizer) -> dict[str, Any
     names = [name for group in groups for name in group]
     state = untile_optimizer_state(model, optimizer, optimizer.lazy_state_dict())
     found: dict[str, Any] = {
-        key: {names[index]: value for index, value in state[key].items()} for key in _BY_PARAMETER if key in state
+        key: {names[index]: value for index, value in state[key].items()} for key in BY_PARAMETER if key in state
     }
     rows = zip(state["param_groups"], groups, strict=True)
-    others = {key: value for key, value in state.items() if key not in (*_BY_PARAMETER, "param_groups")}
+    others = {key: value for key, value in state.items() if key not in (*BY_PARAMETER, "param_groups")}
     return {**found, **others, "param_groups": [{**group, "params": own} for group, own in rows]}
 
 
@@ -42,7 +43,7 @@ def indexed_state(model: nn.Module, optimizer: StatefulOptimizer, saved: Mapping
     ordered = [_group_of(names, saved.get("param_groups", ())) for names in groups]
     index = {name: at for at, name in enumerate(name for group in groups for name in group)}
     found: dict[str, Any] = {key: value for key, value in saved.items() if key != "param_groups"}
-    for key in _BY_PARAMETER:
+    for key in BY_PARAMETER:
         if key in saved or key == "state":
             found[key] = {index[name]: value for name, value in saved.get(key, {}).items() if name in index}
     rows = zip(ordered, groups, strict=True)

@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from chunkmem.errors import CheckpointError
+from chunkmem.files import with_unique_keys
 
 
 def checkpoint_path(path: str | bytes | os.PathLike[str]) -> Path:
@@ -96,7 +97,7 @@ def parse_json(content: bytes, path: Path, what: str) -> dict[str, Any]:
         CheckpointError: it is none, has a key twice, or is nested too deeply.
     """
     try:
-        found: Any = json.loads(content, object_pairs_hook=_unique)
+        found: Any = json.loads(content, object_pairs_hook=with_unique_keys)
     except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{path} is no {what}: {said(error)}; copy it again") from None
     if not isinstance(found, dict):
@@ -108,10 +109,3 @@ def said(error: BaseException) -> str:
     """Return what kind of error it is and what it says, in one line."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError("a key is given twice in one object")
-    return values

@@ -17,36 +17,24 @@ import json
 import os
 import re
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
+from chunkmem.checkpoints.odd_files import said
 from chunkmem.checkpoints.safetensors_files import DTYPES, INDEX, open_safetensors
-from chunkmem.checkpoints.unfinished import Unfinished, alone_in, in_one_line, make_folder, naming, sync
-from chunkmem.errors import CheckpointError
+from chunkmem.checkpoints.unfinished import Unfinished, alone_in, in_one_line, make_folder, naming, sync, written
+from chunkmem.errors import CheckpointError, ChunkmemError, TierIOError
 from chunkmem.nn.lazy_tensor import LazyTensor
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ONE = "model.safetensors"
 _SHARD = re.compile(r"model(-[0-9a-f]{16})?-\d{5}-of-\d{5}\.safetensors")
-
-
-@dataclass(frozen=True)
-class StoredForm:
-    """What is known of a tensor before it is read."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Of its elements."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 def save_pretrained(runtime: Runtime, folder: Path, model: nn.Module | None, *, max_shard_nbytes: int) -> None:
@@ -58,42 +46,41 @@ def save_pretrained(runtime: Runtime, folder: Path, model: nn.Module | None, *, 
     here = {name: value for name, value in _untied(root, state).items() if not value.is_meta}
     stages = ranks.stages
     forms = {
-        name: (StoredForm(value.dtype, tuple(value.shape)), stages and stages.rank) for name, value in here.items()
+        name: (torch.empty(value.shape, dtype=value.dtype, device="meta"), stages and stages.rank)
+        for name, value in here.items()
     }
     forms = ranks.over_stages(forms, label="the names of a stage's weights")
     if odd := [f"{name} ({form.dtype})" for name, (form, _) in forms.items() if form.dtype not in _NAMES]:
         raise CheckpointError(f"safetensors files have no {', '.join(odd)}; use manager.save()")
     shards = shards_of({name: forms[name][0] for name in state if name in forms}, max_nbytes=max_shard_nbytes)
-    problem = ""
-    files = Files(folder, shards) if ranks.is_first else None
-    for name in (name for shard in shards for name in shard):
-        value = here.get(name)
-        if isinstance(value, LazyTensor):
-            value = value.read()
-        if stages is not None:
-            value = stages.broadcast_object(value, label=f"sending {name}", source=forms[name][1] or 0)
-        assert value is not None
-        if files is not None and not problem:
-            problem = _problem(files.write, name, value)
-    if files is not None:
-        problem = problem or _problem(files.finish, root)
-        files.close()
+
+    def values() -> Iterator[torch.Tensor]:
+        for name in (name for shard in shards for name in shard):
+            value = here.get(name)
+            if isinstance(value, LazyTensor):
+                value = value.read()
+            if stages is not None:
+                value = stages.broadcast_object(value, label=f"sending {name}", source=forms[name][1] or 0)
+            assert value is not None
+            yield value
+
+    sent, problem = values(), ""
+    if ranks.is_first:
+        try:
+            write_weights(folder, shards, sent, root)
+        except (OSError, CheckpointError) as error:
+            if isinstance(error, TierIOError):  # of what is read
+                raise
+            problem = in_one_line(error)
+        except ChunkmemError:
+            raise
+        except Exception as error:  # what transformers raises for a configuration that it does not accept
+            problem = said(error)
+    for _ in sent:
+        """All ranks take part in it, also after an error."""
     problem = ranks.from_first(problem, label="manager.save_pretrained()")
     if problem:
         raise CheckpointError(f"{folder} could not be written: {problem}")
-
-
-def _problem(do: Any, *args: Any) -> str:
-    """Do something on the first rank; return what it raises, which is raised on all: they would wait for it."""
-    try:
-        do(*args)
-    except OSError as error:
-        return in_one_line(error)
-    except CheckpointError as error:
-        return str(error)
-    except Exception as error:  # what transformers raises for a configuration that it does not accept
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _save_config(root: Any, folder: Path) -> None:
@@ -120,9 +107,12 @@ def _untied(root: nn.Module, state: Mapping[str, Any]) -> dict[str, torch.Tensor
     return {name: value for name, value in state.items() if name in kept}
 
 
-def shards_of(forms: Mapping[str, StoredForm], *, max_nbytes: int) -> list[dict[str, StoredForm]]:
-    """Divide tensors into files of at most so many bytes, in their order; one that is larger has a file of its own."""
-    shards: list[dict[str, StoredForm]] = [{}]
+def shards_of(forms: Mapping[str, torch.Tensor], *, max_nbytes: int) -> list[dict[str, torch.Tensor]]:
+    """Divide tensors into files of at most so many bytes, in their order; one that is larger has a file of its own.
+
+    Only their dtypes and shapes are looked at: `forms` may be lazy, or on the meta device.
+    """
+    shards: list[dict[str, torch.Tensor]] = [{}]
     for name, form in forms.items():
         if shards[-1] and sum(each.nbytes for each in shards[-1].values()) + form.nbytes > max_nbytes:
             shards.append({})
@@ -130,90 +120,76 @@ def shards_of(forms: Mapping[str, StoredForm], *, max_nbytes: int) -> list[dict[
     return shards
 
 
-class Files:
-    """The files of a model that are being written, in a folder of their own until all are complete."""
+def write_weights(
+    folder: Path,
+    shards: Sequence[Mapping[str, torch.Tensor]],
+    values: Iterator[torch.Tensor],
+    root: nn.Module | None = None,
+) -> None:
+    """Write the files of a model, with their index and its configuration: see [Note: Replacing weights].
 
-    def __init__(self, folder: Path, shards: Sequence[Mapping[str, StoredForm]]) -> None:
-        """Begin with none."""
-        self._folder = folder
-        self._shards = shards
-        self._waiting = self._order()
-        self._own: Unfinished | None = None
-        self._file: BinaryIO | None = None
+    Args:
+        folder: where to; it is made if it is not there.
+        shards: by file, tensors by name with dtype and shape; see `shards_of`.
+        values: of all of them, in this order.
+        root: what may have a configuration.
 
-    def _order(self) -> Iterator[tuple[int, str]]:
-        for at, shard in enumerate(self._shards):
-            for name in shard:
-                yield at, name
-
-    def _unfinished(self) -> Path:
-        if self._own is None:
-            make_folder(self._folder)
-            self._own = Unfinished.make(self._folder)
-        return self._own.folder
-
-    def write(self, name: str, value: torch.Tensor) -> None:
-        """Write the tensor that comes next.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        at, expected = next(self._waiting)
-        assert name == expected
-        if name == next(iter(self._shards[at])):
-            self._begin(at)
-        assert self._file is not None
-        with naming(Path(self._file.name)):
-            self._file.write(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-    def _begin(self, at: int) -> None:
-        self._end()
-        self._file = (self._unfinished() / str(at)).open("wb")
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name, form in self._shards[at].items():
-            offsets = [end, end := end + form.nbytes]
-            header[name] = {"dtype": _NAMES[form.dtype], "shape": list(form.shape), "data_offsets": offsets}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with naming(Path(self._file.name)):
-            self._file.write(len(text).to_bytes(8, "little") + text)
-
-    def _end(self) -> None:
-        if self._file is not None:
-            file, self._file = self._file, None
-            with naming(Path(file.name)), file:
-                file.flush()
-                os.fsync(file.fileno())
-
-    def finish(self, root: nn.Module | None) -> None:
-        """Have the files in their place, with the index and the configuration: see [Note: Replacing weights].
-
-        Raises:
-            OSError: they are not; what was there before is.
-            CheckpointError: somebody else is writing there.
-        """
-        self._end()
-        others = self._unfinished() / "others"
+    Raises:
+        OSError: they cannot be written; what was there before is.
+        CheckpointError: somebody else is writing there.
+    """
+    make_folder(folder)
+    own = Unfinished.make(folder)
+    try:
+        for at, shard in enumerate(shards):
+            with written(own.folder / str(at)) as file:
+                file.write(_header(shard))
+                for _, value in zip(shard, values, strict=False):
+                    file.write(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        others = own.folder / "others"
         others.mkdir()
         _save_config(root, others)
         for path in others.iterdir():
             with naming(path), path.open("rb") as file:
                 os.fsync(file.fileno())
-        with alone_in(self._folder, is_new=not self._found()):
+        placing = _Placing(folder, own.folder, shards)
+        with alone_in(folder, is_new=not placing.found()):
             for path in others.iterdir():
-                os.replace(path, self._folder / path.name)
-            self._replace()
+                os.replace(path, folder / path.name)
+            placing.replace()
+    finally:
+        own.discard()
 
-    def _replace(self) -> None:
-        before = self._found()
+
+def _header(shard: Mapping[str, torch.Tensor]) -> bytes:
+    rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, form in shard.items():
+        offsets = [end, end := end + form.nbytes]
+        rows[name] = {"dtype": _NAMES[form.dtype], "shape": list(form.shape), "data_offsets": offsets}
+    text = json.dumps(rows).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class _Placing:
+    """Files that are complete, on their way to their place."""
+
+    def __init__(self, folder: Path, unfinished: Path, shards: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        self._folder = folder
+        self._unfinished = unfinished
+        self._shards = shards
+
+    def replace(self) -> None:
+        """Have them there, and what was there before no more."""
+        before = self.found()
         names = self._names(before)
         if _ONE in before and INDEX not in before and names != [_ONE]:
             self._name_the_one()
         moved = [self._folder / name for name in names if name not in before]
         try:
             for at, name in enumerate(names):
-                os.replace(self._unfinished() / str(at), self._folder / name)
+                os.replace(self._unfinished / str(at), self._folder / name)
             if names != [_ONE] or INDEX in before:
                 sync(self._folder)
                 self._put_index({name: names[at] for at, shard in enumerate(self._shards) for name in shard})
@@ -224,7 +200,8 @@ class Files:
         sync(self._folder)
         self._remove(before - set(names), is_one=names == [_ONE])
 
-    def _found(self) -> set[str]:
+    def found(self) -> set[str]:
+        """Return what is there of weights."""
         return {name for name in os.listdir(self._folder) if _SHARD.fullmatch(name) or name in (_ONE, INDEX)}
 
     def _names(self, before: set[str]) -> list[str]:
@@ -243,29 +220,25 @@ class Files:
 
     def _put_index(self, found: Mapping[str, str]) -> None:
         total = sum(form.nbytes for shard in self._shards for form in shard.values())
-        path = self._unfinished() / INDEX
-        with naming(path), path.open("w", encoding="utf-8") as file:
-            json.dump({"metadata": {"total_size": total}, "weight_map": found}, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
+        path = self._unfinished / INDEX
+        with written(path) as file:
+            file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": found}, indent=2).encode())
         os.replace(path, self._folder / INDEX)
 
     def _remove(self, names: set[str], *, is_one: bool) -> None:
         if _ONE in names:  # else it would be read in the place of the shards
             (self._folder / _ONE).unlink()
-        left = False
+        left: list[str] = []
         for name in names - {_ONE, INDEX}:
             try:
-                (self._folder / name).unlink()
-            except OSError:  # no index names it
-                left = True
-        if is_one and not left:
+                (self._folder / name).unlink(missing_ok=True)
+            except OSError as error:
+                left.append(in_one_line(error))
+        if left:  # the index stays: without one, a program may take all files that are there
+            warnings.warn(
+                f"the weights are in place, and {len(left)} files of those before them could not be removed "
+                f"({left[0]}); no index names them, and the next save_pretrained() tries again",
+                stacklevel=2,
+            )
+        elif is_one:
             (self._folder / INDEX).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Leave nothing that is not complete."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-        if self._own is not None:
-            self._own.discard()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
@@ -33,6 +35,7 @@ from chunkmem.errors import CheckpointError
 from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Source
 from chunkmem.runtime.device import give_back_freed_ram
 
+_T = TypeVar("_T")
 _KEPT_NBYTES = 48 << 20
 """By which the process may grow before freed memory is given back: new memory for each tensor is slow to touch."""
 _MAX_THREADS = 4
@@ -76,12 +79,6 @@ class CheckpointFiles:
         """Whether chunkmem has written it."""
         return bool(self._checksums)
 
-    @property
-    def objects(self) -> tuple[str, ...]:
-        """Names of what is no tensor."""
-        forms = self.metadata.state_dict_metadata.items()
-        return tuple(name for name, form in forms if not isinstance(form, TensorStorageMetadata))
-
     def key_of(self, name: str) -> str:
         """Return the key on the outside that something is saved under."""
         return str(self._keys(name)[0])
@@ -89,10 +86,6 @@ class CheckpointFiles:
     def nbytes_of(self, index: MetadataIndex) -> int:
         """Return what a part of a tensor takes in its file."""
         return int(self._storage(index).length)
-
-    def object_nbytes(self, name: str) -> int:
-        """Return what an object takes in its file."""
-        return self.nbytes_of(MetadataIndex(name))
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -104,7 +97,7 @@ class CheckpointFiles:
 
         Tensors are lazy. Objects are read now, or, without `with_objects`, left out and not read.
         """
-        found: Any = None
+        whole: dict[str, Any] = {}
         for name, form in self.metadata.state_dict_metadata.items():
             keys = self._keys(name)
             if keys[: len(prefix)] != prefix:
@@ -112,27 +105,30 @@ class CheckpointFiles:
             if isinstance(form, TensorStorageMetadata):
                 value: Any = LazyTensor.of(_FileSource(self, name), tuple(form.size), form.properties.dtype)
             elif with_objects:
-                value = self.object(name)
+                value = self.object(MetadataIndex(name))
             else:
                 continue
-            found = _put(found, keys[len(prefix) :], value)
+            set_element(whole, keys, value)
+        found: Any = whole
+        for key in prefix:
+            found = found.get(key) if isinstance(found, dict) else None
         return found
-
-    def names_under(self, outer: str, inner: str) -> list[str]:
-        """Return the keys that are saved under `inner`, which is in anything under `outer`, once each."""
-        every = (self._keys(name) for name in self.metadata.state_dict_metadata)
-        return list(dict.fromkeys(str(keys[3]) for keys in every if keys[0] == outer and keys[2:3] == (inner,)))
 
     def _keys(self, name: str) -> tuple[str | int, ...]:
         keys: tuple[str | int, ...] = self.metadata.planner_data[name]
         return keys
 
-    def entries(self) -> Iterator[MetadataIndex]:
-        """Yield all parts of tensors that are stored, those of one file after each other."""
+    def entries(self) -> list[MetadataIndex]:
+        """Return all parts of tensors that are stored, those of one file after each other."""
         forms = self.metadata.state_dict_metadata.items()
         tensors = ((name, form) for name, form in forms if isinstance(form, TensorStorageMetadata))
         found = [MetadataIndex(name, part.offsets, at) for name, form in tensors for at, part in enumerate(form.chunks)]
-        yield from sorted(found, key=lambda index: (self._file(index), self._storage(index).offset))
+        return sorted(found, key=lambda index: (self._file(index), self._storage(index).offset))
+
+    def objects(self) -> list[MetadataIndex]:
+        """Return all that is no tensor."""
+        forms = self.metadata.state_dict_metadata.items()
+        return [MetadataIndex(name) for name, form in forms if not isinstance(form, TensorStorageMetadata)]
 
     def verify(self, indices: Sequence[MetadataIndex]) -> None:
         """Read parts of tensors, and compare them with their checksums, where there are some.
@@ -149,27 +145,14 @@ class CheckpointFiles:
         """Read parts of tensors, and yield each when it was compared with its checksum, with what is wrong."""
         threads = ThreadPoolExecutor(min(torch.get_num_threads(), _MAX_THREADS))
         try:
-            for index, found in zip(indices, threads.map(self._try_to_find, indices), strict=True):
-                error = found if isinstance(found, CheckpointError) else None
-                if not isinstance(found, CheckpointError):
+            for index, (found, error) in zip(indices, threads.map(partial(tried, self._find), indices), strict=True):
+                if error is None:
                     self._found[index] = found
-                    error = None if found is not None else self._problem_by_torch(index)
+                    if found is None:
+                        _, error = tried(self._verify_by_torch, index)
                 yield index, error
         finally:
             threads.shutdown(cancel_futures=True)
-
-    def _try_to_find(self, index: MetadataIndex) -> StoredValues | CheckpointError | None:
-        try:
-            return self._find(index)
-        except CheckpointError as error:
-            return error
-
-    def _problem_by_torch(self, index: MetadataIndex) -> CheckpointError | None:
-        try:
-            self._verify_by_torch(index)
-        except CheckpointError as error:
-            return error
-        return None
 
     def _verify_by_torch(self, index: MetadataIndex) -> None:
         part = self._part(index)
@@ -200,12 +183,13 @@ class CheckpointFiles:
             return found if crc == written else None
         if found is not None and found.archived_crc not in (None, crc):
             raise self._changed(index)
-        if (description.shape, description.dtype) != (tuple(part.sizes), dtype):
+        tensor, is_in_order = description
+        if (tensor.shape, tensor.dtype) != (part.sizes, dtype):
             raise CheckpointError(
-                f"{path} has {description.dtype} of shape {description.shape} where {index.fqn} is, and .metadata says "
+                f"{path} has {tensor.dtype} of shape {tuple(tensor.shape)} where {index.fqn} is, and .metadata says "
                 f"{dtype} of shape {tuple(part.sizes)}"
             )
-        return found if description.is_in_order else None
+        return found if is_in_order else None
 
     def read(self, name: str, start: Extent, shape: Extent) -> torch.Tensor:
         """Return a part of a tensor.
@@ -237,7 +221,11 @@ class CheckpointFiles:
                     self._give_back()
                     self._read_by_torch(item, _Into(into))
                 else:
-                    found.read_into(tuple(item.storage_offsets), _part_of(into, item), self._buffer)
+                    found.read_into(
+                        tuple(item.storage_offsets),
+                        narrow_tensor_by_index(into, item.dest_offsets, item.lengths),
+                        self._buffer,
+                    )
             except Exception as error:  # a damaged file raises anything
                 raise self._unreadable(index, error) from None
 
@@ -251,13 +239,12 @@ class CheckpointFiles:
         """Return the file that a tensor begins in."""
         return self._file(MetadataIndex(name, self._form(name).chunks[0].offsets))
 
-    def object(self, name: str) -> Any:
+    def object(self, index: MetadataIndex) -> Any:
         """Return what was saved and is no tensor.
 
         Raises:
             CheckpointError: its file cannot be read, has changed since it was written, or needs trust.
         """
-        index = MetadataIndex(name)
         into = _Into(torch.empty(0))
         item = ReadItem(LoadItemType.BYTE_IO, index, torch.Size((0,)), index, torch.Size((0,)), torch.Size((0,)))
         written = self._written(index)
@@ -269,7 +256,7 @@ class CheckpointFiles:
         if not is_whole:
             raise self._changed(index)
         into.stream.seek(0)
-        return load_saved(into.stream, f"{name} in {self.path / self._file(index)}", trust=self._trust)
+        return load_saved(into.stream, f"{index.fqn} in {self.path / self._file(index)}", trust=self._trust)
 
     def _read_by_torch(self, item: ReadItem, into: _Into) -> None:
         with opened(self.path / self._file(item.storage_index)):
@@ -339,17 +326,16 @@ class _Into(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.stream = value
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        return _part_of(self._values, read_item)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """It is in its place."""
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._values
 
 
-def _part_of(values: torch.Tensor, item: ReadItem) -> torch.Tensor:
-    """Return what an item is read to."""
-    where = zip(item.dest_offsets, item.lengths, strict=True)
-    return values[tuple(slice(at, at + size) for at, size in where)]
+def tried(read: Callable[[MetadataIndex], _T], index: MetadataIndex) -> tuple[_T | None, CheckpointError | None]:
+    """Return what is read, or what is wrong with it."""
+    try:
+        return read(index), None
+    except CheckpointError as error:
+        return None, error
 
 
 def _manifest(path: Path) -> bytes:
@@ -362,18 +348,3 @@ def _manifest(path: Path) -> bytes:
         raise CheckpointError(f"{path} is a file; name the directory that manager.save() was given") from None
     except OSError as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {said(error)}") from None
-
-
-def _put(nested: Any, keys: Sequence[Any], value: Any) -> Any:
-    """Put a value into dicts, and lists where keys are numbers; return them."""
-    if not keys:
-        return value
-    key, rest = keys[0], keys[1:]
-    if isinstance(key, int):
-        items: list[Any] = [] if nested is None else nested
-        items += [None] * (key + 1 - len(items))
-        items[key] = _put(items[key], rest, value)
-        return items
-    entries: dict[Any, Any] = {} if nested is None else nested
-    entries[key] = _put(entries.get(key), rest, value)
-    return entries

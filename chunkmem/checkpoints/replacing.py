@@ -20,7 +20,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from chunkmem.checkpoints.checksums import NAME as CHECKSUMS
@@ -33,14 +33,15 @@ from chunkmem.checkpoints.unfinished import (
     in_one_line,
     is_unfinished,
     make_folder,
-    naming,
     sweep,
     sync,
+    written,
 )
 from chunkmem.comm.ranks import Ranks
-from chunkmem.errors import CheckpointError
+from chunkmem.errors import CheckpointError, RankError
 
 _LABEL = "making the directory of a checkpoint"
+_SAVING = "manager.save()"
 _LATE_S = 5.0
 """How long a file may take to be seen by another machine."""
 _VALUES = re.compile(r"([0-9a-f]{16})?__\d+_\d+\.distcp")
@@ -116,10 +117,8 @@ class Replacement:
         manifest, kept = self.path / MANIFEST, self.folder / _OLD_MANIFEST
         was_there = manifest.exists()
         if was_there:
-            with naming(kept), kept.open("wb") as file:
+            with written(kept) as file:  # put back without its content, it would be no manifest after a crash
                 file.write(manifest.read_bytes())
-                file.flush()
-                os.fsync(file.fileno())  # put back without its content, it would be no manifest after a crash
         self._may_be_there = True
         try:
             os.replace(self.folder / MANIFEST, manifest)
@@ -146,53 +145,39 @@ class Replacement:
 
 @contextlib.contextmanager
 def replacing(path: Path, ranks: Ranks) -> Iterator[Replacement]:
-    """Yield a directory, the same on all ranks, whose content is the checkpoint at `path` when the block is over.
+    """Yield a directory, the same on all ranks, to take the place of `path`; after an error inside it is removed.
 
-    The block puts the names of its files with values into `Replacement.put_in_place`. After a kill or an error, there
-    is what was there before, or all of what was written. What a killed block has left is removed by the next one.
+    What is written to it is the checkpoint once the names of its files with values have been given to
+    `Replacement.put_in_place`, in the block or later. After a kill or an error, there is what was there before, or all
+    of what was written. What a killed process has left is removed by the next one.
 
     Raises:
         CheckpointError: it cannot be made or renamed, or `path` is something else than a checkpoint; on every rank.
     """
-    replacement = begin_replacing(path, ranks)
+    with told_to_all(path, ranks):
+        own = _make(path) if ranks.is_first else None
+    name = ranks.from_first("" if own is None else os.path.relpath(own.folder, path.parent), label=_LABEL)
+    replacement = Replacement(path, path.parent / name, own)
     try:
+        if not ranks.are_one:
+            _check_shared(replacement, ranks)
         yield replacement
     except BaseException:
         replacement.discard()
         raise
 
 
-def begin_replacing(path: Path, ranks: Ranks) -> Replacement:
-    """Return a directory, the same on all ranks, to take the place of `path`. Raises what `replacing` does."""
-    own: list[Unfinished] = []
-
-    def make() -> str:
-        own.append(_make(path))
-        return os.path.relpath(own[0].folder, path.parent)
-
-    folder = path.parent / on_first(ranks, path, make)
-    replacement = Replacement(path, folder, own[0] if own else None)
-    if not ranks.are_one:
-        _check_shared(replacement, ranks)
-    return replacement
-
-
 def _check_shared(replacement: Replacement, ranks: Ranks) -> None:
     """Raise a `CheckpointError` on every rank if one of them has another directory, which lacks what others write."""
-    folder, path = replacement.folder, replacement.path
-
-    def leave_mark() -> str:
-        mark = folder / f".seen-by-all-{uuid.uuid4().hex}"
-        mark.touch()
-        return mark.name
-
-    mark = folder / on_first(ranks, path, leave_mark)
+    path = replacement.path
+    mark = replacement.folder / ranks.from_first(f".seen-by-all-{uuid.uuid4().hex}", label=_LABEL)
+    with told_to_all(path, ranks):
+        if ranks.is_first:
+            mark.touch()
     problem = "" if _appears(mark) else f"rank {ranks.name(ranks.rank)} does not see what the first rank writes there"
     problem = ranks.any_text(f"{path}: {problem}" if problem else "", label=_LABEL)
     if ranks.is_first:
         mark.unlink(missing_ok=True)
-        if problem:
-            replacement.discard()
     if problem:
         raise CheckpointError(
             f"the checkpoint could not be written ({problem}); what was there before is there. Name a directory on a "
@@ -212,20 +197,23 @@ def _appears(mark: Path) -> bool:
     return True
 
 
-def on_first(ranks: Ranks, path: Path, do: Callable[[], str]) -> str:
-    """Do something on the first rank; return what it returns, or raise what goes wrong there, on all of them."""
-    found = problem = ""
-    if ranks.is_first:
-        try:
-            found = do()
-        except OSError as error:
-            problem = in_one_line(error)
-        except CheckpointError as error:
-            problem = str(error)
-    found, problem = ranks.from_first((found, problem), label=_LABEL)
+@contextlib.contextmanager
+def told_to_all(path: Path, ranks: Ranks) -> Iterator[None]:
+    """Raise on all ranks what goes wrong inside on one of them, as a checkpoint that could not be written."""
+    problem = ""
+    interrupt: BaseException | None = None
+    try:
+        yield
+    except RankError:
+        raise
+    except BaseException as error:  # the others would wait for this rank
+        problem = f"rank {ranks.name(ranks.rank)}: {in_one_line(error)}"
+        interrupt = None if isinstance(error, Exception) else error
+    problem = ranks.any_text(problem, label=_SAVING)
+    if interrupt is not None:
+        raise interrupt
     if problem:
         raise not_written(path, problem)
-    return found
 
 
 def not_written(path: Path, problem: str) -> CheckpointError:

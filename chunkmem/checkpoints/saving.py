@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,14 @@ from typing import Any
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.by_rank import OwnNames, divide
-from chunkmem.checkpoints.files import EXTRA, ChunkPlanner, ChunkWriter
+from chunkmem.checkpoints.files import EXTRA, ChunkPlanner, ChunkWriter, Written
 from chunkmem.checkpoints.names import named_state
-from chunkmem.checkpoints.replacing import Replacement, not_written, replacing
-from chunkmem.checkpoints.unfinished import in_one_line
+from chunkmem.checkpoints.replacing import Replacement, replacing, told_to_all
 from chunkmem.comm.ranks import Ranks
-from chunkmem.errors import CheckpointError, RankError
+from chunkmem.errors import CheckpointError
 from chunkmem.optim.ema import EMA
 from chunkmem.optim.saved import StatefulOptimizer
 
@@ -44,11 +41,10 @@ def state_to_save(
     All ranks call it; see `ChunkManager.save`.
     """
     root = runtime.root(model)
-    require_own(optimizer, "manager.save()")
-    require_averages(ema, "manager.save()")
+    require_own(optimizer, ema, _LABEL)
     if extra is not None and not isinstance(extra, Mapping):
         raise CheckpointError(f"manager.save() takes extra= as a dict, not a {type(extra).__name__}")
-    with runtime.together("manager.save()"):
+    with runtime.together(_LABEL):
         runtime.entry_points.ordinary.follow()
         state: dict[str, Any] = {"model": runtime.modules.surface.state_dict(root, lazily=True)}
     if optimizer is not None:
@@ -57,20 +53,16 @@ def state_to_save(
         state["ema"] = ema.lazy_state_dict()
     if extra:
         state[EXTRA] = dict(extra)
-    return divide(state, OwnNames.of(root, runtime), runtime.ranks.everyone())
+    return divide(state, OwnNames(root, runtime), runtime.ranks.everyone())
 
 
-def require_own(optimizer: object, call: str) -> None:
-    """Raise a `CheckpointError` for an optimizer whose states are not in chunks."""
+def require_own(optimizer: object, ema: object, call: str) -> None:
+    """Raise a `CheckpointError` for an optimizer or averages that are not in chunks."""
     if optimizer is not None and not isinstance(optimizer, StatefulOptimizer):
         raise CheckpointError(
             f"{call} takes an optimizer of chunkmem's, or None, not a {type(optimizer).__name__}; put the state_dict() "
             "of another optimizer into extra="
         )
-
-
-def require_averages(ema: object, call: str) -> None:
-    """Raise a `CheckpointError` for averages that are not in chunks."""
     if ema is not None and not isinstance(ema, EMA):
         raise CheckpointError(
             f"{call} takes ema= as a chunkmem.EMA, or None, not a {type(ema).__name__}; put the state_dict() of "
@@ -79,13 +71,21 @@ def require_averages(ema: object, call: str) -> None:
 
 
 def save_now(state: dict[str, Any], path: Path, ranks: Ranks) -> None:
-    """Write a checkpoint, and return when it is complete and in its place.
+    """Write nested dicts of lazy and other values as a checkpoint, and return when it is in its place; see `plan_save`.
 
     Raises:
         CheckpointError: it cannot be written; on every rank.
+        RankError: a rank did not come.
     """
-    with replacing(path, ranks.everyone()) as replacement:
-        write(state, replacement, ranks)
+    everyone = ranks.everyone()
+    with replacing(path, everyone) as replacement:
+        planned = plan_save(state, replacement, ranks)
+        with told_to_all(path, everyone):
+            results = _write_together(planned.writer.write_in_steps(planned.plan, planned.planner), everyone)
+        rows = everyone.gather_to_first(results, label=_LABEL)
+        with told_to_all(path, everyone):
+            if rows is not None:
+                planned.finish(rows)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class PlannedSave:
     metadata: Metadata | None
     """On the rank that completes the checkpoint."""
 
-    def finish(self, results: list[list[WriteResult]]) -> None:
+    def finish(self, results: list[list[Written]]) -> None:
         """Write what makes the checkpoint complete, and put it in its place, once all ranks have written their parts.
 
         Raises:
@@ -126,44 +126,27 @@ def plan_save(state: dict[str, Any], replacement: Replacement, ranks: Ranks) -> 
     everyone = ranks.everyone()
     planner = ChunkPlanner(writes_tensors=ranks.rank == 0, writes_objects=everyone.is_first)
     writer = ChunkWriter(replacement.folder, generation=replacement.generation)
-    plan, plans, metadata = SavePlan([]), list[SavePlan](), None
-    with _told_to_all(replacement.path, everyone):
+    plans = metadata = None
+    with told_to_all(replacement.path, everyone):
         planner.set_up_planner(state, writer.storage_meta(), everyone.is_first)
         writer.set_up_storage_writer(everyone.is_first, rank=everyone.rank, use_collectives=True)
         plan = writer.prepare_local_plan(planner.create_local_plan())
     gathered = everyone.gather_to_first(plan, label=_LABEL)
-    with _told_to_all(replacement.path, everyone):
+    with told_to_all(replacement.path, everyone):
         if gathered is not None:
             plans, metadata = planner.create_global_plan(gathered)
             plans = writer.prepare_global_plan(plans)
-    plan = planner.finish_plan(everyone.scatter_from_first(None if gathered is None else plans, label=_LABEL))
+    plan = planner.finish_plan(everyone.scatter_from_first(plans, label=_LABEL))
     return PlannedSave(planner, writer, replacement, plan, metadata)
 
 
-def write(state: dict[str, Any], replacement: Replacement, ranks: Ranks) -> None:
-    """Write nested dicts of lazy and other values as a checkpoint, and put it in its place; see `plan_save`.
-
-    Raises:
-        CheckpointError: it is not written; on every rank.
-        RankError: a rank did not come.
-    """
-    planned, everyone = plan_save(state, replacement, ranks), ranks.everyone()
-    results: list[WriteResult] = []
-    with _told_to_all(replacement.path, everyone):
-        results = _write_together(planned.writer.write_in_steps(planned.plan, planned.planner), everyone)
-    rows = everyone.gather_to_first(results, label=_LABEL)
-    with _told_to_all(replacement.path, everyone):
-        if rows is not None:
-            planned.finish(rows)
-
-
-def _write_together(steps: Generator[None, None, list[WriteResult]], ranks: Ranks) -> list[WriteResult]:
+def _write_together(steps: Generator[None, None, list[Written]], ranks: Ranks) -> list[Written]:
     """Write until all ranks have, and return what this one has written.
 
     Meanwhile they tell each other, now and then, that they are still writing: who does is not lost, however long it
     takes. What goes wrong is raised when the others have ended, too.
     """
-    results: list[WriteResult] = []
+    results: list[Written] = []
     problem: BaseException | None = None
     is_writing = True
     while ranks.any_text("writes" if is_writing else "", label=_LABEL):
@@ -178,22 +161,3 @@ def _write_together(steps: Generator[None, None, list[WriteResult]], ranks: Rank
     if problem is not None:
         raise problem
     return results
-
-
-@contextlib.contextmanager
-def _told_to_all(path: Path, ranks: Ranks) -> Iterator[None]:
-    """Raise on all ranks what goes wrong inside on one of them, as a checkpoint that could not be written."""
-    problem = ""
-    interrupt: BaseException | None = None
-    try:
-        yield
-    except RankError:
-        raise
-    except BaseException as error:  # the others would wait for this rank
-        problem = f"rank {ranks.name(ranks.rank)}: {in_one_line(error)}"
-        interrupt = None if isinstance(error, Exception) else error
-    problem = ranks.any_text(problem, label=_LABEL)
-    if interrupt is not None:
-        raise interrupt
-    if problem:
-        raise not_written(path, problem)

@@ -118,18 +118,9 @@ def find_values(path: Path, *, offset: int, nbytes: int, shape: Extent, dtype: t
     return found if found.nbytes == members[0].file_size and begin + found.nbytes <= nbytes else None
 
 
-@dataclass(frozen=True)
-class Description:
-    """What an archive of `torch.save` says of its tensor."""
-
-    shape: Extent
-    dtype: torch.dtype
-    is_in_order: bool
-    """Its values are in the order of their indices, without gaps, and of this machine's byte order."""
-
-
-def describe(path: Path, *, offset: int, nbytes: int) -> Description:
-    """Return what an archive says of its tensor, whose values are not read.
+def describe(path: Path, *, offset: int, nbytes: int) -> tuple[torch.Tensor, bool]:
+    """Return the tensor of an archive on the meta device, and whether its values lie in the order of their indices,
+    without gaps, and in this machine's byte order; they are not read.
 
     Raises:
         OSError: the file cannot be read.
@@ -142,8 +133,7 @@ def describe(path: Path, *, offset: int, nbytes: int) -> Description:
         if described.file_size > _MAX_DESCRIPTION_NBYTES:
             raise zipfile.BadZipFile(f"{described.filename} would have {described.file_size} bytes")
         tensor = _described(archive.read(described))
-    is_in_order = is_native and not tensor.storage_offset() and tensor.is_contiguous()
-    return Description(tuple(tensor.shape), tensor.dtype, is_in_order)
+    return tensor, is_native and not tensor.storage_offset() and tensor.is_contiguous()
 
 
 def _described(pickled: bytes) -> torch.Tensor:

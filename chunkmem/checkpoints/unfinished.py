@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from chunkmem.errors import CheckpointError
 
@@ -143,20 +144,16 @@ class Unfinished:
             try:
                 own.folder.mkdir()
             except BaseException:
-                own.give_back()
+                own.discard()
                 raise
             return own
-
-    def give_back(self) -> None:
-        """Have nothing more to do with the folder, which is gone, or somewhere else."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.give_back()
 
     def discard(self) -> None:
         """Remove the folder, as far as that is possible; the next process that writes there does so, too."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.give_back()
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.give_back()
 
 
 def _start(stem: str) -> str:
@@ -207,6 +204,19 @@ def sync(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file to be written anew, which is on the disk when the block is over.
+
+    Raises:
+        OSError: it is not; names the file.
+    """
+    with naming(path), path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

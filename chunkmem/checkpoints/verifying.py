@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from chunkmem.checkpoints.checksums import NAME
 from chunkmem.checkpoints.converting import Format, format_of, load_torch, tensors_in
 from chunkmem.checkpoints.directory import standing
 from chunkmem.checkpoints.odd_files import said
-from chunkmem.checkpoints.reading import CheckpointFiles
+from chunkmem.checkpoints.reading import CheckpointFiles, tried
 from chunkmem.checkpoints.safetensors_files import StoredTensor, open_safetensors
 from chunkmem.checkpoints.saved_objects import UntrustedError
 from chunkmem.errors import CheckpointError
@@ -84,25 +84,18 @@ def verify(path: Path, *, on_read: Progress = lambda more, total: None) -> Verif
 def _verify_dcp(path: Path, found: Verified, on_read: Progress) -> None:
     files = CheckpointFiles(path)
     found.compared_with = NAME if files.has_checksums else "the CRC-32 of each archive of torch.save()"
-    indices = list(files.entries())
-    total = sum(map(files.nbytes_of, indices)) + sum(map(files.object_nbytes, files.objects))
-    for key, num in Counter(files.key_of(name) for name in {index.fqn for index in indices}).items():
-        found.part(key).num_tensors = num
-    for index, error in files.verified(indices):
+    tensors, objects = files.entries(), files.objects()
+    total = sum(map(files.nbytes_of, (*tensors, *objects)))
+    read = ((index, tried(files.object, index)[1]) for index in objects)
+    for index, error in chain(files.verified(tensors), read):
         key, nbytes = files.key_of(index.fqn), files.nbytes_of(index)
-        found.part(key).nbytes += nbytes
-        if error is not None:
-            found.damaged(key, error)
-        on_read(nbytes, total)
-    for name in files.objects:
-        key, nbytes = files.key_of(name), files.object_nbytes(name)
-        found.part(key).num_objects += 1
-        found.part(key).nbytes += nbytes
-        try:
-            files.object(name)
-        except UntrustedError as error:
+        part = found.part(key)
+        part.nbytes += nbytes
+        part.num_tensors += index.index == 0  # its other parts are of the same
+        part.num_objects += index.index is None
+        if isinstance(error, UntrustedError):
             found.needs_trust = sorted({*found.needs_trust, *error.names})
-        except CheckpointError as error:
+        elif error is not None:
             found.damaged(key, error)
         on_read(nbytes, total)
 

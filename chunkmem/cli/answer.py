@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from chunkmem.errors import PlanError
+
 
 @dataclass(frozen=True)
 class CommandResult:
@@ -19,16 +21,18 @@ class CommandResult:
     """False makes the exit status 1: the question was understood, and the answer is that it does not fit or differs."""
 
 
+def does_not_fit(asked: Mapping[str, Any], error: PlanError) -> CommandResult:
+    """Return the answer that what is asked does not fit."""
+    reason = str(error)
+    data = {**asked, "fits": False, "needed_nbytes": getattr(error, "needed_nbytes", None), "reason": reason}
+    return CommandResult(data, f"does not fit: {' '.join(reason.split())}", fits=False)
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return lines of aligned columns: the first to the left, the others to the right."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(_aligned(line, widths) for line in lines)
-
-
-def printable(text: str) -> str:
-    """Escape what cannot be printed: messages of others' code, and names in others' files, may hold anything."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -40,13 +40,15 @@ def run(options: argparse.Namespace) -> CommandResult:
     """
     import torch
 
-    from chunkmem.runtime.build import cuda_recipe
+    from chunkmem.runtime.build import cpu_recipe, cuda_recipe, cuda_recipe_in, ensure_library
+    from chunkmem.runtime.own_folder import default_cache_dir
     from chunkmem.runtime.storage import SwapBackend
 
-    builders: dict[str, Callable[[], Path]] = {"kernels": _kernels}
+    folder = default_cache_dir()
+    builders: dict[str, Callable[[], Path]] = {"kernels": lambda: ensure_library(cpu_recipe(), folder)}
     notes = []
     if torch.version.cuda is not None and cuda_recipe().compiler:
-        builders["kernels-cuda"] = _cuda_kernels
+        builders["kernels-cuda"] = lambda: ensure_library(cuda_recipe_in(folder), folder)
     elif torch.version.cuda is not None:
         notes.append(
             "no kernels for GPUs: there is no nvcc on the PATH. Updates on a GPU will run in plain PyTorch, which is "
@@ -70,21 +72,6 @@ def _built(name: str, build: Callable[[], Path]) -> dict[str, Any]:
     # The clock of files ticks up to 10 ms late.
     was_there = path.stat().st_mtime < began_s - 0.02
     return {"name": name, "path": str(path), "was_there": was_there, "build_s": build_s}
-
-
-def _kernels() -> Path:
-    from chunkmem.runtime.build import cpu_recipe, ensure_library
-    from chunkmem.runtime.own_folder import default_cache_dir
-
-    return ensure_library(cpu_recipe(), default_cache_dir())
-
-
-def _cuda_kernels() -> Path:
-    from chunkmem.runtime.build import cuda_recipe_in, ensure_library
-    from chunkmem.runtime.own_folder import default_cache_dir
-
-    folder = default_cache_dir()
-    return ensure_library(cuda_recipe_in(folder), folder)
 
 
 def _storage() -> Path:

@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from chunkmem.cli.answer import CommandResult, printable, table
+from chunkmem.cli.answer import CommandResult, table
 from chunkmem.cli.machine import OPTIMIZERS, count, parse_size
 from chunkmem.errors import ChunkmemError, ConfigError
 from chunkmem.sizes import format_nbytes, shown
@@ -65,80 +65,52 @@ def run(options: argparse.Namespace) -> CommandResult:
     Raises:
         ConfigError: the model cannot be built, or not be trained in plain PyTorch.
     """
-    request = _Request(
-        model=options.model,
-        batch=options.batch,
-        seq=options.seq,
-        steps=options.steps,
-        device_nbytes=None if options.device is None else parse_size("--device", options.device),
-        host_nbytes=None if options.host is None else parse_size("--host", options.host),
-        disk=options.disk,
-        chunk_numel=options.chunk_size,
-        precision=options.precision,
-        optimizer=options.optimizer,
-        seed=options.seed,
-        num_orders=options.orders,
-    )
-    if request.disk is not None and request.host_nbytes is None:
+    for cap in ("device", "host"):
+        if (text := getattr(options, cap)) is not None:
+            setattr(options, cap, parse_size(f"--{cap}", text))
+    if options.disk is not None and options.host is None:
         raise ConfigError("--disk is for what HOST has no room for; give --host, too")
-    if request.steps < 2:
+    if options.steps < 2:
         raise ConfigError("--steps is 1; give at least 2: the first step is recorded, and follows no plan yet")
     from tqdm import tqdm
 
-    total = request.steps * (4 + request.num_orders)
+    total = options.steps * (4 + options.orders)
     with tqdm(total=total, desc="training", unit=" steps", disable=None, leave=False) as bar:
 
         def on_step(name: str, num_steps: int) -> None:
             bar.set_postfix_str(name, refresh=False)
             bar.update(min(num_steps, 1))
 
-        outcome = _in_another_process(request, on_step)
-    report = _report_of(request, outcome) if isinstance(outcome, _Died) else outcome
-    return CommandResult({"model": request.model, **report.to_dict()}, _text(request, report), fits=report.is_equal)
+        outcome = _in_another_process(options, on_step)
+    report = _report_of(options, outcome) if isinstance(outcome, _Died) else outcome
+    return CommandResult({"model": options.model, **report.to_dict()}, _text(options, report), fits=report.is_equal)
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What is asked; plain data, for another process."""
+def _answer(options: argparse.Namespace, on_step: Callable[[str, int], object]) -> CheckReport:
+    """Train; see `chunkmem.testing.check`."""
+    import torch
 
-    model: str
-    batch: int
-    seq: int | None
-    steps: int
-    device_nbytes: int | None
-    host_nbytes: int | None
-    disk: str | None
-    chunk_numel: int | None
-    precision: str
-    optimizer: str
-    seed: int
-    num_orders: int
+    from chunkmem.estimate.models import resolve_model
+    from chunkmem.runtime.device import ComputeDevice
+    from chunkmem.testing import check
 
-    def answer(self, on_step: Callable[[str, int], object]) -> CheckReport:
-        """Train; see `chunkmem.testing.check`."""
-        import torch
-
-        from chunkmem.estimate.models import resolve_model
-        from chunkmem.runtime.device import ComputeDevice
-        from chunkmem.testing import check
-
-        if ComputeDevice.default().is_accelerator:  # else plain PyTorch adds in another order each time
-            torch.use_deterministic_algorithms(True, warn_only=True)
-        model = resolve_model(self.model, batch=self.batch, seq=self.seq, default_seq=_DEFAULT_SEQ)
-        return check(
-            model.build,
-            lambda module, _: model.loss(module),
-            steps=self.steps,
-            device_nbytes=self.device_nbytes,
-            host_nbytes=self.host_nbytes,
-            disk=self.disk,
-            chunk_numel=self.chunk_numel,
-            precision=self.precision,
-            optimizer=self.optimizer,
-            seed=self.seed,
-            num_orders=self.num_orders,
-            on_step=on_step,
-        )
+    if ComputeDevice.default().is_accelerator:  # else plain PyTorch adds in another order each time
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    model = resolve_model(options.model, batch=options.batch, seq=options.seq, default_seq=_DEFAULT_SEQ)
+    return check(
+        model.build,
+        lambda module, _: model.loss(module),
+        steps=options.steps,
+        device_nbytes=options.device,
+        host_nbytes=options.host,
+        disk=options.disk,
+        chunk_numel=options.chunk_size,
+        precision=options.precision,
+        optimizer=options.optimizer,
+        seed=options.seed,
+        num_orders=options.orders,
+        on_step=on_step,
+    )
 
 
 @dataclass(frozen=True)
@@ -152,14 +124,14 @@ class _Died:
     """How many steps of that were over."""
 
 
-def _in_another_process(request: _Request, on_step: Callable[[str, int], object]) -> CheckReport | _Died:
+def _in_another_process(options: argparse.Namespace, on_step: Callable[[str, int], object]) -> CheckReport | _Died:
     """Train where a crash does not take the answer along.
 
     Memory taken out of a parameter (`detach()`, `.numpy()`) and used after its chunk has moved can end a process.
     """
     context = get_context("spawn")  # what a fork takes over of torch's threads does not run there
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_send_answer, args=(there, request))
+    process = context.Process(target=_send_answer, args=(there, options))
     process.start()
     there.close()
     kind, training, num_steps = "step", "", 0
@@ -184,11 +156,11 @@ def _in_another_process(request: _Request, on_step: Callable[[str, int], object]
         process.join()
 
 
-def _send_answer(there: Connection, request: _Request) -> None:
+def _send_answer(there: Connection, options: argparse.Namespace) -> None:
     """Send pairs: ``step`` with what `check` tells of each, then ``answer`` with the report, or ``refused`` and why."""
     os.dup2(2, 1)  # what the user's code prints is no part of the answer
     try:
-        there.send(("answer", request.answer(lambda *step: there.send(("step", step)))))
+        there.send(("answer", _answer(options, lambda *step: there.send(("step", step)))))
     except ChunkmemError as error:
         there.send(("refused", str(error)))
     except KeyboardInterrupt:  # the other process is interrupted too, and says so
@@ -204,7 +176,7 @@ def _cause(status: int) -> str:
         return f"signal {-status}"
 
 
-def _report_of(request: _Request, died: _Died) -> CheckReport:
+def _report_of(options: argparse.Namespace, died: _Died) -> CheckReport:
     """Return what is known of a check whose process died.
 
     Raises:
@@ -213,26 +185,26 @@ def _report_of(request: _Request, died: _Died) -> CheckReport:
     from chunkmem.testing.comparison import AGAIN, FIRST, CheckReport, Comparison
     from chunkmem.testing.reasons import reason_of_death
 
-    said = f"the process ended with {died.cause}, after {died.num_steps} steps of {request.steps}"
+    said = f"the process ended with {died.cause}, after {died.num_steps} steps of {options.steps}"
     if died.training in ("", FIRST, AGAIN):
-        raise ConfigError(f"MODEL {shown(request.model)} in {FIRST}: {said}")
+        raise ConfigError(f"MODEL {shown(options.model)} in {FIRST}: {said}")
     comparison = Comparison(died.training, error=said, reason=reason_of_death())
-    return CheckReport(request.steps, request.precision, request.seed, comparisons=(comparison,))
+    return CheckReport(options.steps, options.precision, options.seed, comparisons=(comparison,))
 
 
-def _text(request: _Request, report: CheckReport) -> str:
+def _text(options: argparse.Namespace, report: CheckReport) -> str:
     params = "" if report.num_params is None else f"{report.num_params:,} parameters, "
-    optimizer = "" if request.optimizer == "adamw" else f", optimizer {request.optimizer}"
+    optimizer = "" if options.optimizer == "adamw" else f", optimizer {options.optimizer}"
     chunks = "" if report.chunk_numel is None else f", chunks of {report.chunk_numel:,} elements"
     lines = [
-        f"{request.model}: {params}{report.steps} steps in {report.precision}, seed {report.seed}{optimizer}{chunks}",
+        f"{options.model}: {params}{report.steps} steps in {report.precision}, seed {report.seed}{optimizer}{chunks}",
         "",
         table(("trained like plain PyTorch", "cap on DEVICE", "moved", ""), map(_row, report.comparisons)),
         "",
         str(report),
     ]
     noted = dict.fromkeys(message for comparison in report.comparisons for message in comparison.warnings)
-    return printable("\n".join([*lines, *(f"warned: {message}" for message in noted)]))
+    return "\n".join([*lines, *(f"warned: {message}" for message in noted)])
 
 
 def _row(comparison: Comparison) -> tuple[str, str, str, str]:

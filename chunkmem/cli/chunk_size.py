@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
-from chunkmem.cli.machine import parse_size
+from chunkmem.cli.machine import default_caps, parse_size
 from chunkmem.errors import ChunkmemError, ConfigError
 from chunkmem.layout.pack import SlabCandidate, search_slab_nbytes, slab_candidates
 from chunkmem.sizes import format_nbytes, shown
@@ -45,10 +45,9 @@ def run(options: argparse.Namespace) -> CommandResult:
     Raises:
         ChunkmemError: the model cannot be built, or has nothing to pack.
     """
-    device_nbytes = None if options.device is None else parse_size("--device", options.device)
+    given_nbytes = None if options.device is None else parse_size("--device", options.device)
     tensors = _tensors(options.model)
-    if device_nbytes is None:
-        device_nbytes = _cap_nbytes()
+    device_nbytes = default_caps().device_nbytes if given_nbytes is None else given_nbytes
     found = slab_candidates(tensors, device_cap_nbytes=device_nbytes)
     best_nbytes = search_slab_nbytes(tensors, device_cap_nbytes=device_nbytes)
     best = next(candidate for candidate in found if candidate.slab_nbytes == best_nbytes)
@@ -81,14 +80,6 @@ def _tensors(model: str) -> list[TensorSpec]:
     if not tensors:
         raise ConfigError(f"MODEL {shown(model)} has no parameters, so there is nothing to put into chunks")
     return tensors
-
-
-def _cap_nbytes() -> int:
-    from chunkmem.config import Config
-    from chunkmem.runtime.device import ComputeDevice
-    from chunkmem.runtime.tiers import tier_caps
-
-    return tier_caps(Config(), ComputeDevice.default()).device_nbytes
 
 
 def _row(candidate: SlabCandidate) -> dict[str, Any]:

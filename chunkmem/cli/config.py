@@ -6,10 +6,9 @@ import argparse
 import dataclasses
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from chunkmem.cli.answer import CommandResult
 from chunkmem.cli.machine import parse_size
@@ -33,6 +32,8 @@ sets to something else than the default.
 --from prints what a configuration of DeepSpeed is here, with one line on each of its keys. What it offloads to NVMe
 needs a cap in bytes here, of each process: --disk-capacity."""
 _WIDTH = 100
+Sections = Mapping[type[Section], list[dict[str, Any]]]
+"""Keys by section, as `--json` prints them."""
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _TITLE = """\
 # Configuration
@@ -43,33 +44,6 @@ object: `memory.device` is `{"memory": {"device": ...}}`. [tuning.md](tuning.md)
 `chunkmem config` prints this reference, `chunkmem config FILE` checks a file, and `chunkmem config --schema` prints a
 JSON Schema, with which editors check while you type.
 """
-
-
-@dataclass(frozen=True)
-class ConfigKey:
-    """One key of the configuration."""
-
-    path: str
-    section: str
-    """What the section is for."""
-    default: object
-    """`MISSING`: the key has to be given where its section is."""
-    allowed: str
-    about: str
-
-    @property
-    def is_required(self) -> bool:
-        return self.default is dataclasses.MISSING
-
-    @property
-    def shown_default(self) -> str:
-        return "required" if self.is_required else json.dumps(self.default)
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the key as JSON-serialisable data."""
-        default = None if self.is_required else self.default
-        told = {"allowed": self.allowed, "about": self.about}
-        return {"key": self.path, "default": default, "is_required": self.is_required, **told}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,33 +68,41 @@ def run(options: argparse.Namespace) -> CommandResult:
     if options.source is not None:
         return _converted(options.source, options.out, options.disk_capacity)
     if options.schema:
-        schema = {
-            "$schema": "https://json-schema.org/draft/2020-12/schema",
-            "title": "chunkmem",
-            **Config.json_schema(),
-        }
+        schema = {"$schema": _DIALECT, "title": "chunkmem", **Config.json_schema()}
         return CommandResult(schema, json.dumps(schema, indent=2))
     if options.file is not None:
         return _checked(options.file)
-    keys = list(keys_of(Config))
-    return CommandResult(
-        {"keys": [key.to_dict() for key in keys]}, _markdown(keys) if options.markdown else _text(keys)
-    )
+    sections = dict(_sections(Config))
+    text = _markdown(sections) if options.markdown else _text(sections)
+    return CommandResult({"keys": [key for keys in sections.values() for key in keys]}, text)
 
 
-def keys_of(section: type[Section]) -> Iterator[ConfigKey]:
-    """Yield every key, those of a section's own before those of the sections in it."""
-    purpose = " ".join((section.__doc__ or "").split("\n\n")[0].split())
-    sections: list[type[Section]] = []
+def _sections(section: type[Section]) -> Iterator[tuple[type[Section], list[dict[str, Any]]]]:
+    """Yield a section with what is told of its own keys, then the sections in it."""
+    keys: list[dict[str, Any]] = []
+    inner: list[type[Section]] = []
     types = get_type_hints(section)
     for each in dataclasses.fields(section):
-        inner = [kind for kind in (types[each.name], *get_args(types[each.name])) if _is_section(kind)]
-        sections += inner
-        if not inner or each.default is None:
-            allowed, about = each.metadata["check"].allowed, each.metadata["about"]
-            yield ConfigKey(section.key_path(each.name), purpose, each.default, allowed, about)
-    for each_section in sections:
-        yield from keys_of(each_section)
+        found = [kind for kind in (types[each.name], *get_args(types[each.name])) if _is_section(kind)]
+        inner += found
+        if not found or each.default is None:
+            is_required = each.default is dataclasses.MISSING
+            keys.append({
+                "key": section.key_path(each.name), "default": None if is_required else each.default,
+                "is_required": is_required, "allowed": each.metadata["check"].allowed, "about": each.metadata["about"],
+            })  # fmt: skip
+    if keys:
+        yield section, keys
+    for each_section in inner:
+        yield from _sections(each_section)
+
+
+def _purpose(section: type[Section]) -> str:
+    return " ".join((section.__doc__ or "").split("\n\n")[0].split())
+
+
+def _default(key: Mapping[str, Any]) -> str:
+    return "required" if key["is_required"] else json.dumps(key["default"])
 
 
 def _is_section(kind: object) -> bool:
@@ -158,30 +140,24 @@ def _converted(source: Path, target: Path | None, disk_capacity: str | None) -> 
     return CommandResult(data, "\n".join(lines))
 
 
-def _sections(keys: Sequence[ConfigKey]) -> Mapping[str, list[ConfigKey]]:
-    found: dict[str, list[ConfigKey]] = {}
-    for key in keys:
-        found.setdefault(key.path.rpartition(".")[0], []).append(key)
-    return found
-
-
-def _text(keys: Sequence[ConfigKey]) -> str:
+def _text(sections: Sections) -> str:
     blocks = []
-    for section, members in _sections(keys).items():
-        lines = [f"{section}: {members[0].section}" if section else "top level"]
-        for key in members:
-            lines.append(f"  {key.path} = {key.shown_default}")
-            told = textwrap.wrap(f"{key.about} Takes {key.allowed}.", _WIDTH, break_on_hyphens=False)
+    for section, keys in sections.items():
+        name = section.section_path
+        lines = [f"{name}: {_purpose(section)}" if name else "top level"]
+        for key in keys:
+            lines.append(f"  {key['key']} = {_default(key)}")
+            told = textwrap.wrap(f"{key['about']} Takes {key['allowed']}.", _WIDTH, break_on_hyphens=False)
             lines += [f"      {line}" for line in told]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
-def _markdown(keys: Sequence[ConfigKey]) -> str:
+def _markdown(sections: Sections) -> str:
     parts = [_TITLE]
-    for section, members in _sections(keys).items():
-        heading = f"## `{section}`\n\n{members[0].section}\n" if section else ""
-        rows = [f"| `{key.path}` | `{key.shown_default}` | {key.allowed} | {key.about} |" for key in members]
-        table = "\n".join(["| key | default | takes | |", "|---|---|---|---|", *rows])
-        parts.append(f"{heading}\n{table}\n" if heading else f"{table}\n")
+    for section, keys in sections.items():
+        name = section.section_path
+        heading = f"## `{name}`\n\n{_purpose(section)}\n\n" if name else ""
+        rows = [f"| `{key['key']}` | `{_default(key)}` | {key['allowed']} | {key['about']} |" for key in keys]
+        parts.append("\n".join([f"{heading}| key | default | takes | |", "|---|---|---|---|", *rows, ""]))
     return "\n".join(parts).rstrip("\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 
 from chunkmem.cli.answer import CommandResult
@@ -57,11 +58,4 @@ def run(options: argparse.Namespace) -> CommandResult:
         f"{options.source} ({source.value}) -> {options.target} ({to}): {done.num_tensors} tensors, "
         f"{format_nbytes(done.nbytes)}{left}"
     )
-    data = {
-        "source": source.value,
-        "target": to,
-        "num_tensors": done.num_tensors,
-        "nbytes": done.nbytes,
-        "left_out": list(done.left_out),
-    }
-    return CommandResult(data, text)
+    return CommandResult({"source": source.value, "target": to, **asdict(done)}, text)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
 from chunkmem.cli.estimate_times import assumption_lines, disk_data, disk_lines, time_data, time_lines
+from chunkmem.report.regions import region_data
 from chunkmem.report.text import REGION_COLUMNS, region_rows
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import Role, Tier
@@ -127,17 +128,14 @@ def yes(
         "host": {"peak_nbytes": peaks[Tier.HOST], "first_step_nbytes": finding.first_host_nbytes,
                  "cap_nbytes": question.host_nbytes},
         "disk": disk_data(question, finding),
-        "exchanged": {"sent_nbytes": finding.exchanged.sent_nbytes,
-                      "received_nbytes": finding.exchanged.received_nbytes,
-                      "buffered_nbytes": finding.exchanged.buffered_nbytes},
+        "exchanged": asdict(finding.exchanged),
         "updated_on_device": sum(tier is Tier.DEVICE for tier in finding.plan.update_tiers.values()),
         "updated_on_host": sum(tier is Tier.HOST for tier in finding.plan.update_tiers.values()),
-        "regions": [asdict(region) | {"policy": region.policy.value} for region in finding.regions],
+        "regions": [region_data(region) for region in finding.regions],
     }  # fmt: skip
     disk = ""
     if question.disk_nbytes:
-        peak_nbytes = finding.timeline.peak_nbytes[Tier.DISK]
-        disk = f", DISK at {format_nbytes(peak_nbytes)} of {format_nbytes(question.disk_nbytes)}"
+        disk = f", DISK at {format_nbytes(data['disk']['peak_nbytes'])} of {format_nbytes(question.disk_nbytes)}"
     host_cap = "" if question.host_nbytes is None else f" of {format_nbytes(question.host_nbytes)}"
     lines = [
         f"fits: DEVICE peaks at {format_nbytes(with_activations)} of {format_nbytes(question.device_nbytes)}, "
@@ -145,7 +143,7 @@ def yes(
         _least(need),
         *_beyond(question),
         *time_lines(question, rehearsal, finding, step),
-        *disk_lines(question, finding),
+        *disk_lines(data["disk"]),
     ]
     if question.world > 1:
         lines.append(
@@ -240,7 +238,12 @@ def no(
     return CommandResult(data, "\n".join([_subject_text(question, rehearsal, other), "", *lines]), fits=False)
 
 
+_ASSUMED = ("link_Bps", "eager_share", "duplex_Bps", "host_memory_Bps", "memory_Bps", "disk_read_Bps", "disk_write_Bps")
+"""Of the hardware, what an answer names."""
+
+
 def _subject(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need: DeviceNeed) -> dict[str, Any]:
+    hardware = question.hardware
     return {
         "model": question.model(question.batch).name,
         "parameters": rehearsal.num_params,
@@ -265,12 +268,8 @@ def _subject(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, 
         "flop": rehearsal.flop,
         "need": {"device_nbytes": need.nbytes, "moment": need.moment, "first_step_nbytes": need.first_nbytes,
                  "planned_nbytes": need.planned_nbytes},
-        "assumed": {"flop_per_s": question.hardware.flop_rate(question.dtype), "link_Bps": question.hardware.link_Bps,
-                    "eager_share": question.hardware.eager_share, "duplex_Bps": question.hardware.duplex_Bps,
-                    "host_memory_Bps": question.hardware.host_memory_Bps, "memory_Bps": question.hardware.memory_Bps,
-                    "network_Bps": question.hardware.exchange_Bps(question.world),
-                    "disk_read_Bps": question.hardware.disk_read_Bps,
-                    "disk_write_Bps": question.hardware.disk_write_Bps},
+        "assumed": {name: getattr(hardware, name) for name in _ASSUMED} | {
+            "flop_per_s": hardware.flop_rate(question.dtype), "network_Bps": hardware.exchange_Bps(question.world)},
     }  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.plan.model import Lane
@@ -26,11 +27,9 @@ def time_data(question: Question, rehearsal: Rehearsal, finding: Finding, step: 
         "step_range_s": [step.fastest_s, step.slowest_s],
         "tokens_per_s": tokens / step.typical_s if tokens and step.typical_s else None,
         "stall_s": finding.timeline.stall_s,
-        "start_up": {"build_s": start_up.build_s, "pin_s": start_up.pin_s},
-        "lower_bounds": {"compute_s": bounds.compute_s, "link_s": bounds.link_s,
-                         "host_memory_s": bounds.host_memory_s, "network_s": bounds.network_s, "disk_s": bounds.disk_s,
-                         "binding": bounds.binding},
-    }  # fmt: skip
+        "start_up": asdict(start_up),
+        "lower_bounds": {**asdict(bounds), "binding": bounds.binding},
+    }
 
 
 def time_lines(question: Question, rehearsal: Rehearsal, finding: Finding, step: StepRange) -> Iterator[str]:
@@ -65,7 +64,12 @@ def disk_data(question: Question, finding: Finding) -> dict[str, Any] | None:
     """Return what ``--json`` prints about DISK; None if there is none."""
     if not question.disk_nbytes:
         return None
-    busy_s, moved = _disk_busy_s(finding), finding.timeline.moved_nbytes
+    busy_s, moved = {Lane.DISK_READ: 0.0, Lane.DISK_WRITE: 0.0}, finding.timeline.moved_nbytes
+    for span in finding.timeline.spans:
+        if span.lane in busy_s and not span.is_stall:
+            busy_s[span.lane] += span.end_s - span.start_s
+    # Reading or writing takes most of a step, and no less than any lower bound.
+    binds = max(busy_s.values()) >= max(_DISK_SHARE * finding.timeline.step_s, finding.lower_bounds.step_s)
     return {
         "peak_nbytes": finding.timeline.peak_nbytes[Tier.DISK],
         "cap_nbytes": question.disk_nbytes,
@@ -73,40 +77,25 @@ def disk_data(question: Question, finding: Finding) -> dict[str, Any] | None:
         "written_nbytes": moved[Lane.DISK_WRITE],
         "read_s": busy_s[Lane.DISK_READ],
         "write_s": busy_s[Lane.DISK_WRITE],
-        "binds": _disk_binds(finding),
+        "binds": binds,
     }
 
 
-def disk_lines(question: Question, finding: Finding) -> Iterator[str]:
-    """Yield what is printed about DISK."""
-    if not question.disk_nbytes:
+def disk_lines(disk: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield what is printed about DISK, of which this is the data."""
+    if disk is None:
         return
-    busy_s, moved = _disk_busy_s(finding), finding.timeline.moved_nbytes
-    read_nbytes, written_nbytes = moved[Lane.DISK_READ], moved[Lane.DISK_WRITE]
+    read_nbytes, written_nbytes = disk["read_nbytes"], disk["written_nbytes"]
     if not read_nbytes and not written_nbytes:
         yield "DISK is not used: HOST has room for all"
         return
     yield (
-        f"each step reads {format_nbytes(read_nbytes)} from DISK in {_time(busy_s[Lane.DISK_READ])}, and writes "
-        f"{format_nbytes(written_nbytes)} in {_time(busy_s[Lane.DISK_WRITE])}"
-        + ("; the disk is what a step waits for" if _disk_binds(finding) else "")
+        f"each step reads {format_nbytes(read_nbytes)} from DISK in {_time(disk['read_s'])}, and writes "
+        f"{format_nbytes(written_nbytes)} in {_time(disk['write_s'])}"
+        + ("; the disk is what a step waits for" if disk["binds"] else "")
     )
     if written_nbytes:
         yield f"disks wear: one rated for 1 PB written lasts {_rounded(1e15 / written_nbytes)} steps"
-
-
-def _disk_busy_s(finding: Finding) -> dict[Lane, float]:
-    busy_s = {Lane.DISK_READ: 0.0, Lane.DISK_WRITE: 0.0}
-    for span in finding.timeline.spans:
-        if span.lane in busy_s and not span.is_stall:
-            busy_s[span.lane] += span.end_s - span.start_s
-    return busy_s
-
-
-def _disk_binds(finding: Finding) -> bool:
-    """Tell whether reading or writing takes most of a step, and no less than any lower bound."""
-    longest_s = max(_disk_busy_s(finding).values())
-    return longest_s >= max(_DISK_SHARE * finding.timeline.step_s, finding.lower_bounds.step_s)
 
 
 def assumption_lines(question: Question) -> Iterator[str]:

@@ -9,14 +9,14 @@ import mmap
 import os
 import platform
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
-from chunkmem.cli.machine import measured_machine
+from chunkmem.cli.machine import default_caps, measured_machine
 from chunkmem.plan.model import LINK_LANES
 from chunkmem.sizes import format_nbytes
 
@@ -36,6 +36,7 @@ is no error.
 
 _PINNED_NBYTES = 1 << 20
 """Of a piece that is pinned to see whether that is possible."""
+_HOME = Path(__file__).parents[2]
 _DRIVER = Path("/proc/driver/nvidia/version")
 _PACKAGES = ("torch", "numpy", "ninja", "matplotlib", "transformers")
 
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> CommandResult:
             return None
 
     data = {
-        "chunkmem": found("chunkmem", _own_version),
+        "chunkmem": found("chunkmem", partial(_version, "chunkmem", f"not installed, but run from {_HOME}")),
         "python": platform.python_version(),
         "system": platform.platform(),
         "packages": {name: found(name, partial(_version, name)) for name in _PACKAGES},
@@ -84,18 +85,11 @@ class _AbsentError(Exception):
     """Something is not there, and nothing is wrong."""
 
 
-def _version(package: str) -> str:
+def _version(package: str, absent: str = "not installed") -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        raise _AbsentError("not installed") from None
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("chunkmem")
-    except importlib.metadata.PackageNotFoundError:
-        raise _AbsentError(f"not installed, but run from {Path(__file__).parents[2]}") from None
+        raise _AbsentError(absent) from None
 
 
 def _num_cores() -> int:
@@ -125,16 +119,11 @@ def _driver() -> str:
         raise _AbsentError("none is loaded") from None
 
 
-def _compute() -> ComputeDevice:
-    from chunkmem.runtime.device import ComputeDevice
-
-    return ComputeDevice.default()
-
-
 def _accelerator() -> dict[str, Any]:
+    from chunkmem.runtime.device import ComputeDevice
     from chunkmem.runtime.numa import advice_for
 
-    compute = _compute()
+    compute = ComputeDevice.default()
     if not compute.is_accelerator:
         raise _AbsentError("torch sees none; DEVICE is a part of RAM")
     return {
@@ -167,10 +156,7 @@ def _ram() -> dict[str, int]:
 
 
 def _tiers() -> dict[str, Any]:
-    from chunkmem.config import Config
-    from chunkmem.runtime.tiers import tier_caps
-
-    caps = tier_caps(Config(), _compute())
+    caps = default_caps()
     return {"device_nbytes": caps.device_nbytes, "host_nbytes": caps.host_nbytes, "shared": caps.shared}
 
 
@@ -231,29 +217,39 @@ def _text(data: Mapping[str, Any]) -> str:
         ("packages", packages or "none"),
         ("CUDA, driver", f"{data['cuda'] or 'none'}, {data['driver'] or 'none'}"),
         ("cores, threads", f"{data['cores'] or '?'}, {data['threads'] or '?'}"),
-        ("accelerator", _accelerator_text(data["accelerator"])),
-        *_allocator_row(data["accelerator"]),
-        *_numa_row(data["accelerator"]),
-        *_pinned_row(data["accelerator"]),
+        *_accelerator_rows(data["accelerator"]),
         ("RAM", _ram_text(data["ram"])),
         ("back end", "?" if data["storage"] is None else _BACKENDS[data["storage"]["name"]]),
     ]
     if data["updates"] is not None:
         versions.append(("updates on HOST", _updates_text(data["updates"])))
     lines = [f"{name:<16}{value}" for name, value in versions]
-    if data["tiers"] is not None:
-        lines += ["", table(("tier", "cap by default"), _tier_rows(data["tiers"]))]
-    if data["speeds"] is not None:
-        lines += ["", table(("speed", "measured"), _speed_rows(data["speeds"]))]
-    if data["disk"] is not None:
-        lines += ["", table(("disk", "measured"), _disk_rows(data["disk"]))]
+    for key, header, rows in (
+        ("tiers", ("tier", "cap by default"), _tier_rows),
+        ("speeds", ("speed", "measured"), _speed_rows),
+        ("disk", ("disk", "measured"), _disk_rows),
+    ):
+        if data[key] is not None:
+            lines += ["", table(header, rows(data[key]))]
     if data["missing"]:
         lines += ["", "missing", *(f"  {sentence}" for sentence in data["missing"])]
     return "\n".join(lines)
 
 
-def _accelerator_text(accelerator: Mapping[str, Any] | None) -> str:
-    return "none" if accelerator is None else f"{accelerator['name']}, {format_nbytes(accelerator['nbytes'])}"
+def _accelerator_rows(accelerator: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    if accelerator is None:
+        yield "accelerator", "none"
+        return
+    from chunkmem.runtime.tiers import EXPANDABLE_SEGMENTS
+
+    yield "accelerator", f"{accelerator['name']}, {format_nbytes(accelerator['nbytes'])}"
+    if not accelerator["expandable_segments"]:
+        yield "allocator", f"no expandable segments; {EXPANDABLE_SEGMENTS}"
+    if accelerator["far_cores"] is not None:
+        yield "sockets", accelerator["far_cores"]
+    if accelerator["pins"] is not None:
+        refused = "refused; copies will be slower. Raise the locked-memory limit (ulimit -l)"
+        yield "pinned memory", "granted; manager.memory() says how much" if accelerator["pins"] else refused
 
 
 def _updates_text(updates: Mapping[str, Any]) -> str:
@@ -266,26 +262,6 @@ def _updates_text(updates: Mapping[str, Any]) -> str:
         if updates["torch_bits"]
         else f"kernels of our own; {OTHER_BITS}"
     )
-
-
-def _allocator_row(accelerator: Mapping[str, Any] | None) -> Sequence[tuple[str, str]]:
-    if accelerator is None or accelerator["expandable_segments"]:
-        return ()
-    from chunkmem.runtime.tiers import EXPANDABLE_SEGMENTS
-
-    return [("allocator", f"no expandable segments; {EXPANDABLE_SEGMENTS}")]
-
-
-def _numa_row(accelerator: Mapping[str, Any] | None) -> Sequence[tuple[str, str]]:
-    advice = None if accelerator is None else accelerator["far_cores"]
-    return () if advice is None else [("sockets", advice)]
-
-
-def _pinned_row(accelerator: Mapping[str, Any] | None) -> Sequence[tuple[str, str]]:
-    if accelerator is None or accelerator["pins"] is None:
-        return ()
-    refused = "refused; copies will be slower. Raise the locked-memory limit (ulimit -l)"
-    return [("pinned memory", "granted; manager.memory() says how much" if accelerator["pins"] else refused)]
 
 
 def _ram_text(ram: Mapping[str, int] | None) -> str:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from chunkmem.errors import ConfigError, PlanError
 from chunkmem.plan.machine import LinkSpeed, Machine
 from chunkmem.plan.model import LINK_LANES, Plan
 from chunkmem.sizes import parse_nbytes
 from chunkmem.types import LINKS, Tier
+
+if TYPE_CHECKING:
+    from chunkmem.runtime.tiers import TierCaps
 
 OPTIMIZERS = "adamw, adam, sgd, sgd-momentum, muon, another class of torch.optim in lower case, or module:Class"
 """What `--optimizer` takes."""
@@ -111,13 +115,19 @@ def load_machine(path: Path) -> Machine:
 
 def measured_machine() -> Machine:
     """Return this machine with its default caps, and the speeds that are kept of it, or are measured now."""
-    from chunkmem.config import Config
     from chunkmem.optim.by_form import updates_by_form
     from chunkmem.optim.kernels import load_kernels
     from chunkmem.runtime.device import ComputeDevice
     from chunkmem.runtime.measure import cached_machine
-    from chunkmem.runtime.tiers import tier_caps
 
     compute = ComputeDevice.default()
-    caps = tier_caps(Config(), compute)
-    return cached_machine(compute, caps, by_form=lambda numel: updates_by_form(load_kernels(), numel))
+    return cached_machine(compute, default_caps(), by_form=lambda numel: updates_by_form(load_kernels(), numel))
+
+
+def default_caps() -> TierCaps:
+    """Return the caps of this machine's tiers where none are given."""
+    from chunkmem.config import Config
+    from chunkmem.runtime.device import ComputeDevice
+    from chunkmem.runtime.tiers import tier_caps
+
+    return tier_caps(Config(), ComputeDevice.default())

@@ -6,12 +6,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from chunkmem.cli import build, check, chunk_size, config, convert, estimate, info, plan, report, verify
 from chunkmem.cli.answer import CommandResult
 from chunkmem.errors import ChunkmemError
+from chunkmem.sizes import printable
 
 BAD_INPUT = 2
 DOES_NOT_FIT = 1
@@ -69,13 +70,9 @@ def one_line(error: BaseException) -> str:
 
 
 def _print(answer: CommandResult, *, as_json: bool) -> int:
-    text = json.dumps(answer.data, allow_nan=False) if as_json else answer.text
+    text = json.dumps(answer.data, allow_nan=False) if as_json else printable(answer.text)
     try:
         print(text, flush=True)
     except BrokenPipeError:  # `chunkmem ... | head`: what was asked for has been read
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if answer.fits else DOES_NOT_FIT
-
-
-Run = Callable[[argparse.Namespace], CommandResult]
-"""What each command's module has as `run`, in addition to `NAME`, `SUMMARY`, `DESCRIPTION` and `add_arguments`."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from chunkmem.cli.answer import CommandResult, table
+from chunkmem.cli.answer import CommandResult, does_not_fit, table
 from chunkmem.cli.machine import add_machine_arguments, count, machine_of, parse_size
 from chunkmem.cli.stages import blocks_named, cut_answer, refuse_with
-from chunkmem.errors import CapacityError, ConfigError, PlanError
+from chunkmem.errors import ConfigError, PlanError
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.disk_bound import DiskBound, disk_bound
 from chunkmem.plan.machine import Machine
@@ -92,12 +92,12 @@ def run(options: argparse.Namespace) -> CommandResult:
     try:
         plan = make_plan(trace, machine, options=PlanOptions(margin_use_ratio=ratio))
     except PlanError as error:
-        return _no(error, path, trace, machine)
+        return does_not_fit(_question(path, trace, machine), error)
     bound = traffic_bound(trace, machine, plan.update_tiers)
     if options.out is not None:
         plan.save(options.out)
     result = Result(path, trace, plan, simulate(plan, trace), bound, disk_bound(trace, machine), options.out)
-    return CommandResult(result.data(), _printable("\n".join(result.lines())))
+    return CommandResult(result.data(), "\n".join(result.lines()))
 
 
 def _cut(options: argparse.Namespace) -> CommandResult:
@@ -110,8 +110,7 @@ def _cut(options: argparse.Namespace) -> CommandResult:
         raise ConfigError("--host bounds the bytes of a stage together with --device; give that, too")
     cap_nbytes = None if host_nbytes is None or device_nbytes is None else device_nbytes + host_nbytes
     blocks = blocks_named(options.trace)
-    answer = cut_answer(options.trace, blocks, options.stages, cap_nbytes=cap_nbytes, keeps_ties=options.keep_ties)
-    return replace(answer, text=_printable(answer.text))
+    return cut_answer(options.trace, blocks, options.stages, cap_nbytes=cap_nbytes, keeps_ties=options.keep_ties)
 
 
 def _share(option: str, value: str | float) -> float:
@@ -122,21 +121,6 @@ def _share(option: str, value: str | float) -> float:
     if not 0 <= share <= 1:  # NaN is not either
         raise ConfigError(f"{option} is {shown(value)}, but must be a number from 0 to 1")
     return share
-
-
-def _no(error: PlanError, path: str, trace: Trace, machine: Machine) -> CommandResult:
-    data = {
-        "fits": False,
-        **_question(path, trace, machine),
-        "needed_nbytes": error.needed_nbytes if isinstance(error, CapacityError) else None,
-        "reason": str(error),
-    }
-    return CommandResult(data, _printable(f"does not fit: {' '.join(str(error).split())}"), fits=False)
-
-
-def _printable(text: str) -> str:
-    """Labels and paths may hold line breaks of their own, and lone surrogates, which cannot be printed."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _question(path: str, trace: Trace, machine: Machine) -> dict[str, Any]:
@@ -189,11 +173,6 @@ class Result:
         """Groups whose optimizer states live on DEVICE."""
         return sum(tier is Tier.DEVICE for tier in self.plan.update_tiers.values())
 
-    @property
-    def is_shared(self) -> bool:
-        """The trace is of one rank of several."""
-        return bool(self.trace.remote_groups)
-
     def data(self) -> dict[str, Any]:
         """Return what `--json` prints."""
         timeline = self.timeline
@@ -244,7 +223,8 @@ class Result:
             ("lower bound", format_nbytes(self.bound.nbytes)),
             (f"{both} / lower bound", "-" if self.ratio is None else f"{self.ratio:.3f}"),
             *self._disk_rows(),
-            *([("exchanged with other ranks", format_nbytes(timeline.exchanged_nbytes))] * self.is_shared),
+            *([("exchanged with other ranks", format_nbytes(timeline.exchanged_nbytes))]
+              if self.trace.remote_groups else ()),
             ("fetched before they were needed", f"{timeline.prefetched} of {timeline.fetched}"),
         ])  # fmt: skip
         yield ""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
+
+if TYPE_CHECKING:
+    from chunkmem.report.run import Run
 
 NAME = "report"
 SUMMARY = "pictures of a recorded run"
@@ -47,17 +50,14 @@ def run(options: argparse.Namespace) -> CommandResult:
     against = summaries[1] if len(summaries) > 1 else None
     names = {key: None if path is None else str(path) for key, path in files.items()}
     data = {"run": summaries[0], "against": against, "files": names, "notes": notes}
-    lines = _lines(summaries, [name for name in names.values() if name], notes)
-    return CommandResult(data, "\n".join(map(_printable, lines)))
+    lines = _lines(runs, summaries, [name for name in names.values() if name], notes)
+    return CommandResult(data, "\n".join(lines))
 
 
-def _printable(text: str) -> str:
-    """Labels may hold anything: line breaks of their own, and lone surrogates, which cannot be printed."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-
-
-def _lines(summaries: Sequence[Mapping[str, Any]], files: Sequence[str], notes: Sequence[str]) -> Iterator[str]:
-    from chunkmem.plan.regions import Policy, RegionPolicy
+def _lines(
+    runs: Sequence[Run], summaries: Sequence[Mapping[str, Any]], files: Sequence[str], notes: Sequence[str]
+) -> Iterator[str]:
+    from chunkmem.report.regions import region_policies
     from chunkmem.report.text import (
         REGION_COLUMNS,
         difference_lines,
@@ -67,7 +67,7 @@ def _lines(summaries: Sequence[Mapping[str, Any]], files: Sequence[str], notes: 
         step_rows,
     )
 
-    for summary in summaries:
+    for run, summary in zip(runs, summaries, strict=True):
         chunks = f"{summary['num_moments']} moments, {summary['num_chunks']} chunks"
         yield f"{summary['run']}: one step of {chunks}"
         yield ""
@@ -75,7 +75,7 @@ def _lines(summaries: Sequence[Mapping[str, Any]], files: Sequence[str], notes: 
         yield ""
         yield table(("peak of each role", "predicted", "happened"), role_rows(summary))
         yield ""
-        if regions := [RegionPolicy(**{**region, "policy": Policy(region["policy"])}) for region in summary["regions"]]:
+        if regions := region_policies(run.plan, run.trace):
             yield table(REGION_COLUMNS, region_rows(regions))
             yield ""
         yield "predicted against happened"

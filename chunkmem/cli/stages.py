@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chunkmem.cli.answer import CommandResult, table
+from chunkmem.cli.answer import CommandResult, does_not_fit, table
 from chunkmem.errors import CapacityError, ConfigError, PlanError
 from chunkmem.plan.balance import Block, Stage, balance, tie_groups, tied_over
 from chunkmem.plan.pipeline_choice import PipelineCandidate, PipelineChoice, PipelineMachine, choose_schedule
@@ -37,7 +37,7 @@ def cut_answer(
     try:
         stages = balance(blocks, num_stages, cap_nbytes=cap_nbytes, ties=ties)
     except CapacityError as error:
-        return _too_large(data, error)
+        return does_not_fit(data | {"cap_nbytes": error.cap_nbytes}, error)
     head = f"{source}: {len(blocks)} blocks in {num_stages} stages"
     return CommandResult(
         data | {"fits": True} | _data(stages, num_stages), "\n".join([head, "", *_lines(stages, num_stages)])
@@ -78,7 +78,7 @@ def pipeline_answer(
     try:
         choice = choose_schedule(model_blocks(question, rehearsal), num_micro_batches, machine)
     except CapacityError as error:
-        return _too_large(data, error)
+        return does_not_fit(data | {"cap_nbytes": error.cap_nbytes}, error)
     data |= _choice_data(choice) | {"picture": None if picture is None else str(picture)}
     over = f"{_number(num_devices, 'device')}, {_number(num_micro_batches, 'micro-batch', 'es')}"
     lines = [f"{name}: a pipeline over {over} of {_number(size, 'sample')}", *_choice_lines(choice)]
@@ -230,12 +230,6 @@ def _candidate(candidate: PipelineCandidate) -> dict[str, Any]:
         "bubble": step.bubble,
         "num_in_flight": max(step.num_in_flight),
     }
-
-
-def _too_large(data: dict[str, Any], error: CapacityError) -> CommandResult:
-    reason = str(error)
-    more = {"fits": False, "needed_nbytes": error.needed_nbytes, "cap_nbytes": error.cap_nbytes, "reason": reason}
-    return CommandResult(data | more, f"does not fit: {reason}", fits=False)
 
 
 def refuse_with(option: str, others: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chunkmem.cli.answer import CommandResult, printable, table
+from chunkmem.cli.answer import CommandResult, table
 from chunkmem.sizes import format_nbytes
 
 if TYPE_CHECKING:
@@ -81,4 +81,4 @@ def _text(path: Path, found: Verified) -> str:
     if found.needs_trust:
         lines.append(f"to be loaded with trust=True alone: what needs {', '.join(found.needs_trust)}")
     lines.append("whole" if found.is_whole else "damaged")
-    return printable("\n".join(lines))
+    return "\n".join(lines)

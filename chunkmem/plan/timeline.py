@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from chunkmem.errors import PlanError
@@ -130,15 +130,7 @@ class Timeline(
     @property
     def figures(self) -> StepFigures:
         """What it comes to."""
-        return StepFigures(
-            step_s=self.step_s,
-            stall_s=self.stall_s,
-            moved_nbytes=self.moved_nbytes,
-            exchanged_nbytes=self.exchanged_nbytes,
-            fetched=self.fetched,
-            prefetched=self.prefetched,
-            plan_misses=self.plan_misses,
-        )
+        return StepFigures(**{each.name: getattr(self, each.name) for each in fields(StepFigures)})
 
     def __repr__(self) -> str:
         return f"Timeline({1e3 * self.step_s:.1f} ms, {self})"

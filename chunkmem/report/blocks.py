@@ -17,20 +17,12 @@ from chunkmem.types import Role
 class _Cost:
     """Of one layer."""
 
-    forward_s: float = 0.0
-    backward_s: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: {FORWARD: 0.0, BACKWARD: 0.0})
     nbytes: int = 0
     weight_nbytes: int = 0
     shared: dict[str, int] = field(default_factory=dict)
     groups: set[int] = field(default_factory=set)
     """Whose weights its forward reads."""
-
-    def add(self, seconds: float, *, is_forward: bool) -> None:
-        """Add the time of a part of its forward or backward."""
-        if is_forward:
-            self.forward_s += seconds
-        else:
-            self.backward_s += seconds
 
 
 def blocks_of(trace: Trace, *, numels: Mapping[str, int] | None = None) -> tuple[Block, ...]:
@@ -59,7 +51,7 @@ def blocks_of(trace: Trace, *, numels: Mapping[str, int] | None = None) -> tuple
         latest = next(reversed(owners))
         _charge(trace, group, costs, readers, owners, {name: _numel(owners[name], numels) for name in owners})
     return tuple(
-        Block(name, cost.forward_s, cost.backward_s, cost.nbytes, cost.shared, cost.weight_nbytes)
+        Block(name, cost.seconds[FORWARD], cost.seconds[BACKWARD], cost.nbytes, cost.shared, cost.weight_nbytes)
         for name, cost in costs.items()
     )
 
@@ -71,7 +63,7 @@ def _timed(trace: Trace) -> dict[str, _Cost]:
     costs = {name: _Cost() for name in named if name}
     name, now, before = next(iter(costs), ""), FORWARD, ""
     if costs:
-        costs[name].forward_s += trace.before_s
+        costs[name].seconds[FORWARD] += trace.before_s
     for at, phase in computed if costs else ():
         moment = trace.moments[at]
         name = said if (said := layer_named(moment)) in costs else name
@@ -81,7 +73,7 @@ def _timed(trace: Trace) -> dict[str, _Cost]:
         passed = 0.0
         for entry in (*moment.entered, None):
             until = 1.0 if entry is None else max(passed, entry.share)
-            costs[name].add((until - passed) * moment.duration_s, is_forward=now == FORWARD)
+            costs[name].seconds[now] += (until - passed) * moment.duration_s
             passed = until
             if entry is not None:
                 path, _, what = entry.label.partition(" ")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
 from chunkmem.errors import PlanError
+from chunkmem.files import replace_file
 from chunkmem.report.page import timeline_page
 from chunkmem.report.perfetto import perfetto_trace
 from chunkmem.report.picture import memory_picture
@@ -67,20 +66,7 @@ def write_whole(path: Path, content: bytes) -> None:
     Raises:
         PlanError: it cannot be written.
     """
-    target = Path(os.path.realpath(path))  # A symbolic link stays one.
-    partial = target.with_name(f".chunkmem-{secrets.token_hex(8)}.part")
     try:
-        # Renaming over a device file or a directory would destroy it, or fail late.
-        if target.exists() and not target.is_file():
-            raise OSError(0, "it is not a regular file")
-        with partial.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
+        replace_file(path, content)
     except OSError as error:
         raise PlanError(f"{path} cannot be written: {error.strerror}; name another directory with --out") from None
-    finally:
-        # Only after an error is it still there.
-        with contextlib.suppress(OSError):
-            partial.unlink()

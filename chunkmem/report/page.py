@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
 from typing import Any, NamedTuple
 
+from chunkmem.plan.model import DIRECTIONS
 from chunkmem.plan.timeline import Timeline
 from chunkmem.report.clock import AGAIN, BACKWARD, FORWARD, STEP, phases
 from chunkmem.report.regions import chunk_names
@@ -80,6 +82,7 @@ STYLES = {
     "cap": Style("#D55E00"),
     "plain PyTorch": Style("#1A1F26", pattern="dashed"),
 }
+_STYLE_INDEX = {style: index for index, style in enumerate(STYLES)}
 _LEGEND: Mapping[str, Mapping[str, str]] = {
     "computing": {
         FORWARD: "forward",
@@ -106,7 +109,6 @@ def timeline_page(runs: Sequence[Run]) -> str:
     first value and the differences after it, which are short. Texts and tips stand once, in tables; columns have their
     indexes.
     """
-    text = _source("page.html")
     tables = _Tables()
     data = [_run_data(run, tables) for run in runs]
     names = _names(runs)
@@ -118,13 +120,8 @@ def timeline_page(runs: Sequence[Run]) -> str:
         "DATA": _embedded({"styles": list(STYLES.values()), **tables.columns(), "runs": data}),
         "SCRIPT": "\n".join(_source(name) for name in _SCRIPTS),
     }
-    before, *rest = text.split("<!--")
     # Not str.replace one after the other: a label may look like a later mark.
-    pieces = [before]
-    for piece in rest:
-        mark, after = piece.split("-->", 1)
-        pieces += [parts[mark.strip()], after]
-    return "".join(pieces)
+    return re.sub(r"<!--(\w+)-->", lambda mark: parts[mark[1]], _source("page.html"))
 
 
 def _source(name: str) -> str:
@@ -176,25 +173,24 @@ def _panel(run: Run, name: str) -> str:
 
 def _figures(summary: Mapping[str, Any], mode: str, other: str) -> Iterator[str]:
     """Yield the figures of one view, and in brackets the other's where it differs."""
+    cap, others = f" of {format_nbytes(summary['cap_nbytes']['device'])} on DEVICE", _cells(summary[other])
+    for name, text in _cells(summary[mode]).items():
+        two = others.get(name, "0 B")
+        rest = (cap if name == "peak" else "") + (f" ({other} {two})" if two != text else "")
+        yield f"<span>{name} <b>{text}</b><small>{rest}</small></span>"
 
-    def figure(name: str, of: Callable[[Mapping[str, Any]], str], cap: str = "") -> str:
-        one, two = of(summary[mode]), of(summary[other])
-        rest = cap + (f" ({other} {two})" if two != one else "")
-        return f"<span>{name} <b>{one}</b><small>{rest}</small></span>"
 
-    def stalls(view: Mapping[str, Any]) -> str:
-        return f"{format_s(view['stall_s'])} in {view['num_stalls']}" if view["num_stalls"] else "none"
-
-    yield figure("step", lambda view: format_s(view["step_s"]))
-    yield figure("stalls", stalls)
-    yield figure("to DEVICE", lambda view: format_nbytes(view["moved_nbytes"]["h2d"]))
-    yield figure("to HOST", lambda view: format_nbytes(view["moved_nbytes"]["d2h"]))
-    if "disk-read" in summary["happened"]["moved_nbytes"]:
-        yield figure("from DISK", lambda view: format_nbytes(view["moved_nbytes"].get("disk-read", 0)))
-        yield figure("to DISK", lambda view: format_nbytes(view["moved_nbytes"].get("disk-write", 0)))
-    yield figure("in time", lambda view: f"{view['prefetched']} of {view['fetched']}")
-    cap = f" of {format_nbytes(summary['cap_nbytes']['device'])} on DEVICE"
-    yield figure("peak", lambda view: format_nbytes(view["peak_nbytes"]["device"]), cap)
+def _cells(view: Mapping[str, Any]) -> dict[str, str]:
+    """Return the figures of a view by what they are called."""
+    moved = view["moved_nbytes"]
+    stalls = f"{format_s(view['stall_s'])} in {view['num_stalls']}" if view["num_stalls"] else "none"
+    return {
+        "step": format_s(view["step_s"]),
+        "stalls": stalls,
+        **{name: format_nbytes(moved[lane.value]) for lane, name in DIRECTIONS.items() if lane.value in moved},
+        "in time": f"{view['prefetched']} of {view['fetched']}",
+        "peak": format_nbytes(view["peak_nbytes"]["device"]),
+    }
 
 
 def _notes(summary: Mapping[str, Any], plain: PlainPyTorch) -> Iterator[str]:
@@ -223,16 +219,12 @@ class _Tables:
     def __init__(self) -> None:
         self._texts: dict[str, int] = {"": 0}
         self._tips: dict[Tip, int] = {}
-        self._styles = {style: index for index, style in enumerate(STYLES)}
 
     def text(self, text: str) -> int:
         return self._texts.setdefault(text, len(self._texts))
 
     def tip(self, tip: Tip) -> int:
         return self._tips.setdefault(tip, len(self._tips))
-
-    def style(self, style: str) -> int:
-        return self._styles[style]
 
     def columns(self) -> dict[str, list[Any]]:
         tips = [[self.text(text) for text in (tip.title, tip.lead, tip.rest)] for tip in self._tips]
@@ -271,7 +263,7 @@ def _view(
         "range": [min([0, *(span[0] for span in ends)]), max([starts[-1], *(span[1] for span in ends)])],
         "starts": _differences(starts),
         "moments": _moments(trace, moment_tips(run, nbytes), tables),
-        "graphs": [_graph(graph, tables) for graph in memory_graphs(run, nbytes, PlainPyTorch.of(trace))],
+        "graphs": [_graph(graph) for graph in memory_graphs(run, nbytes, PlainPyTorch.of(trace))],
         "lanes": [_track(track, tables) for track in (*stages, *module_tracks(trace, starts), *lanes)],
         "chunks": [
             _track(chunk_track(chunk, history, trace, starts, name=names.get(chunk, "")), tables)
@@ -293,18 +285,18 @@ def _slices(slices: Sequence[Slice], tables: _Tables) -> dict[str, list[int]]:
     return {
         "start": _differences(piece.start_ns for piece in slices),
         "took": [piece.end_ns - piece.start_ns for piece in slices],
-        "style": [tables.style(piece.style) for piece in slices],
+        "style": [_STYLE_INDEX[piece.style] for piece in slices],
         "text": [tables.text(piece.text) for piece in slices],
         "tip": [tables.tip(piece.tip) for piece in slices],
     }
 
 
-def _graph(graph: MemoryGraph, tables: _Tables) -> dict[str, Any]:
+def _graph(graph: MemoryGraph) -> dict[str, Any]:
     return {
         "name": graph.name,
         "note": graph.note,
-        "areas": [[tables.style(style), list(nbytes)] for style, nbytes in graph.areas],
-        "levels": [[level.nbytes, tables.style(level.style), level.text] for level in graph.levels],
+        "areas": [[_STYLE_INDEX[style], list(nbytes)] for style, nbytes in graph.areas],
+        "levels": [[level.nbytes, _STYLE_INDEX[level.style], level.text] for level in graph.levels],
         "top": graph.top_nbytes,
     }
 

@@ -9,23 +9,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from chunkmem.plan.model import Lane
 from chunkmem.plan.timeline import Timeline
 from chunkmem.report.clock import moment_starts_s, phases
 from chunkmem.report.replay import replay, role_nbytes
 from chunkmem.report.run import LANE_NAMES, Run, label_of, lane_of, measured_nbytes
 from chunkmem.types import Tier
 
-_PHASES, _STALLS = 0, 2
-"""Rows besides those of lanes."""
-_ROWS: Mapping[Lane, int] = {lane: row + (row > 1) for row, lane in enumerate(LANE_NAMES, 1)}
-_STAGES = len(LANE_NAMES) + 2
-_NAMES: Mapping[int, str] = {
-    _PHASES: "step",
-    _STALLS: "stalls",
-    _STAGES: "pipeline stages",
-    **{_ROWS[lane]: LANE_NAMES[lane] for lane in _ROWS},
-}
+_PHASES, _STALLS, _STAGES = "step", "stalls", "pipeline stages"
+_COMPUTE, *_OTHERS = LANE_NAMES.values()
+_ROWS = (_PHASES, _COMPUTE, _STALLS, *_OTHERS, _STAGES)
 _US = 1e6
 
 Event = dict[str, Any]
@@ -51,14 +43,13 @@ def _planned(run: Run) -> list[dict[str, int]]:
 def _process(
     run: Run, timeline: Timeline, pid: int, view: str, on_device: Sequence[Mapping[str, int]]
 ) -> Iterator[Event]:
-    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"{run.name}: {view}"}}
-    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
+    yield from _named("process", f"{run.name}: {view}", pid, pid=pid)
     used = {_PHASES}
     starts_s = moment_starts_s(timeline, len(run.trace.moments))
     for name, first, stop in phases(run.trace):
         yield _complete(pid, _PHASES, name, starts_s[first], starts_s[stop], {})
     for span in timeline.spans:
-        row = _STALLS if span.is_stall else _ROWS[lane_of(span, run)]
+        row = _STALLS if span.is_stall else LANE_NAMES[lane_of(span, run)]
         used.add(row)
         told: dict[str, Any] = {"moment": span.moment}
         if span.chunk is not None:
@@ -71,14 +62,20 @@ def _process(
         used.add(_STAGES)
         label = f"stage {call.stage}: {call.work.value} of micro-batch {call.micro_batch}"
         yield _complete(pid, _STAGES, label, call.start_s, call.end_s, {})
-    for row in sorted(used):
-        yield {"ph": "M", "pid": pid, "tid": row, "name": "thread_name", "args": {"name": _NAMES[row]}}
-        yield {"ph": "M", "pid": pid, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
+    for at, row in enumerate(_ROWS):
+        if row in used:
+            yield from _named("thread", row, at, pid=pid, tid=at)
     for start_s, nbytes in zip(starts_s, on_device, strict=False):
         if nbytes:
             yield {"ph": "C", "pid": pid, "name": "bytes on DEVICE", "ts": _US * start_s, "args": dict(nbytes)}
 
 
-def _complete(pid: int, row: int, name: str, start_s: float, end_s: float, told: Mapping[str, Any]) -> Event:
+def _named(what: str, name: str, place: int, **of: int) -> Iterator[Event]:
+    """Yield what a process or a thread is called, and its place among others."""
+    yield {"ph": "M", **of, "name": f"{what}_name", "args": {"name": name}}
+    yield {"ph": "M", **of, "name": f"{what}_sort_index", "args": {"sort_index": place}}
+
+
+def _complete(pid: int, row: str, name: str, start_s: float, end_s: float, told: Mapping[str, Any]) -> Event:
     times = {"ts": _US * start_s, "dur": _US * max(0.0, end_s - start_s)}
-    return {"ph": "X", "pid": pid, "tid": row, "name": name, **times, "args": dict(told)}
+    return {"ph": "X", "pid": pid, "tid": _ROWS.index(row), "name": name, **times, "args": dict(told)}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from chunkmem.report.clock import AGAIN, phases, recomputations
+from chunkmem.report.figure import new_figure, png_of
 from chunkmem.report.replay import replay, role_nbytes
 from chunkmem.report.run import Run, measured_nbytes
 from chunkmem.report.summary import PlainPyTorch
@@ -33,45 +31,88 @@ _PREDICTED, _MEASURED, _SAMPLED = "chunks, as planned", "chunks, as measured", "
 _SCALES = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
 
 
-@dataclass(frozen=True)
 class _Columns:
     """What is drawn, in bytes by moment."""
 
-    roles: Mapping[Tier, Mapping[Role, Sequence[int]]]
-    non_model: Sequence[int]
-    sampled: Sequence[int]
-    predicted: Sequence[int]
-    measured: Mapping[int, int]
-    caps: Mapping[Tier, int]
-    is_charged: bool
-    """The cap on DEVICE covers non-model data, too."""
-
-    @cached_property
-    def colors(self) -> dict[Role, str]:
-        """By role, in the order they are stacked: what comes and goes lies on what stays."""
+    def __init__(self, run: Run) -> None:
+        machine, histories = run.plan.machine, replay(run.plan, run.trace)
+        self.roles = {tier: role_nbytes(histories, run.trace, tier) for tier in machine.tiers}
+        self.non_model = [moment.non_model_peak_nbytes for moment in run.trace.moments]
+        self.sampled = [moment.sampled_peak_nbytes for moment in run.trace.moments]
+        self.predicted = run.predicted.device_nbytes
+        self.measured = measured_nbytes(run)
+        self.caps = machine.cap_nbytes
+        self.is_charged = machine.charges_non_model
+        """The cap on DEVICE covers non-model data, too."""
         found = {role for roles in self.roles.values() for role in roles}
         states = dict(zip(sorted(role for role in found if role.is_state), cycle(_STATE_COLORS), strict=False))
-        passing = (Role.GRAD, Role.ACTIVATION)
-        stack = {role: color for role, color in _COLORS.items() if role not in passing} | states
-        return stack | {role: _COLORS[role] for role in passing}
-
-    @classmethod
-    def of(cls, run: Run) -> _Columns:
-        histories, machine = replay(run.plan, run.trace), run.plan.machine
-        return cls(
-            roles={tier: role_nbytes(histories, run.trace, tier) for tier in machine.tiers},
-            non_model=[moment.non_model_peak_nbytes for moment in run.trace.moments],
-            sampled=[moment.sampled_peak_nbytes for moment in run.trace.moments],
-            predicted=run.predicted.device_nbytes,
-            measured=measured_nbytes(run),
-            caps=machine.cap_nbytes,
-            is_charged=machine.charges_non_model,
-        )
+        passing = {role: _COLORS[role] for role in (Role.GRAD, Role.ACTIVATION)}
+        self.colors = {role: color for role, color in _COLORS.items() if role not in passing} | states | passing
+        """By role, in the order they are stacked: what comes and goes lies on what stays."""
 
     def peak(self, tier: Tier) -> int:
         """Return the highest sum over roles."""
         columns = self.roles[tier].values()
         return max((sum(column) for column in zip(*columns, strict=True)), default=0)
+
+
+class _Panel:
+    """One part of the picture, with a scale of its own."""
+
+    def __init__(self, axes: Axes, name: str, top_nbytes: float) -> None:
+        self.axes = axes
+        self._top_nbytes = top_nbytes
+        unit, self._scale = [(unit, scale) for unit, scale in _SCALES if scale <= max(top_nbytes, 1)][-1]
+        axes.set_ylabel(f"{name}, {unit}", fontsize=11)
+        axes.set_ylim(0, top_nbytes / self._scale)
+
+    def stack(self, nbytes: Sequence[float], text: str, color: str, *, on: Sequence[float] = ()) -> list[float]:
+        """Draw an area above another one; return its upper edge."""
+        above = [low + more for low, more in zip(on or [0.0] * len(nbytes), nbytes, strict=True)]
+        low, high = self._held(on or [0.0] * len(nbytes)), self._held(above)
+        self.axes.fill_between(range(len(low)), low, high, step="post", color=color, linewidth=0, label=text)
+        return above
+
+    def roles(self, columns: _Columns, tier: Tier) -> list[float]:
+        """Stack the roles; return the stack's upper edge."""
+        edge = [0.0] * len(columns.non_model)
+        for role in (role for role in columns.colors if role in columns.roles[tier]):
+            edge = self.stack(columns.roles[tier][role], _name(role), columns.colors[role], on=edge)
+        return edge
+
+    def line(self, nbytes: Sequence[float], **look: Any) -> None:
+        """Draw a line."""
+        values = self._held(nbytes)
+        self.axes.step(range(len(values)), values, where="post", **look)
+
+    def cap(self, nbytes: int) -> None:
+        """Draw the cap; one far above what is used would flatten everything below it."""
+        if nbytes > 2 * self._top_nbytes:
+            self.note(f"cap {format_nbytes(nbytes)}, far above")
+            return
+        height = nbytes / self._scale
+        self.axes.set_ylim(0, max(self._top_nbytes / self._scale, 1.15 * height))
+        self.axes.axhline(height, color=_CAP_COLOR, linewidth=2)
+        self.axes.annotate(
+            f"cap {format_nbytes(nbytes)}",
+            (0.995, height),
+            xycoords=self.axes.get_yaxis_transform(),
+            xytext=(0, 4),
+            textcoords="offset points",
+            color=_CAP_COLOR,
+            ha="right",
+            fontsize=11,
+            fontweight="bold",
+        )
+
+    def note(self, text: str, *, x: float = 0.995, ha: str = "right") -> None:
+        """Write something into a corner."""
+        box = {"facecolor": "white", "alpha": 0.8, "pad": 1, "linewidth": 0}
+        self.axes.text(x, 0.97, text, transform=self.axes.transAxes, ha=ha, va="top", fontsize=10, bbox=box)
+
+    def _held(self, nbytes: Sequence[float]) -> list[float]:
+        """Draw the last moment as long as the others: each value holds until the next."""
+        return [value / self._scale for value in (*nbytes, nbytes[-1])]
 
 
 def memory_picture(run: Run) -> bytes:
@@ -80,20 +121,13 @@ def memory_picture(run: Run) -> bytes:
     Raises:
         ModuleNotFoundError: matplotlib is not installed; the message says how to install it.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            'matplotlib is missing, which draws memory.png; pip install -e ".[plot]" brings it'
-        ) from None
-    columns = _Columns.of(run)
+    columns = _Columns(run)
     # Non-model data that the cap does not cover may be many times as much as chunks, and gets a scale of its own.
     room = max(columns.caps[Tier.DEVICE], columns.peak(Tier.DEVICE))
     is_apart = not columns.is_charged and max(columns.non_model) > room
     below = [tier for tier, roles in columns.roles.items() if roles and tier is not Tier.DEVICE]
     heights = [3.6, *([2.4] * len(below)), *([1.2] if is_apart else [])]
-    figure = Figure(figsize=(11, 1.4 + sum(heights)), layout="constrained")
-    panels = list(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
+    figure, panels = new_figure("memory.png", heights, margin=1.4)
     figure.suptitle(_title(run), fontsize=13)
     rest = iter(panels)
     _draw_device(next(rest), columns, is_apart=is_apart)
@@ -111,7 +145,7 @@ def memory_picture(run: Run) -> bytes:
     # One entry each, in the order they are stacked; a panel may lack some.
     patches = {text: patch for axes in panels for patch, text in zip(*axes.get_legend_handles_labels(), strict=True)}
     order = [
-        *(_NAMES.get(role, role.value) for role in columns.colors),
+        *map(_name, columns.colors),
         _NON_MODEL,
         _PREDICTED,
         _MEASURED,
@@ -120,9 +154,7 @@ def memory_picture(run: Run) -> bytes:
     ]
     texts = [text for text in order if text in patches]
     figure.legend([patches[text] for text in texts], texts, loc="outside lower center", ncols=4, frameon=False)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=150)
-    return content.getvalue()
+    return png_of(figure)
 
 
 def _title(run: Run) -> str:
@@ -149,105 +181,41 @@ def _draw_phases(panels: Sequence[Axes], run: Run) -> None:
 
 
 def _draw_device(axes: Axes, columns: _Columns, *, is_apart: bool) -> None:
-    cap, chunk_peak = columns.caps[Tier.DEVICE], columns.peak(Tier.DEVICE)
+    chunk_peak = columns.peak(Tier.DEVICE)
     total = max(a + b for a, b in zip(columns.predicted, columns.non_model, strict=True))
-    top = 1.08 * (chunk_peak if is_apart else max(total, chunk_peak))
-    # A cap far above what is used would flatten everything below it.
-    show_cap = cap <= 2 * top
-    unit, scale = _scale(max(top, 1))
-    x = range(len(columns.non_model) + 1)
-    bottom = _draw_roles(axes, columns, Tier.DEVICE, scale)
+    panel = _Panel(axes, "DEVICE", 1.08 * (chunk_peak if is_apart else max(total, chunk_peak)))
+    edge = panel.roles(columns, Tier.DEVICE)
     if not is_apart:
-        above = [low + nbytes / scale for low, nbytes in zip(bottom, _held(columns.non_model), strict=True)]
-        axes.fill_between(x, bottom, above, step="post", color=_NON_MODEL_COLOR, linewidth=0, label=_NON_MODEL)
+        panel.stack(columns.non_model, _NON_MODEL, _NON_MODEL_COLOR, on=edge)
     if columns.measured:
-        measured = [columns.measured.get(moment, float("nan")) / scale for moment in range(len(columns.non_model))]
-        axes.step(x, _held(measured), where="post", color=_MEASURED_COLOR, linewidth=2.4, label=_MEASURED)
+        measured = [columns.measured.get(moment, float("nan")) for moment in range(len(columns.non_model))]
+        panel.line(measured, color=_MEASURED_COLOR, linewidth=2.4, label=_MEASURED)
     # Above the measured one, and thinner: where they agree both are seen.
-    predicted = [nbytes / scale for nbytes in columns.predicted]
-    axes.step(x, _held(predicted), where="post", color="black", linewidth=0.7, label=_PREDICTED)
-    if show_cap:
-        _draw_cap(axes, cap, scale)
-        top = max(top, 1.12 * cap)
-    else:
-        _note(axes, f"cap {format_nbytes(cap)}, far above")
+    panel.line(columns.predicted, color="black", linewidth=0.7, label=_PREDICTED)
+    panel.cap(columns.caps[Tier.DEVICE])
     if not columns.is_charged and not is_apart and any(columns.non_model):
-        text = f"the cap does not cover {_NON_MODEL}"
-        axes.text(0.005, 0.97, text, transform=axes.transAxes, va="top", fontsize=10)
-    axes.set_ylim(0, top / scale)
-    axes.set_ylabel(f"DEVICE, {unit}", fontsize=11)
+        panel.note(f"the cap does not cover {_NON_MODEL}", x=0.005, ha="left")
 
 
 def _draw_non_model(axes: Axes, columns: _Columns) -> None:
     """Draw non-model data on a scale of its own."""
-    unit, scale = _scale(max(*columns.non_model, *columns.sampled, 1))
-    x = range(len(columns.non_model) + 1)
-    non_model = [nbytes / scale for nbytes in columns.non_model]
-    axes.fill_between(x, 0, _held(non_model), step="post", color=_NON_MODEL_COLOR, linewidth=0, label=_NON_MODEL)
-    axes.step(x, _held(non_model), where="post", color="#666666", linewidth=0.8)
+    panel = _Panel(axes, "non-model", 1.45 * max(*columns.non_model, *columns.sampled))
+    panel.stack(columns.non_model, _NON_MODEL, _NON_MODEL_COLOR)
+    panel.line(columns.non_model, color="#666666", linewidth=0.8)
     if any(columns.sampled):
-        sampled = [nbytes / scale for nbytes in columns.sampled]
-        axes.step(x, _held(sampled), where="post", color="black", linewidth=1, linestyle="--", label=_SAMPLED)
-    _note(
-        axes, f"activations and temporaries, up to {format_nbytes(max(columns.non_model))}: the cap does not cover them"
-    )
-    axes.set_ylim(0, 1.45 * max(*columns.non_model, *columns.sampled, 1) / scale)
-    axes.set_ylabel(f"non-model, {unit}", fontsize=11)
+        panel.line(columns.sampled, color="black", linewidth=1, linestyle="--", label=_SAMPLED)
+    highest = format_nbytes(max(columns.non_model))
+    panel.note(f"activations and temporaries, up to {highest}: the cap does not cover them")
 
 
 def _draw_below(axes: Axes, columns: _Columns, tier: Tier) -> None:
-    cap, peak = columns.caps[tier], columns.peak(tier)
-    unit, scale = _scale(max(peak, 1))
-    _draw_roles(axes, columns, tier, scale)
-    if cap <= 2 * peak:
-        _draw_cap(axes, cap, scale)
-        axes.set_ylim(0, 1.18 * max(cap, peak) / scale)
-    else:
-        axes.set_ylim(0, 1.25 * peak / scale)
-        _note(axes, f"cap {format_nbytes(cap)}, far above")
-    axes.set_ylabel(f"{tier.name}, {unit}", fontsize=11)
+    panel = _Panel(axes, tier.name, 1.25 * columns.peak(tier))
+    panel.roles(columns, tier)
+    panel.cap(columns.caps[tier])
 
 
-def _draw_roles(axes: Axes, columns: _Columns, tier: Tier, scale: int) -> list[float]:
-    """Stack the roles; return the stack's upper edge."""
-    x = range(len(columns.non_model) + 1)
-    bottom = [0.0] * len(x)
-    for role in (role for role in columns.colors if role in columns.roles[tier]):
-        nbytes = columns.roles[tier][role]
-        above = [low + height / scale for low, height in zip(bottom, _held(nbytes), strict=True)]
-        name = _NAMES.get(role, role.value)
-        axes.fill_between(x, bottom, above, step="post", color=columns.colors[role], linewidth=0, label=name)
-        bottom = above
-    return bottom
-
-
-def _draw_cap(axes: Axes, cap_nbytes: int, scale: int) -> None:
-    axes.axhline(cap_nbytes / scale, color=_CAP_COLOR, linewidth=2)
-    axes.annotate(
-        f"cap {format_nbytes(cap_nbytes)}",
-        (0.995, cap_nbytes / scale),
-        xycoords=axes.get_yaxis_transform(),
-        xytext=(0, 4),
-        textcoords="offset points",
-        color=_CAP_COLOR,
-        ha="right",
-        fontsize=11,
-        fontweight="bold",
-    )
-
-
-def _note(axes: Axes, text: str) -> None:
-    box = {"facecolor": "white", "alpha": 0.8, "pad": 1, "linewidth": 0}
-    axes.text(0.995, 0.97, text, transform=axes.transAxes, ha="right", va="top", fontsize=10, bbox=box)
-
-
-def _held(values: Sequence[float]) -> list[float]:
-    """Draw the last moment as long as the others: each value holds until the next."""
-    return [*values, values[-1]]
-
-
-def _scale(nbytes: float) -> tuple[str, int]:
-    return [(unit, scale) for unit, scale in _SCALES if scale <= nbytes][-1]
+def _name(role: Role) -> str:
+    return _NAMES.get(role, role.value)
 
 
 def _plain(name: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from types import MappingProxyType
+from typing import Any
 
 from chunkmem.plan.model import Copy, Plan
 from chunkmem.plan.regions import Policy, RegionPolicy
@@ -27,50 +28,42 @@ def region_policies(plan: Plan, trace: Trace) -> tuple[RegionPolicy, ...]:
     """
     found: dict[ChunkId, RegionPolicy] = {}
     inputs: dict[str, list[ChunkId]] = {}
-    copied = _copied(plan)
+    policies = _policies(plan, trace)
     again_s = {stop: sum(m.duration_s for m in trace.moments[start:stop]) for start, stop in recomputations(trace)}
     begins = {m.chunk: at for at, m in enumerate(trace.moments) if m.kind is Kind.CREATE}
     for chunk, held in activation_contents(trace).items():
-        nbytes, policy, seconds = trace.chunk_nbytes[chunk], Policy.KEEP, 0.0
-        if held.content is Content.RECOMPUTED:
-            policy, seconds = Policy.RECOMPUTE, again_s.get(begins[chunk], 0.0)
-        elif chunk in copied:
-            policy, seconds = Policy.OFFLOAD, sum(plan.machine.links[link].copy_s(nbytes) for link in DEVICE_LINKS)
+        nbytes, policy, seconds, place = trace.chunk_nbytes[chunk], policies[chunk], 0.0, chunk
         if held.content is Content.INPUTS:
             inputs.setdefault(held.region, []).append(chunk)
-        # In the place of its inputs, those of the last call first, as backward goes.
-        of_inputs = inputs.get(held.region) if held.content is Content.RECOMPUTED else None
-        found[of_inputs.pop() if of_inputs else chunk] = RegionPolicy(held.region, policy, nbytes, seconds)
-    first = _first_moments(trace)
-    return tuple(sorted(found.values(), key=lambda region: first.get(region.name, 0)))
+        if policy is Policy.RECOMPUTE:
+            seconds = again_s.get(begins[chunk], 0.0)
+            # In the place of its inputs, those of the last call first, as backward goes.
+            if of_inputs := inputs.get(held.region):
+                place = of_inputs.pop()
+        elif policy is Policy.OFFLOAD:
+            seconds = sum(plan.machine.links[link].copy_s(nbytes) for link in DEVICE_LINKS)
+        found[place] = RegionPolicy(held.region, policy, nbytes, seconds)
+    return tuple(sorted(found.values(), key=lambda region: _first_moment(trace, region.name)))
 
 
-def _first_moments(trace: Trace) -> dict[str, int]:
-    """Return the first moment of each module, those around it included."""
-    found: dict[str, int] = {}
-    for index, moment in enumerate(trace.moments):
-        path = moment.label.partition(" ")[0].split(".")
-        for depth in range(len(path)):
-            found.setdefault(".".join(path[: depth + 1]), index)
-    return found
+def region_data(region: RegionPolicy) -> dict[str, Any]:
+    """Return one as JSON-serialisable data."""
+    return asdict(region) | {"policy": region.policy.value}
 
 
-def region_names(trace: Trace) -> dict[ChunkId, str]:
-    """Return by ACTIVATION chunk the region it belongs to."""
-    return {chunk: held.region for chunk, held in activation_contents(trace).items()}
+def _first_moment(trace: Trace, name: str) -> int:
+    """Return the first moment of a module, or of one in it."""
+    paths = (moment.label.partition(" ")[0] for moment in trace.moments)
+    return next((at for at, path in enumerate(paths) if f"{path}.".startswith(f"{name}.")), 0)
 
 
 def chunk_names(plan: Plan, trace: Trace) -> dict[ChunkId, str]:
     """Return by ACTIVATION chunk its region, and what becomes of it: ``"blocks.0, offloaded"``."""
-    copied, found = _copied(plan), {}
-    for chunk, held in activation_contents(trace).items():
-        fate = DONE[Policy.OFFLOAD if chunk in copied else Policy.KEEP]
-        if held.content is Content.RECOMPUTED:
-            fate = DONE[Policy.RECOMPUTE]
-        elif held.content is Content.INPUTS:
-            fate = f"inputs, {fate}"
-        found[chunk] = f"{held.region}, {fate}"
-    return found
+    policies = _policies(plan, trace)
+    return {
+        chunk: f"{held.region}, {'inputs, ' if held.content is Content.INPUTS else ''}{DONE[policies[chunk]]}"
+        for chunk, held in activation_contents(trace).items()
+    }
 
 
 def alike(regions: Sequence[RegionPolicy]) -> Iterator[tuple[str, RegionPolicy]]:
@@ -87,5 +80,12 @@ def alike(regions: Sequence[RegionPolicy]) -> Iterator[tuple[str, RegionPolicy]]
         yield name, total
 
 
-def _copied(plan: Plan) -> set[ChunkId]:
-    return {action.chunk for actions in plan.actions for action in actions if isinstance(action, Copy)}
+def _policies(plan: Plan, trace: Trace) -> dict[ChunkId, Policy]:
+    """Return what becomes of each ACTIVATION chunk."""
+    copied = {action.chunk for actions in plan.actions for action in actions if isinstance(action, Copy)}
+    found = {}
+    for chunk, held in activation_contents(trace).items():
+        found[chunk] = Policy.OFFLOAD if chunk in copied else Policy.KEEP
+        if held.content is Content.RECOMPUTED:
+            found[chunk] = Policy.RECOMPUTE
+    return found

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from chunkmem.plan.pipeline_schedule import Pass, PipelineStep, StageCall
+from chunkmem.report.figure import new_figure, png_of
 from chunkmem.report.text import format_s
 
 if TYPE_CHECKING:
@@ -28,27 +28,19 @@ def schedule_picture(steps: Sequence[PipelineStep]) -> bytes:
     Raises:
         ModuleNotFoundError: matplotlib is not installed; the message says how to install it.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            'matplotlib is missing, which draws schedules; pip install -e ".[plot]" brings it'
-        ) from None
     heights = [0.5 + 0.3 * step.num_devices for step in steps]
-    figure = Figure(figsize=(11, 1.0 + sum(heights)), layout="constrained")
-    panels = figure.subplots(len(steps), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    figure, panels = new_figure("schedules", heights, margin=1.0)
     longest_s = max(step.step_s for step in steps)
     scale = 1.0 if longest_s >= 1 else 1e3
     for axes, step in zip(panels, steps, strict=True):
         _draw(axes, step, scale=scale, longest_s=longest_s)
     panels[-1].set_xlabel("seconds" if scale == 1 else "milliseconds", fontsize=11)
+    from matplotlib.patches import Patch
+
     patches = [Patch(color=color, label=kind.value) for kind, color in _COLORS.items()]
     patches.append(Patch(color=_BUBBLE_COLOR, label="bubble"))
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=150)
-    return content.getvalue()
+    return png_of(figure)
 
 
 def _draw(axes: Axes, step: PipelineStep, *, scale: float, longest_s: float) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.model import Lane
 from chunkmem.plan.timeline import Timeline, differences
-from chunkmem.report.regions import region_policies
+from chunkmem.report.regions import region_data, region_policies
 from chunkmem.report.run import Run
 from chunkmem.trace.model import Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
@@ -44,8 +44,7 @@ class PlainPyTorch:
                 n for chunk, n in sizes.items() if chunk.role not in (Role.PARAM, Role.GRAD, Role.ACTIVATION)
             )
             total += states_nbytes * remote_nbytes // owned_nbytes
-        non_model_nbytes = max((moment.non_model_peak_nbytes for moment in trace.moments), default=0)
-        return cls(total, non_model_nbytes, activation_nbytes)
+        return cls(total, trace.non_model_peak_nbytes, activation_nbytes)
 
 
 def summarize(run: Run) -> dict[str, Any]:
@@ -63,10 +62,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "differences": differences(run.predicted, run.happened),
         "non_model": _non_model(run),
         "plain_pytorch_nbytes": PlainPyTorch.of(run.trace).nbytes,
-        "regions": [
-            {"name": region.name, "policy": region.policy.value, "nbytes": region.nbytes, "seconds": region.seconds}
-            for region in region_policies(run.plan, run.trace)
-        ],
+        "regions": [region_data(region) for region in region_policies(run.plan, run.trace)],
     }
 
 
@@ -75,23 +71,12 @@ def _figures(timeline: Timeline) -> dict[str, Any]:
     for tier, role in sorted(timeline.role_peak_nbytes, key=_by_tier_and_role):
         roles.setdefault(tier.value, {})[role] = timeline.role_peak_nbytes[tier, role]
     return {
-        "step_s": timeline.step_s,
-        "stall_s": timeline.stall_s,
+        **asdict(timeline.figures),
         "num_stalls": sum(span.is_stall for span in timeline.spans),
-        "moved_nbytes": {
-            lane.value: timeline.moved_nbytes[lane] for lane in sorted(timeline.moved_nbytes, key=_by_lane)
-        },
-        "exchanged_nbytes": timeline.exchanged_nbytes,
+        "moved_nbytes": {lane.value: timeline.moved_nbytes[lane] for lane in Lane if lane in timeline.moved_nbytes},
         "peak_nbytes": {tier.value: nbytes for tier, nbytes in timeline.peak_nbytes.items()},
         "role_peak_nbytes": roles,
-        "plan_misses": timeline.plan_misses,
-        "prefetched": timeline.prefetched,
-        "fetched": timeline.fetched,
     }
-
-
-def _by_lane(lane: Lane) -> int:
-    return list(Lane).index(lane)
 
 
 def _by_tier_and_role(key: tuple[Tier, str]) -> tuple[int, bool, int, str]:

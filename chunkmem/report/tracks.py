@@ -13,11 +13,11 @@ from chunkmem.plan.semantics import ABSENT, EMPTY, NEWEST
 from chunkmem.plan.timeline import Span, StageWork, Timeline
 from chunkmem.report.clock import AGAIN, STEP, moment_starts_s, phases, recomputations
 from chunkmem.report.modules import ModuleRun, layer_runs, submodule_runs
-from chunkmem.report.regions import region_names
 from chunkmem.report.replay import ChunkHistory, States
 from chunkmem.report.run import LANE_NAMES, Run, label_of, lane_of
 from chunkmem.report.summary import PlainPyTorch
 from chunkmem.sizes import format_nbytes
+from chunkmem.trace.activations import activation_contents
 from chunkmem.trace.model import Trace
 from chunkmem.types import TIERS, ChunkId
 
@@ -92,26 +92,22 @@ def starts_ns(timeline: Timeline, num_moments: int) -> list[int]:
 
 def module_tracks(trace: Trace, starts: Sequence[int]) -> list[Track]:
     """Return the phases of the step, the layers under them, and the modules within layers."""
-    parts = tuple(
-        Slice(starts[first], starts[stop], name, Tip(name), name)
-        for name, first, stop in phases(trace)
-        if starts[stop] > starts[first]
-    )
-    again = tuple(
-        Slice(starts[first], starts[stop], AGAIN, Tip(AGAIN))
-        for first, stop in recomputations(trace)
-        if starts[stop] > starts[first]
-    )
+    parts = (Slice(starts[first], starts[stop], name, Tip(name), name) for name, first, stop in phases(trace))
+    again = (Slice(starts[first], starts[stop], AGAIN, Tip(AGAIN)) for first, stop in recomputations(trace))
     runs = {"layers": layer_runs(trace), "modules": submodule_runs(trace)}
-    tracks = [Track(name, tuple(_module_slices(found, starts))) for name, found in runs.items() if found]
-    return [Track("phase", parts, again), *tracks]
+    tracks = [Track(name, _lasting(_module_slices(found, starts))) for name, found in runs.items() if found]
+    return [Track("phase", _lasting(parts), _lasting(again)), *tracks]
 
 
 def _module_slices(runs: Iterable[ModuleRun], starts: Sequence[int]) -> Iterator[Slice]:
     for run in runs:
-        if starts[run.stop] > starts[run.first]:
-            tip = Tip(f"{run.name} {run.phase}")
-            yield Slice(starts[run.first], starts[run.stop], f"{run.phase} {LAYER}", tip, run.name)
+        tip = Tip(f"{run.name} {run.phase}")
+        yield Slice(starts[run.first], starts[run.stop], f"{run.phase} {LAYER}", tip, run.name)
+
+
+def _lasting(slices: Iterable[Slice]) -> tuple[Slice, ...]:
+    """Leave out slices of moments that took no time."""
+    return tuple(each for each in slices if each.end_ns > each.start_ns)
 
 
 def stage_tracks(run: Run, timeline: Timeline) -> list[Track]:
@@ -133,7 +129,7 @@ def lane_tracks(run: Run, timeline: Timeline) -> list[Track]:
     """Return what ran on each lane that either timeline of the run uses, stalls over computing."""
     used = {lane_of(span, run) for either in (run.happened, run.predicted) for span in either.spans}
     phase_of = [name for name, first, stop in phases(run.trace) for _ in range(first, stop)]
-    names = region_names(run.trace)
+    regions = activation_contents(run.trace)
     slices: dict[Lane, list[Slice]] = {lane: [] for lane in LANE_NAMES if lane in used or lane is Lane.COMPUTE}
     stalls = []
     for span in sorted(timeline.spans, key=lambda span: (span.start_s, span.end_s)):
@@ -141,7 +137,9 @@ def lane_tracks(run: Run, timeline: Timeline) -> list[Track]:
             stalls.append(_stall(span, run.trace))
         else:
             lane = lane_of(span, run)
-            name = "" if span.chunk is None else names.get(span.chunk, f"{span.chunk.role.value} {span.chunk.group}")
+            name = "" if span.chunk is None else f"{span.chunk.role.value} {span.chunk.group}"
+            if span.chunk in regions:
+                name = regions[span.chunk].region
             slices[lane].append(_span(span, lane, run.trace, phase_of, name=name))
     return [
         Track(LANE_NAMES[lane], tuple(found), tuple(stalls) if lane is Lane.COMPUTE else ())
@@ -190,17 +188,12 @@ def chunk_track(chunk: ChunkId, history: ChunkHistory, trace: Trace, starts: Seq
     title = f"{chunk} ({name})" if name else str(chunk)
     size, last = _exact(trace.chunk_nbytes[chunk]), len(starts) - 1
     ends = [*(moment for moment, _ in history.changes[1:]), last]
-    states = tuple(
+    states = (
         Slice(starts[first], starts[stop], state_style(states), Tip(title, f"{where(states)}: ", size))
         for (first, states), stop in zip(history.changes, ends, strict=True)
-        if starts[stop] > starts[first]
     )
-    uses = tuple(
-        Slice(starts[first], starts[stop], HELD, Tip(title, "in use: "))
-        for first, stop in history.held
-        if starts[stop] > starts[first]
-    )
-    return Track(name or str(chunk), states, uses)
+    uses = (Slice(starts[first], starts[stop], HELD, Tip(title, "in use: ")) for first, stop in history.held)
+    return Track(name or str(chunk), _lasting(states), _lasting(uses))
 
 
 def state_style(states: States) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import platform
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from chunkmem.files import replace_file
 
 
 def speed_file(kind: str, made_of: Sequence[str]) -> Path | None:
@@ -50,12 +50,4 @@ def write_speeds(path: Path, made_of: Sequence[str], speeds: Mapping[str, Any]) 
     """
     text = json.dumps({"machine": list(made_of), "speeds": dict(speeds)}, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    replace_file(path, text.encode())

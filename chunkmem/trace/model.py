@@ -87,14 +87,15 @@ class Moment:
     def __str__(self) -> str:
         return self.label or f"{self.kind.value} {self.chunk}"
 
-    def longer(self, seconds: float, entered: Sequence[Entry] = ()) -> Moment:
-        """Return it with so many seconds more at its end, in which modules are `entered`."""
-        total_s = self.duration_s + seconds
+    def longer(self, seconds: float, entered: Sequence[Entry] = (), *, peak_nbytes: int = 0) -> Moment:
+        """Return it with so many seconds more at its end, of that peak of non-model data, in which modules are
+        `entered`."""
+        total_s, peak_nbytes = self.duration_s + seconds, max(self.non_model_peak_nbytes, peak_nbytes)
         if not total_s:
-            return self
+            return replace(self, non_model_peak_nbytes=peak_nbytes)
         own = (Entry(each.label, each.share * self.duration_s / total_s) for each in self.entered)
         more = (Entry(each.label, (self.duration_s + each.share * seconds) / total_s) for each in entered)
-        return replace(self, duration_s=total_s, entered=(*own, *more))
+        return replace(self, duration_s=total_s, entered=(*own, *more), non_model_peak_nbytes=peak_nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,7 +195,7 @@ class _Edit:
                 if isinstance(entry, Moment):
                     moments.append(entry)
                 elif moments:
-                    moments[-1] = _with_folded(moments[-1], entry)
+                    moments[-1] = moments[-1].longer(entry.duration_s, peak_nbytes=entry.non_model_peak_nbytes)
         regions = tuple(self._moved(index, places) for index in range(len(self.trace.regions)))
         used = {moment.chunk for moment in moments}
         sizes = {key: n for key, n in self.sizes.items() if key.role is not Role.ACTIVATION or key in used}
@@ -227,11 +227,6 @@ class _Edit:
         for at, more in zip(moments, nbytes, strict=True):
             peak_nbytes = max(0, self.moments[at].non_model_peak_nbytes + more)
             self.moments[at] = replace(self.moments[at], non_model_peak_nbytes=peak_nbytes)
-
-
-def _with_folded(moment: Moment, folded: _Folded) -> Moment:
-    peak_nbytes = max(moment.non_model_peak_nbytes, folded.non_model_peak_nbytes)
-    return replace(moment.longer(folded.duration_s), non_model_peak_nbytes=peak_nbytes)
 
 
 def _plain(trace: Trace, region: Region) -> list[int]:

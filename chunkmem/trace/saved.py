@@ -5,133 +5,18 @@ Paths in messages are those of the file.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
-import secrets
 import typing
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from chunkmem.errors import ChunkmemError
-from chunkmem.sizes import shown
-from chunkmem.trace.codec import Codec, Document, Tables, Wrong, codec_of, table_of
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class JsonFile:
-    """A kind of file: what it is called, and what is raised for everything that is wrong with one."""
-
-    name: str
-    error: type[ChunkmemError]
-
-    def load(self, path: str | os.PathLike[str], from_dict: Callable[[Any], T]) -> T:
-        """Return what `from_dict` makes of the object in a file.
-
-        Raises:
-            ChunkmemError: `error`, naming the file, if it cannot be read, is not JSON, or `from_dict` refuses it.
-        """
-        name = self._path_name(path)
-        try:
-            return from_dict(self._parsed(self._read(name)))
-        except RecursionError:
-            raise self.error(_one_line(f"{name}: the content is nested too deeply to be a {self.name}")) from None
-        except self.error as error:
-            raise self.error(_one_line(f"{name}: {error}")) from None
-
-    def save(self, values: Mapping[str, Any], path: str | os.PathLike[str], from_dict: Callable[[Any], object]) -> None:
-        """Write an object to a file, which is replaced as a whole or, after an error, as it was.
-
-        Raises:
-            ChunkmemError: `error`, naming the file, if it cannot be written, or `from_dict` would refuse it.
-        """
-        name = self._path_name(path)
-        target = Path(os.path.realpath(name))  # A symbolic link stays one.
-        try:
-            # That a file cannot be read would otherwise be found out when what it was made from is gone.
-            from_dict(values)
-            _replace(target, json.dumps(values, separators=(",", ":"), allow_nan=False).encode())
-        except self.error as error:
-            raise self.error(_one_line(f"{name} cannot be written: {error}")) from None
-        except OSError as error:
-            advice = "give the path of a file that can be written"
-            if isinstance(error, FileNotFoundError):
-                advice = f"create the directory {target.parent} first"
-            raise self.error(_one_line(f"{name} cannot be written: {error.strerror}; {advice}")) from None
-
-    def _path_name(self, path: object) -> str:
-        name = os.fsdecode(path) if isinstance(path, str | os.PathLike) else ""
-        if not name or "\0" in name:
-            raise self.error(f"{shown(path)} is not the path of a file; give one of a {self.name}")
-        return name
-
-    def _read(self, name: str) -> str:
-        try:
-            content = Path(name).read_bytes()
-        except OSError as error:
-            raise self.error(f"cannot be read: {error.strerror}; give the path of a {self.name}") from None
-        if not content.strip():
-            raise self.error(f"the file is empty, so it is no {self.name}; save it again")
-        try:
-            return content.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            if content.startswith(b"{") and error.reason == "unexpected end of data":
-                raise self._truncated() from None
-            raise self.error(f"byte {error.start} is not UTF-8 text, so this is no {self.name}") from None
-
-    def _parsed(self, text: str) -> object:
-        try:
-            return json.loads(text, object_pairs_hook=_unique)
-        except json.JSONDecodeError as error:
-            whole = text.rstrip()
-            # An object's last character is its brace; another one ends with what is inside the object.
-            if whole.startswith("{") and (not whole.endswith("}") or error.pos >= len(whole)):
-                raise self._truncated() from None
-            raise self.error(f"not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
-        except ValueError as error:  # A key given twice, or an integer of more digits than Python reads.
-            raise self.error(str(error)) from None
-
-    def _truncated(self) -> ChunkmemError:
-        return self.error(f"the file looks truncated: it ends inside its {self.name}; save or copy it again")
-
-
-def _replace(target: Path, content: bytes) -> None:
-    # Renaming over a device file or a socket would destroy it.
-    if target.exists() and not target.is_file():
-        raise OSError(0, "it is not a regular file")
-    # Not tempfile, whose files nobody but their owner can read. Short: the name of the target may be of full length.
-    partial = target.with_name(f".chunkmem-{secrets.token_hex(8)}.part")
-    try:
-        with partial.open("xb") as file:
-            file.write(content)
-            file.flush()
-            # Else a crash of the machine may leave the new name on old, empty blocks.
-            os.fsync(file.fileno())
-        os.replace(partial, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {shown(twice)} is given twice in one object")
-    return values
-
-
-def _one_line(message: str) -> str:
-    # Labels and paths may have line breaks in them, and lone surrogates, which cannot be printed.
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
-
+from chunkmem.files import replace_file, with_unique_keys
+from chunkmem.sizes import printable, shown
+from chunkmem.trace.codec import TABLES, Codec, Document, Tables, Wrong, codec_of
 
 VERSION = 2
 """Of all kinds of files, whose forms the codec decides."""
@@ -173,7 +58,18 @@ class Saved(Document):
         Raises:
             ChunkmemError: the file cannot be written, or it has a value, such as NaN, that none should have.
         """
-        JsonFile(self._name, self._error).save(self.to_dict(), path, self.from_dict)
+        name, values = self._path_name(path), self.to_dict()
+        try:
+            # That a file cannot be read would otherwise be found out when what it was made from is gone.
+            self.from_dict(values)
+            replace_file(name, json.dumps(values, separators=(",", ":"), allow_nan=False).encode())
+        except self._error as error:
+            raise self._refused(f"{name} cannot be written: {error}") from None
+        except OSError as error:
+            advice = "give the path of a file that can be written"
+            if isinstance(error, FileNotFoundError):
+                advice = f"create the directory {Path(os.path.realpath(name)).parent} first"
+            raise self._refused(f"{name} cannot be written: {error.strerror}; {advice}") from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -182,16 +78,64 @@ class Saved(Document):
         Raises:
             ChunkmemError: it cannot be read, or is something else, of another version, or damaged; names the file.
         """
-        return JsonFile(cls._name, cls._error).load(path, cls.from_dict)
+        name = cls._path_name(path)
+        try:
+            return cls.from_dict(cls._parsed(cls._text(name)))
+        except RecursionError:
+            raise cls._refused(f"{name}: the content is nested too deeply to be a {cls._name}") from None
+        except cls._error as error:
+            raise cls._refused(f"{name}: {error}") from None
+
+    @classmethod
+    def _refused(cls, sentence: str) -> ChunkmemError:
+        return cls._error(printable(sentence, breaks=""))
+
+    @classmethod
+    def _path_name(cls, path: object) -> str:
+        name = os.fsdecode(path) if isinstance(path, str | os.PathLike) else ""
+        if not name or "\0" in name:
+            raise cls._error(f"{shown(path)} is not the path of a file; give one of a {cls._name}")
+        return name
+
+    @classmethod
+    def _text(cls, name: str) -> str:
+        try:
+            content = Path(name).read_bytes()
+        except OSError as error:
+            raise cls._error(f"cannot be read: {error.strerror}; give the path of a {cls._name}") from None
+        if not content.strip():
+            raise cls._error(f"the file is empty, so it is no {cls._name}; save it again")
+        try:
+            return content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            if content.startswith(b"{") and error.reason == "unexpected end of data":
+                raise cls._truncated() from None
+            raise cls._error(f"byte {error.start} is not UTF-8 text, so this is no {cls._name}") from None
+
+    @classmethod
+    def _parsed(cls, text: str) -> object:
+        try:
+            return json.loads(text, object_pairs_hook=with_unique_keys)
+        except json.JSONDecodeError as error:
+            whole = text.rstrip()
+            # An object's last character is its brace; another one ends with what is inside the object.
+            if whole.startswith("{") and (not whole.endswith("}") or error.pos >= len(whole)):
+                raise cls._truncated() from None
+            raise cls._error(f"not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+        except ValueError as error:  # A key given twice, or an integer of more digits than Python reads.
+            raise cls._error(str(error)) from None
+
+    @classmethod
+    def _truncated(cls) -> ChunkmemError:
+        return cls._error(f"the file looks truncated: it ends inside its {cls._name}; save or copy it again")
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-serialisable data; see the module's docstring for the form."""
         tables: Tables = {name: {} for name in self._tables}
         left_out = {key for key in self._optional if getattr(self, key) == getattr(type(self), key)}
-        values = {
-            key: codec.plain(getattr(self, key), tables) for key, codec in self._codecs().items() if key not in left_out
-        }
-        contents = {name: table_of(name).plain(table, {}) for name, table in tables.items()}
+        codecs = self._codecs(tables).items()
+        values = {key: codec.plain(getattr(self, key)) for key, codec in codecs if key not in left_out}
+        contents = {name: TABLES[name].plain(table) for name, table in tables.items()}
         return {"format": self._name, "version": VERSION, **contents, **values}
 
     @classmethod
@@ -215,22 +159,21 @@ class Saved(Document):
         """
 
     @classmethod
-    def _codecs(cls) -> dict[str, Codec]:
+    def _codecs(cls, tables: Tables) -> dict[str, Codec]:
         hints = typing.get_type_hints(cls, include_extras=True)
         assert dataclasses.is_dataclass(cls)
-        return {field.name: codec_of(hints[field.name]) for field in dataclasses.fields(cls)}
+        return {field.name: codec_of(hints[field.name], tables) for field in dataclasses.fields(cls)}
 
     @classmethod
     def read(cls, values: object) -> Self:
         if not isinstance(values, Mapping):
             raise Wrong.needs(values, f"an object: a {cls._name}")
-        codecs = cls._codecs()
-        cls._require_keys(values, ("format", "version", *cls._tables, *codecs))
-        codecs = {key: codec for key, codec in codecs.items() if key in values}
-        tables: Tables = {}
-        for name in cls._tables:
-            tables[name] = _at(name, table_of(name), values, tables)
-        found = cls(**{key: _at(key, codec, values, tables) for key, codec in codecs.items()})
+        assert dataclasses.is_dataclass(cls)
+        names = (field.name for field in dataclasses.fields(cls))
+        cls._require_keys(values, ("format", "version", *cls._tables, *names))
+        tables = {name: _at(name, TABLES[name], values) for name in cls._tables}
+        codecs = cls._codecs(tables).items()
+        found = cls(**{key: _at(key, codec, values) for key, codec in codecs if key in values})
         found.require_sound()
         return found
 
@@ -261,8 +204,8 @@ class Saved(Document):
             raise Wrong(sentence).under(".version")
 
 
-def _at(key: str, codec: Codec, values: Mapping[str, Any], tables: Tables) -> Any:
+def _at(key: str, codec: Codec, values: Mapping[str, Any]) -> Any:
     try:
-        return codec.read(values[key], tables)
+        return codec.read(values[key])
     except Wrong as wrong:
         raise wrong.under(f".{key}") from None

@@ -46,9 +46,8 @@ def uncharged(trace: Trace, *, charges_non_model: bool, kept_nbytes: Mapping[int
         if at not in gone or not left:
             left.append(moment)
             continue
-        last = left[-1]
-        peak_nbytes = max(last.non_model_peak_nbytes, moment.non_model_peak_nbytes)
-        left[-1] = replace(last.longer(moment.duration_s, moment.entered), non_model_peak_nbytes=peak_nbytes)
+        peak_nbytes = moment.non_model_peak_nbytes
+        left[-1] = left[-1].longer(moment.duration_s, moment.entered, peak_nbytes=peak_nbytes)
     places.append(len(left))
     own_chunks = {region.chunk for region in trace.regions}
     sizes = {chunk: nbytes for chunk, nbytes in trace.chunk_nbytes.items() if chunk not in own_chunks}

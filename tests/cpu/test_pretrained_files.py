@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import chunkmem
-from chunkmem.checkpoints.pretrained import Files, StoredForm, shards_of
+from chunkmem.checkpoints.pretrained import shards_of, write_weights
 from tests.helpers.killed import at_once, failing_at, is_killed_at
 from tests.helpers.ranks import Team
 from tests.helpers.saved_training import Saved, assert_same
@@ -168,14 +168,9 @@ class Configured:
 
 
 def put(folder: Path, number: int, kind: str) -> None:
-    forms = {name: StoredForm(torch.float32, (1,)) for name in NAMES}
-    files = Files(folder, shards_of(forms, max_nbytes=KINDS[kind]))
-    try:
-        for name in NAMES:
-            files.write(name, torch.tensor([float(number)]))
-        files.finish(Configured(number))  # type: ignore[arg-type]
-    finally:
-        files.close()
+    forms = {name: torch.empty(1, device="meta") for name in NAMES}
+    values = (torch.tensor([float(number)]) for _ in NAMES)
+    write_weights(folder, shards_of(forms, max_nbytes=KINDS[kind]), values, Configured(number))  # type: ignore[arg-type]
 
 
 def numbers_in(paths: Iterator[Path] | Mapping[Path, None]) -> set[int]:

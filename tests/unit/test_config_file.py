@@ -27,7 +27,7 @@ def test_from_json_takes_strings_and_paths_and_a_byte_order_mark(tmp_path: Path)
         (b" \n", "is empty; a configuration of defaults is written {}"),
         (b'{"precision": "\xff"}', "is not UTF-8 text (byte 15 does not fit); save it as UTF-8"),
         (b"{}".decode().encode("utf-16"), "is not UTF-8 text (byte 0 does not fit); save it as UTF-8"),
-        (b'{"a": 1, "b": 2, "a": 3}', 'cannot be used: the key "a" is given twice in one object'),
+        (b'{"a": 1, "b": 2, "a": 3}', "cannot be used: the key 'a' is given twice in one object"),
         (b"[" * 100_000, "is nested too deeply to be a configuration"),
     ],
 )

@@ -18,6 +18,7 @@ PACKAGE = ROOT / "chunkmem"
 LAYERS = (
     ("types", "errors"),
     ("sizes", "layout"),
+    ("files",),
     ("schema", "memory", "deepspeed"),
     ("config", "trace"),
     ("plan",),
