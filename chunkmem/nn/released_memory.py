@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +33,7 @@ class Weight:
 
 @dataclass(eq=False, slots=True)
 class Released:
-    """A storage whose content one rank holds; on the others it is empty, but while it is open."""
+    """A storage whose content one rank holds; on the others it is empty, unless it is open."""
 
     weight: Weight
     """The parameter that it was the memory of."""
@@ -43,8 +42,8 @@ class Released:
     """Its identity: no other storage gets the same as long as there is a weak reference."""
     nbytes: int
     dtype: torch.dtype
-    is_open: bool = False
-    """All ranks have the content."""
+    is_whole: bool = False
+    """All ranks have the content, while it is open."""
 
     @property
     def storage(self) -> torch.UntypedStorage | None:
@@ -72,6 +71,7 @@ class ReleasedMemory:
         self._fetch = fetch
         self._by_storage: dict[int, Released] = {}
         self._open: list[Released] = []
+        """Those that all ranks have memory for."""
         self._moved: list[Weight] = []
         """Parameters that were given other memory since theirs was released."""
         self._freed_nbytes = 0
@@ -101,7 +101,7 @@ class ReleasedMemory:
 
     def keep(self, released: Released) -> None:
         """Bring the content to all ranks, for good."""
-        self.open([released])
+        self.open([released], needed=[released])
         self._open.remove(released)
         del self._by_storage[released.ref.cdata]
 
@@ -121,27 +121,30 @@ class ReleasedMemory:
 
     # Who has their content.
 
-    def open(self, given: Sequence[Released], *, overwritten: Released | None = None) -> None:
-        """Let all ranks have the content of these, and of no others; what is `overwritten` next may be anything."""
+    def open(self, given: Sequence[Released], *, needed: Sequence[Released]) -> None:
+        """Let all ranks have memory for these, and for no others, and the content of those that are `needed`."""
         self.close(besides=given)
         for released in given:
             storage = released.storage
-            if released.is_open or storage is None:
+            if storage is None:
                 continue
-            if released.holder != self._rank:
-                storage.resize_(released.nbytes)
-            if released is not overwritten:
+            if released not in self._open:
+                self._open.append(released)
+                if released.holder != self._rank:
+                    storage.resize_(released.nbytes)
+                    with runtime_mode():  # with what happens to be there, some operators would raise
+                        content_of(released, storage).zero_()
+            if released in needed and not released.is_whole:
                 self._fetch(released, storage)
-            released.is_open = True
-            self._open.append(released)
+                released.is_whole = True
 
     def close(self, *, besides: Collection[Released] = ()) -> None:
-        """Let the holders only have the content, but of what is in `besides`."""
+        """Let the holders only have memory, but for what is in `besides`."""
         # Not those of now: what converts a module keeps the new memory until it comes to the next parameter.
         self._release_moved()
         for released in [each for each in self._open if each not in besides]:
             self._open.remove(released)
-            released.is_open = False
+            released.is_whole = False
             storage = released.storage
             if storage is not None:
                 released.nbytes = storage.nbytes()
@@ -163,31 +166,14 @@ class ReleasedMemory:
             if can_go(param):
                 self.release(weight, weight.holder)
 
-    def _empty(self, released: Released, storage: torch.UntypedStorage, *, was_touched: bool = True) -> None:
+    def _empty(self, released: Released, storage: torch.UntypedStorage) -> None:
         if released.holder == self._rank:
             return
         storage.resize_(0)
-        self._freed_nbytes += released.nbytes if was_touched else 0
+        self._freed_nbytes += released.nbytes
         if self._freed_nbytes >= SLAB_FLOOR_NBYTES:
             give_back_freed_ram()
             self._freed_nbytes = 0
-
-    @contextmanager
-    def scratch(self, given: Sequence[Released], *, is_zero: bool) -> Iterator[None]:
-        """Give storages that are empty memory for one operator, whose result is lost."""
-        storages = [(each, storage) for each in given if (storage := each.storage) is not None]
-        try:
-            for released, storage in storages:
-                if released.holder != self._rank:
-                    storage.resize_(released.nbytes)
-                    if is_zero:  # with what happens to be there, some operators would raise
-                        with runtime_mode():
-                            content_of(released, storage).zero_()
-            yield
-        finally:
-            for released, storage in storages:
-                released.nbytes = storage.nbytes()  # an operator may have resized it
-                self._empty(released, storage, was_touched=is_zero)
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:
