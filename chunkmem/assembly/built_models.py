@@ -49,14 +49,10 @@ class BuiltModels:
         self._dtype = dtype
         self.collector: Collector | None = None
         """Of the models under construction."""
-        self.initialisers = Initialisers()
-        """Of what is on the meta device, of the model that was built last."""
         self.unpacked: Unpacked | None = None
         """What was built, until it is known which stage has what; None without pipeline stages."""
         self.added: list[Unpacked] = []
         """All that was built."""
-        self.values: Built = HERE
-        """Where `add_stages` finds values."""
         self.elsewhere = Elsewhere()
         """What other stages have."""
 
@@ -76,15 +72,13 @@ class BuiltModels:
         Raises:
             StateError: with pipeline stages, there is a model already.
         """
-        unpacked = Unpacked(tuple(roots), tuple(excluded), tuple(kept))
-        self.initialisers = initialisers or Initialisers()
+        unpacked = Unpacked(tuple(roots), tuple(excluded), tuple(kept), built, initialisers or Initialisers())
         if self._ranks.stages is not None:
             if self.unpacked is not None:
                 raise StateError("a manager with pipeline stages has one model; build all of it in one manager.init()")
             self.unpacked = unpacked
-            self.added.append(unpacked)
-            return
-        self._pack(roots, excluded, kept=kept, built=built, models=roots)
+        else:
+            self._pack(unpacked, roots, excluded, kept=kept)
         self.added.append(unpacked)
 
     def kept(self) -> list[nn.Module]:
@@ -139,7 +133,7 @@ class BuiltModels:
         excluded = [module for module in unpacked.excluded if module in modules]
         unpacked.note_packed()
         kept = [module for module in unpacked.kept if module in modules]
-        self._pack(own, excluded, kept=kept, built=self.values, models=unpacked.roots)
+        self._pack(unpacked, own, excluded, kept=kept)
         for number, stage in stages.items():
             where = f"stage {number}, which rank {ranks.name(number % ranks.size)} has"
             self._modules.registry.add_elsewhere(self.elsewhere.leave(stage, modules, where=where))
@@ -149,18 +143,18 @@ class BuiltModels:
 
     def _pack(
         self,
+        unpacked: Unpacked,
         roots: Sequence[nn.Module],
         excluded: Sequence[nn.Module],
         *,
         kept: Sequence[nn.Module],
-        built: Built,
-        models: Sequence[nn.Module],
     ) -> None:
-        """Pack `roots`, which are all of the `models` that were built, or stages of them."""
+        """Pack `roots`, which are all of what was built, or stages of it."""
         self._entry_points.forget_steps()
+        built, models = unpacked.built, unpacked.roots
         if not built.is_put_off and has_meta_tensors(models):
             read, write = self._updater.read_weight, self._modules.surface.write
-            wanted, shards = self.initialisers, self._sharding.shards
+            wanted, shards = unpacked.initialisers, self._sharding.shards
             built = BuiltOnMeta(models, built, shards, read=read, write=write, initialisers=wanted)
         with self.random_numbers() if isinstance(built, BuiltOnMeta) else contextlib.nullcontext():
             added = self._modules.registry.add(roots, excluded, built)

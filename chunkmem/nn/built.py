@@ -9,9 +9,26 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from chunkmem.layout.pack import SLAB_FLOOR_NBYTES
 from chunkmem.layout.spec import Layout, MasterCopy, digest
 from chunkmem.nn.binding import ManagedParameter, dense_stride
+from chunkmem.runtime.device import give_back_freed_ram
 from chunkmem.shard.shards import ShardStore
+
+
+class FreedRam:
+    """RAM that was freed piece by piece, and is given back to the system as soon as it is as much as a slab."""
+
+    def __init__(self) -> None:
+        """Nothing was freed."""
+        self._nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """So much was freed."""
+        self._nbytes += nbytes
+        if self._nbytes >= SLAB_FLOOR_NBYTES:
+            give_back_freed_ram()
+            self._nbytes = 0
 
 
 class Built:

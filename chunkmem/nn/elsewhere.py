@@ -13,7 +13,9 @@ from torch import nn
 
 from chunkmem.errors import LayoutError, StateError
 from chunkmem.nn.binding import blank, move_to
+from chunkmem.nn.built import Built
 from chunkmem.nn.fitted import FittedModules
+from chunkmem.nn.initialisers import Initialisers
 
 _OF_SHAPE = frozenset(
     {"__get__", "__set__", "dim", "element_size", "is_complex", "is_floating_point", "ndimension", "nelement", "numel"}
@@ -34,6 +36,10 @@ class Unpacked:
     excluded: tuple[nn.Module, ...]
     kept: tuple[nn.Module, ...]
     """Those of them whose gradients are not averaged over ranks."""
+    built: Built
+    """Where the values are."""
+    initialisers: Initialisers
+    """Of what is on the meta device."""
     is_packed: bool = False
 
     def note_packed(self) -> None:

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from chunkmem.errors import LayoutError
-from chunkmem.layout.pack import SLAB_FLOOR_NBYTES
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.built import FreedRam
 from chunkmem.nn.initialisers import Initialisation
-from chunkmem.runtime.device import give_back_freed_ram
 
 
 @dataclass(eq=False, slots=True)
@@ -108,7 +107,7 @@ class ParameterLender:
         """By parameter, the module that is visited first."""
         self._loans: dict[object, _Loan] = {}
         self._is_tied = False
-        self._freed_nbytes = 0
+        self._freed = FreedRam()
 
     @contextmanager
     def lending(self) -> Iterator[None]:
@@ -135,12 +134,10 @@ class ParameterLender:
             for loan in self._loans.values():
                 if loan.managed is not None and loan.is_kept:
                     self._keep(loan.managed, loan)
-            self._freed_nbytes += sum(loan.tensor.nbytes for loan in self._loans.values())
         finally:
+            nbytes = sum(loan.tensor.nbytes for loan in self._loans.values())
             self._loans.clear()
-        if self._freed_nbytes >= SLAB_FLOOR_NBYTES:
-            give_back_freed_ram()
-            self._freed_nbytes = 0
+            self._freed.add(nbytes)
 
     def lend(self, module: nn.Module, param: nn.Parameter | None) -> _Loan | None:
         """Return what stands in for a parameter of a module until the call is over; None if it has memory itself."""

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from chunkmem.errors import CapacityError
-from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, pack
+from chunkmem.layout.pack import pack
 from chunkmem.layout.spec import Group, Layout, MasterCopy, TensorSpec
 from chunkmem.nn.binding import BoundChunk, ManagedParameter, move_to
-from chunkmem.nn.built import HERE, Built
+from chunkmem.nn.built import HERE, Built, FreedRam
 from chunkmem.nn.precision import AS_BUILT, Precision
 from chunkmem.runtime.chunk import FIRST_CONTENT, Chunk
-from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
+from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.shortage import enough_for_all
 from chunkmem.sizes import format_nbytes
@@ -122,17 +122,14 @@ class Packer:
         if not built.is_put_off:
             self._prepare_room(layout, built)
         managed: dict[int, ManagedParameter] = {}
-        freed_nbytes = 0
+        freed = FreedRam()
         try:
             with self._bar(sum(group.nbytes for group in layout.groups)) as bar:
                 for group in layout.groups:
                     for parameter in self._pack_group(group, named, built):
                         managed[parameter.slot.tensor] = parameter
                     bar.update(group.nbytes)
-                    freed_nbytes += group.nbytes
-                    if freed_nbytes >= SLAB_FLOOR_NBYTES:
-                        give_back_freed_ram()
-                        freed_nbytes = 0
+                    freed.add(group.nbytes)
         except BaseException:
             self.unpack(layout, built)
             raise

@@ -235,9 +235,9 @@ class BuiltOverRanks(Built):
     def _finish(self, ordinary: Collection[int]) -> None:
         """Leave no memory released but that of parameters to be packed, which are nobody else's."""
         self._memory.close()
-        if self._in_use_elsewhere(ordinary):
-            gc.collect()  # as in `can_go`
-        kept = self._in_use_elsewhere(ordinary)
+        gc.collect()  # as in `can_go`
+        found = [(released, released.parameter()) for released in self._memory.alive()]
+        kept = [each for each, param in found if param is None or id(param) in ordinary or not is_alone(param)]
         names = ", ".join(released.weight.name for released in kept)
         self._shards.ranks.agree("what else has the memory of weights when the model is built", names or "nothing")
         for released in kept:
@@ -249,11 +249,6 @@ class BuiltOverRanks(Built):
             self._holders[id(param)], strides[id(param)] = released.holder, dense_stride(param)
             self._decided.update(f"{released.weight.name} of {released.holder};".encode())
         self.strides = strides
-
-    def _in_use_elsewhere(self, ordinary: Collection[int]) -> list[Released]:
-        """Return the released memory that is not a managed parameter's alone."""
-        found = [(released, released.parameter()) for released in self._memory.alive()]
-        return [each for each, param in found if param is None or id(param) in ordinary or not is_alone(param)]
 
     def agree(self, layout: Layout) -> None:
         super().agree(layout)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chunkmem.layout.pack import SLAB_FLOOR_NBYTES
 from chunkmem.nn.binding import blank
+from chunkmem.nn.built import FreedRam
 from chunkmem.nn.values import storage_id
-from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
+from chunkmem.runtime.device import runtime_mode
 
 _ALONE = 2
 """Uses of a storage that one tensor has: the tensor, and who counts."""
@@ -74,7 +74,7 @@ class ReleasedMemory:
         """Those that all ranks have memory for."""
         self._moved: list[Weight] = []
         """Parameters that were given other memory since theirs was released."""
-        self._freed_nbytes = 0
+        self._freed = FreedRam()
 
     # Which there are.
 
@@ -170,10 +170,7 @@ class ReleasedMemory:
         if released.holder == self._rank:
             return
         storage.resize_(0)
-        self._freed_nbytes += released.nbytes
-        if self._freed_nbytes >= SLAB_FLOOR_NBYTES:
-            give_back_freed_ram()
-            self._freed_nbytes = 0
+        self._freed.add(released.nbytes)
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:

@@ -199,7 +199,7 @@ class _Change(Repacking):
         self.require_room(layouts, owns=lambda group: owner(group) == shard)
 
     def divided(self, mesh: object, *, reason: str) -> Runtime:
-        """Stop the old parts, and make modules and Parameters what they were; return new parts."""
+        """Stop the old parts, make modules and Parameters what they were, and give the model to new parts."""
         before = self.before
         strides = self.stop(f"{reason}; use what pipe.repartition() has returned")
         ordinary = [] if before.ranks.stages is None else self.of_all(self._ordinary_tensors(), "buffers")
@@ -211,12 +211,11 @@ class _Change(Repacking):
             return before.for_ranks(mesh)
 
         after = self.undo(make)
-        after.built.values = PutOff(strides)
+        after.built.add(self.added.roots, self.added.excluded, built=PutOff(strides))
         return after
 
     def pack(self, after: Runtime, options: PipelineOptions, make: MakePipeline) -> Pipeline:
-        """Pack the model into chunks without content, and have optimizers claim their states; return the pipeline."""
-        after.built.add(self.added.roots, self.added.excluded, built=after.built.values)
+        """Divide the model, whose chunks have no content yet, and have optimizers claim their states."""
         pipeline = make(after, options)
         self.claim(after)
         return pipeline
