@@ -12,10 +12,10 @@ from torch import nn
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.config import Config
 from chunkmem.errors import ConfigError, LayoutError, StateError
-from chunkmem.nn.built import HERE
-from chunkmem.nn.initialisers import Initialisers
-from chunkmem.nn.released import BuiltOverRanks
-from chunkmem.nn.tiling import tile_linears
+from chunkmem.packing.built import HERE
+from chunkmem.packing.initialisers import Initialisers
+from chunkmem.packing.released import BuiltOverRanks
+from chunkmem.packing.tiling import tile_linears
 from chunkmem.sizes import shown
 from chunkmem.types import ACTIVATION_POLICIES
 

@@ -13,15 +13,15 @@ from chunkmem.assembly.parts import Modules, Sharding
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import StateError
 from chunkmem.layout.spec import digest
-from chunkmem.nn.built import HERE, Built
-from chunkmem.nn.collect import Collector
-from chunkmem.nn.elsewhere import Elsewhere, Unpacked
 from chunkmem.nn.hooks import ModuleHooks
-from chunkmem.nn.initialisers import Initialisers
-from chunkmem.nn.meta import BuiltOnMeta, has_meta_tensors
 from chunkmem.nn.ordinary import same_random_numbers, send_parameters
-from chunkmem.nn.packing import move_ordinary_tensors
 from chunkmem.optim.update import GroupUpdater
+from chunkmem.packing.built import HERE, Built
+from chunkmem.packing.collect import Collector
+from chunkmem.packing.elsewhere import Elsewhere, Unpacked
+from chunkmem.packing.initialisers import Initialisers
+from chunkmem.packing.meta import BuiltOnMeta, has_meta_tensors
+from chunkmem.packing.packer import move_ordinary_tensors
 
 
 class BuiltModels:
@@ -157,7 +157,7 @@ class BuiltModels:
             wanted, shards = unpacked.initialisers, self._sharding.shards
             built = BuiltOnMeta(models, built, shards, read=read, write=write, initialisers=wanted)
         with self.random_numbers() if isinstance(built, BuiltOnMeta) else contextlib.nullcontext():
-            added = self._modules.registry.add(roots, excluded, built)
+            added = self._modules.packer.add(roots, excluded, built)
         reduced = [module for module in excluded if module not in kept]
         self._sharding.ordinary.parameters += [
             param for module in reduced for param in module.parameters(recurse=False)
@@ -171,7 +171,7 @@ class BuiltModels:
             self._entry_points.ordinary.add(roots, excluded, kept=kept)
         self._modules.fit(roots, added, self._hooks, dtype=self._dtype)
         for module in (*roots, *excluded):
-            move_ordinary_tensors(module, excluded, self._device, on_host=self._modules.registry.on_host)
+            move_ordinary_tensors(module, excluded, self._device, on_host=self._modules.packer.on_host)
         if isinstance(built, BuiltOnMeta):
             built.tell(self._modules.surface.awaited, [managed for packed in added for managed in packed.parameters])
 

@@ -21,7 +21,7 @@ from chunkmem.comm.mesh import Mesh, ranks_by_stage, with_stages
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import ChunkmemError, ConfigError, StateError
 from chunkmem.nn.binding import move_to
-from chunkmem.nn.built import PutOff
+from chunkmem.packing.built import PutOff
 from chunkmem.pipeline.modules import divide
 from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.schedules import check_schedule
@@ -195,7 +195,7 @@ class _Change(Repacking):
             inside = {module for root in roots for module in root.modules()}
             excluded = [module for module in excluded if module in inside]
         owner = RoundRobin(num_shards).owner
-        layouts = before.registry.preview(roots, excluded, num_ranks=num_shards)
+        layouts = before.modules.packer.preview(roots, excluded, num_ranks=num_shards)
         self.require_room(layouts, owns=lambda group: owner(group) == shard)
 
     def divided(self, mesh: object, *, reason: str) -> Runtime:

@@ -45,11 +45,11 @@ from chunkmem.comm.exchange import Shard, hand_over
 from chunkmem.errors import StateError
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.binding import dense_stride
-from chunkmem.nn.built import Built
-from chunkmem.nn.collect import Collector
 from chunkmem.nn.guard import only_makes_a_view, tensors_of, written_by
 from chunkmem.nn.parameter_reads import is_managed
-from chunkmem.nn.released_memory import Released, ReleasedMemory, Weight, can_go, content_of, is_alone
+from chunkmem.packing.built import Built
+from chunkmem.packing.collect import Collector
+from chunkmem.packing.released_memory import Released, ReleasedMemory, Weight, can_go, content_of, is_alone
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.shard.shards import ShardStore
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from chunkmem.errors import LayoutError, StateError
 from chunkmem.nn.binding import blank, move_to
-from chunkmem.nn.built import Built
 from chunkmem.nn.fitted import FittedModules
-from chunkmem.nn.initialisers import Initialisers
+from chunkmem.packing.built import Built
+from chunkmem.packing.initialisers import Initialisers
 
 _OF_SHAPE = frozenset(
     {"__get__", "__set__", "dim", "element_size", "is_complex", "is_floating_point", "ndimension", "nelement", "numel"}

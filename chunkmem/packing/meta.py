@@ -22,11 +22,11 @@ from chunkmem.errors import LayoutError
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.awaited import AwaitedValues
 from chunkmem.nn.binding import ManagedParameter, blank, move_to
-from chunkmem.nn.built import Built
-from chunkmem.nn.elsewhere import hook_again
-from chunkmem.nn.initialisers import Initialisers, initialisations, tie_again, without_initialiser
-from chunkmem.nn.lent import ParameterLender, blank_like, has_gaps
 from chunkmem.nn.parameter_reads import is_managed
+from chunkmem.packing.built import Built
+from chunkmem.packing.elsewhere import hook_again
+from chunkmem.packing.initialisers import Initialisers, initialisations, tie_again, without_initialiser
+from chunkmem.packing.lent import ParameterLender, blank_like, has_gaps
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.shard.shards import ShardStore
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from chunkmem.nn.binding import blank
-from chunkmem.nn.built import FreedRam
 from chunkmem.nn.values import storage_id
+from chunkmem.packing.built import FreedRam
 from chunkmem.runtime.device import runtime_mode
 
 _ALONE = 2

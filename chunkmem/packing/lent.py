@@ -12,8 +12,8 @@ from torch import nn
 
 from chunkmem.errors import LayoutError
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.built import FreedRam
-from chunkmem.nn.initialisers import Initialisation
+from chunkmem.packing.built import FreedRam
+from chunkmem.packing.initialisers import Initialisation
 
 
 @dataclass(eq=False, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,8 +13,9 @@ from chunkmem.errors import CapacityError
 from chunkmem.layout.pack import pack
 from chunkmem.layout.spec import Group, Layout, MasterCopy, TensorSpec
 from chunkmem.nn.binding import BoundChunk, ManagedParameter, move_to
-from chunkmem.nn.built import HERE, Built, FreedRam
-from chunkmem.nn.precision import AS_BUILT, Precision
+from chunkmem.nn.registry import PackedModel
+from chunkmem.packing.built import HERE, Built, FreedRam
+from chunkmem.packing.precision import AS_BUILT, Precision
 from chunkmem.runtime.chunk import FIRST_CONTENT, Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
@@ -26,15 +26,6 @@ from chunkmem.types import ChunkId, Role, Tier
 _FP32_NBYTES = 4
 _BAR_DELAY_S = 2.0
 """What is packed by then has no progress bar."""
-
-
-@dataclass(frozen=True)
-class PackedModel:
-    """One root module and what its parameters became."""
-
-    root: nn.Module
-    layout: Layout
-    parameters: tuple[ManagedParameter, ...]
 
 
 def tensor_specs(

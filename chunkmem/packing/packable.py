@@ -11,9 +11,9 @@ from torch.nn.parameter import is_lazy
 
 from chunkmem.errors import LayoutError, StateError
 from chunkmem.nn.binding import serves_itself
-from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.parameter_reads import is_managed
 from chunkmem.nn.values import storage_id
+from chunkmem.packing.built import HERE, Built
 
 _OF_PYTHON = 1
 """References to a storage that has been looked at: torch keeps its Python object."""
