@@ -12,10 +12,13 @@ from torch import nn
 from chunkmem.layout.pack import choose_slab_nbytes, pack
 from chunkmem.layout.spec import ALIGN_NBYTES, Layout, MasterCopy
 from chunkmem.nn.registry import ModelRegistry, PackedModel
-from chunkmem.packing.built import HERE, Built
+from chunkmem.packing.built import Built
 from chunkmem.packing.packable import check_separate, check_unmanaged, named_parameters_of
 from chunkmem.packing.packer import Packer, tensor_specs
 from chunkmem.packing.precision import AS_BUILT, Precision, precision_of
+
+Named = Sequence[tuple[str, nn.Parameter]]
+"""Parameters of one root module, with their names."""
 
 
 class ModelPacker:
@@ -54,7 +57,7 @@ class ModelPacker:
         self.on_host: frozenset[nn.Module] = frozenset()
         """Modules that compute on HOST, of what was added last."""
 
-    def add(self, roots: Sequence[nn.Module], excluded: Sequence[nn.Module], built: Built = HERE) -> list[PackedModel]:
+    def add(self, roots: Sequence[nn.Module], excluded: Sequence[nn.Module], built: Built) -> list[PackedModel]:
         """Pack the parameters under `roots`; `precision` is theirs then. All are checked before the first is touched.
 
         Raises:
@@ -64,7 +67,7 @@ class ModelPacker:
         built.check(excluded)
         managed = {id(each.param) for each in self._registry.parameters}
         known = set(managed)
-        named: list[list[tuple[str, nn.Parameter]]] = []
+        named: list[Named] = []
         for root in roots:
             # What another model holds too, packed before or above, has its slot already.
             own = named_parameters_of(root, excluded=excluded, built=built)
@@ -74,20 +77,25 @@ class ModelPacker:
             named.append(found)
         if built.has_memory:
             check_separate(roots, packed=known)
-        precision = precision_of(
-            roots, self._dtype, master_weights=self._master_weights, excluded=excluded, packed=managed
-        )
-        precision = _with_masters(precision, built.masters)
-        slab_nbytes = self.slab_nbytes if built.slab_nbytes is None else built.slab_nbytes
-        if any(named) and (slab_nbytes is None or (self._chunk_numel is not None and built.slab_nbytes is None)):
-            slab_nbytes = self._choose_slab_nbytes(named, precision, on_host, num_ranks=self._num_ranks)
-        packable = {
-            root: pairs
-            for root, pairs in zip(roots, named, strict=True)
+        precision = self._precision(roots, excluded, built.masters, packed=managed)
+        packable = [
+            (root, found)
+            for root, found in zip(roots, named, strict=True)
             if any(id(p) in known for p in root.parameters())
-        }
-        added = self._pack(packable, slab_nbytes or ALIGN_NBYTES, precision, built, on_host=_parameters_of(on_host))
-        self.slab_nbytes, self.precision, self.on_host = slab_nbytes, precision, on_host
+        ]
+        same_nbytes = self.slab_nbytes if self._chunk_numel is None else None
+        layouts = self._layouts(
+            [found for _, found in packable],
+            precision,
+            _parameters_of(on_host),
+            slab_nbytes=same_nbytes if built.slab_nbytes is None else built.slab_nbytes,
+            num_ranks=self._num_ranks,
+            first_group=sum(len(model.layout.groups) for model in self._registry.models),
+        )
+        added = self._pack([(*each, layout) for each, layout in zip(packable, layouts, strict=True)], built)
+        if any(named):
+            self.slab_nbytes = layouts[0].slab_nbytes
+        self.precision, self.on_host = precision, on_host
         self._registry.add(added, roots, excluded)
         return added
 
@@ -113,82 +121,72 @@ class ModelPacker:
         """
         on_host = self._choose_on_host(roots, excluded)
         known = {id(param) for module in excluded for param in module.parameters(recurse=False)}
-        named: list[list[tuple[str, nn.Parameter]]] = []
+        named: list[Named] = []
         for root in roots:
             named.append([(name, param) for name, param in root.named_parameters() if id(param) not in known])
             known.update(id(param) for _, param in named[-1])
-        found = precision_of(roots, self._dtype, master_weights=self._master_weights, excluded=excluded)
         # What is frozen was built in another dtype, maybe, than it has in its chunk.
         frozen = (
             m for m in self._registry.parameters if not m.requires_grad and m.built_dtype is not m.placeholder.dtype
         )
         packed = {id(m.param): MasterCopy.PACKED for m in frozen}
-        precision = _with_masters(found, {**packed, **masters})
-        if slab_nbytes is None and any(named):
-            slab_nbytes = self._choose_slab_nbytes(named, precision, on_host, num_ranks=num_ranks)
-        layouts: list[tuple[Layout, list[nn.Parameter]]] = []
-        for pairs in named:
-            specs = tensor_specs(pairs, precision, on_host=_parameters_of(on_host))
-            first = sum(len(layout.groups) for layout, _ in layouts)
-            layout = pack(specs, slab_nbytes=slab_nbytes or ALIGN_NBYTES, first_group=first)
-            layouts.append((layout, [param for _, param in pairs]))
+        precision = self._precision(roots, excluded, {**packed, **masters})
+        away = _parameters_of(on_host)
+        layouts = self._layouts(named, precision, away, slab_nbytes=slab_nbytes, num_ranks=num_ranks, first_group=0)
+        return [(layout, [param for _, param in pairs]) for layout, pairs in zip(layouts, named, strict=True)]
+
+    def _precision(
+        self,
+        roots: Sequence[nn.Module],
+        excluded: Sequence[nn.Module],
+        masters: Mapping[int, MasterCopy],
+        *,
+        packed: Collection[int] = (),
+    ) -> Precision:
+        """Return the precision of models in which these parameters, if they are in a low dtype, have such `masters`."""
+        found = precision_of(roots, self._dtype, master_weights=self._master_weights, excluded=excluded, packed=packed)
+        known = {key: master for key, master in masters.items() if key in found.masters}
+        return replace(found, masters={**found.masters, **known})
+
+    def _layouts(
+        self,
+        named: Sequence[Named],
+        precision: Precision,
+        on_host: Collection[int],
+        *,
+        slab_nbytes: int | None,
+        num_ranks: int,
+        first_group: int,
+    ) -> list[Layout]:
+        """Lay out the parameters of each root; `slab_nbytes` None: as is best for what is computed with on DEVICE."""
+        pairs = [pair for found in named for pair in found]
+        if slab_nbytes is None and pairs:
+            on_device = [(name, param) for name, param in pairs if id(param) not in on_host]
+            slab_nbytes = choose_slab_nbytes(
+                tensor_specs(on_device or pairs, precision),
+                chunk_numel=self._chunk_numel,
+                device_cap_nbytes=self._device_cap_nbytes,
+                num_ranks=num_ranks,
+            )
+        layouts: list[Layout] = []
+        for found in named:
+            specs = tensor_specs(found, precision, on_host=on_host)
+            layouts.append(pack(specs, slab_nbytes=slab_nbytes or ALIGN_NBYTES, first_group=first_group))
+            first_group += len(layouts[-1].groups)
         return layouts
 
-    def _pack(
-        self,
-        named: Mapping[nn.Module, Sequence[tuple[str, nn.Parameter]]],
-        slab_nbytes: int,
-        precision: Precision,
-        built: Built,
-        *,
-        on_host: Collection[int],
-    ) -> list[PackedModel]:
-        """Pack all roots or, if one cannot be, none."""
+    def _pack(self, models: Iterable[tuple[nn.Module, Named, Layout]], built: Built) -> list[PackedModel]:
+        """Pack all models or, if one cannot be, none."""
         added: list[PackedModel] = []
-        first = sum(len(model.layout.groups) for model in self._registry.models)
         try:
-            for root, pairs in named.items():
-                packed = self._packer.pack(
-                    root,
-                    pairs,
-                    slab_nbytes=slab_nbytes,
-                    first_group=first,
-                    precision=precision,
-                    on_host=on_host,
-                    built=built,
-                )
-                first += len(packed.layout.groups)
-                added.append(packed)
+            for root, named, layout in models:
+                added.append(PackedModel(root, layout, self._packer.pack(named, layout, built)))
             built.complete([managed for packed in added for managed in packed.parameters])
         except BaseException:
             for packed in added:
                 self._packer.unpack(packed.layout, built)
             raise
         return added
-
-    def _choose_slab_nbytes(
-        self,
-        named: Iterable[Sequence[tuple[str, nn.Parameter]]],
-        precision: Precision,
-        on_host: Iterable[nn.Module],
-        *,
-        num_ranks: int,
-    ) -> int:
-        away = _parameters_of(on_host)
-        pairs = [pair for pairs in named for pair in pairs]
-        on_device = [(name, param) for name, param in pairs if id(param) not in away]
-        return choose_slab_nbytes(
-            tensor_specs(on_device or pairs, precision),
-            chunk_numel=self._chunk_numel,
-            device_cap_nbytes=self._device_cap_nbytes,
-            num_ranks=num_ranks,
-        )
-
-
-def _with_masters(precision: Precision, masters: Mapping[int, MasterCopy]) -> Precision:
-    """Return a precision in which these parameters, if they are in a low dtype, have such master weights."""
-    known = {key: master for key, master in masters.items() if key in precision.masters}
-    return replace(precision, masters={**precision.masters, **known})
 
 
 def _parameters_of(modules: Iterable[nn.Module]) -> set[int]:

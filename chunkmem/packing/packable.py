@@ -13,14 +13,14 @@ from chunkmem.errors import LayoutError, StateError
 from chunkmem.nn.binding import serves_itself
 from chunkmem.nn.parameter_reads import is_managed
 from chunkmem.nn.values import storage_id
-from chunkmem.packing.built import HERE, Built
+from chunkmem.packing.built import Built
 
 _OF_PYTHON = 1
 """References to a storage that has been looked at: torch keeps its Python object."""
 
 
 def named_parameters_of(
-    root: nn.Module, *, excluded: Iterable[nn.Module], built: Built = HERE
+    root: nn.Module, *, excluded: Iterable[nn.Module], built: Built
 ) -> list[tuple[str, nn.Parameter]]:
     """Return (name, parameter) of the distinct parameters under `root`, checked, without those of `excluded` modules.
 
