@@ -25,6 +25,7 @@ from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CapacityError, StateError
 from chunkmem.layout.spec import Group, Layout, MasterCopy
 from chunkmem.nn.lazy_gradient import LazyGradient
+from chunkmem.nn.parameter_reads import own_parameters
 from chunkmem.optim.block_adam import adam_states
 from chunkmem.optim.rule import StateSpec
 from chunkmem.packing.built import PutOff
@@ -182,7 +183,7 @@ class PackingAgain:
         if len(runtime.built.added) != 1:
             return f"chunks of {len(runtime.built.added)} models are not packed again, only those of one"
         (added,) = runtime.built.added
-        excluded = {id(param) for module in added.excluded for param in module.parameters(recurse=False)}
+        excluded = own_parameters(added.excluded)
         params = [param for root in added.roots for param in root.parameters()]
         if runtime.config.memory.disk is not None:
             return "chunks with memory.disk are not packed again"

@@ -22,7 +22,7 @@ from chunkmem.errors import LayoutError
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.awaited import AwaitedValues
 from chunkmem.nn.binding import ManagedParameter, blank, move_to
-from chunkmem.nn.parameter_reads import is_managed
+from chunkmem.nn.parameter_reads import is_managed, own_parameters
 from chunkmem.packing.built import Built
 from chunkmem.packing.elsewhere import hook_again
 from chunkmem.packing.initialisers import Initialisers, initialisations, tie_again, without_initialiser
@@ -113,7 +113,7 @@ class BuiltOnMeta(Built):
                         f"{kind} {name} {tuple(tensor.shape)} is on the meta device and has no values, and its module, "
                         f"a {type(module).__name__}, has no reset_parameters() that gives it some; {_NEXT_STEP}"
                     )
-        ordinary = {id(param) for module in excluded for param in module.parameters(recurse=False)}
+        ordinary = own_parameters(excluded)
         self._ordinary = [param for key, param in self._params.items() if key in ordinary]
 
     def agree(self, layout: Layout) -> None:

@@ -11,9 +11,10 @@ from torch import nn
 
 from chunkmem.layout.pack import choose_slab_nbytes, pack
 from chunkmem.layout.spec import ALIGN_NBYTES, Layout, MasterCopy
+from chunkmem.nn.parameter_reads import own_parameters
 from chunkmem.nn.registry import ModelRegistry, PackedModel
 from chunkmem.packing.built import Built
-from chunkmem.packing.packable import check_separate, check_unmanaged, named_parameters_of
+from chunkmem.packing.packable import check_separate, named_parameters_of
 from chunkmem.packing.packer import Packer, tensor_specs
 from chunkmem.packing.precision import AS_BUILT, Precision, precision_of
 
@@ -70,11 +71,8 @@ class ModelPacker:
         named: list[Named] = []
         for root in roots:
             # What another model holds too, packed before or above, has its slot already.
-            own = named_parameters_of(root, excluded=excluded, built=built)
-            found = [(n, p) for n, p in own if id(p) not in known]
-            check_unmanaged(found)
-            known.update(id(param) for _, param in found)
-            named.append(found)
+            named.append(named_parameters_of(root, excluded=excluded, built=built, known=known))
+            known.update(id(param) for _, param in named[-1])
         if built.has_memory:
             check_separate(roots, packed=known)
         precision = self._precision(roots, excluded, built.masters, packed=managed)
@@ -87,7 +85,7 @@ class ModelPacker:
         layouts = self._layouts(
             [found for _, found in packable],
             precision,
-            _parameters_of(on_host),
+            own_parameters(on_host),
             slab_nbytes=same_nbytes if built.slab_nbytes is None else built.slab_nbytes,
             num_ranks=self._num_ranks,
             first_group=sum(len(model.layout.groups) for model in self._registry.models),
@@ -120,7 +118,7 @@ class ModelPacker:
             The layout of each root, and its parameters.
         """
         on_host = self._choose_on_host(roots, excluded)
-        known = {id(param) for module in excluded for param in module.parameters(recurse=False)}
+        known = own_parameters(excluded)
         named: list[Named] = []
         for root in roots:
             named.append([(name, param) for name, param in root.named_parameters() if id(param) not in known])
@@ -131,7 +129,7 @@ class ModelPacker:
         )
         packed = {id(m.param): MasterCopy.PACKED for m in frozen}
         precision = self._precision(roots, excluded, {**packed, **masters})
-        away = _parameters_of(on_host)
+        away = own_parameters(on_host)
         layouts = self._layouts(named, precision, away, slab_nbytes=slab_nbytes, num_ranks=num_ranks, first_group=0)
         return [(layout, [param for _, param in pairs]) for layout, pairs in zip(layouts, named, strict=True)]
 
@@ -187,8 +185,3 @@ class ModelPacker:
                 self._packer.unpack(packed.layout, built)
             raise
         return added
-
-
-def _parameters_of(modules: Iterable[nn.Module]) -> set[int]:
-    """Return the identities of the modules' own parameters."""
-    return {id(param) for module in modules for param in module._parameters.values() if param is not None}

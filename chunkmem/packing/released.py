@@ -46,7 +46,7 @@ from chunkmem.errors import StateError
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.binding import dense_stride
 from chunkmem.nn.guard import only_makes_a_view, tensors_of, written_by
-from chunkmem.nn.parameter_reads import is_managed
+from chunkmem.nn.parameter_reads import is_managed, own_parameters
 from chunkmem.packing.built import Built
 from chunkmem.packing.collect import Collector
 from chunkmem.packing.released_memory import Released, ReleasedMemory, Weight, can_go, content_of, is_alone
@@ -178,8 +178,7 @@ class BuiltOverRanks(Built):
         if child is None:
             return
         self._memory.close()
-        excluded = self._collector.excluded()
-        skipped = {id(param) for module in excluded for param in module.parameters(recurse=False)}
+        skipped = own_parameters(self._collector.excluded())
         for path, module in child.named_modules(prefix=name):
             # To look a managed parameter up would be to read it.
             if not is_managed(module):
@@ -199,13 +198,13 @@ class BuiltOverRanks(Built):
         weight = self._weights[id(param)] = Weight(weakref.ref(param), name)
         released = self._memory.find(param)
         if released is not None:  # of a parameter that this one was made of
-            weight.holder = released.holder
+            weight.holder = released.weight.holder
             if released.parameter() is None:
                 released.weight = weight
         elif can_go(param):
             holder = weight.holder = self._given_nbytes.index(min(self._given_nbytes))
             self._given_nbytes[holder] += param.nbytes
-            self._memory.release(weight, holder)
+            self._memory.release(weight)
         self._decided.update(f"{name} {weight.holder};".encode())
 
     def _fetch(self, released: Released, storage: torch.UntypedStorage) -> None:
@@ -221,14 +220,14 @@ class BuiltOverRanks(Built):
         with runtime_mode():
             flat = content_of(released, storage)
             sent = flat.cpu()
-            shard = Shard(self._num_exchanged, released.holder, sent)
+            shard = Shard(self._num_exchanged, released.weight.holder, sent)
             self._shards.exchange.gather([shard], label=f"building: fetching {name}").wait()
             if sent is not flat:
                 flat.copy_(sent)
 
     def check(self, excluded: Collection[nn.Module]) -> None:
         try:
-            self._finish({id(param) for module in excluded for param in module.parameters(recurse=False)})
+            self._finish(own_parameters(excluded))
         finally:
             self._memory.end()
 
@@ -246,8 +245,9 @@ class BuiltOverRanks(Built):
         for released in self._memory.alive():
             param = released.parameter()
             assert param is not None
-            self._holders[id(param)], strides[id(param)] = released.holder, dense_stride(param)
-            self._decided.update(f"{released.weight.name} of {released.holder};".encode())
+            weight = released.weight
+            self._holders[id(param)], strides[id(param)] = weight.holder, dense_stride(param)
+            self._decided.update(f"{weight.name} of {weight.holder};".encode())
         self.strides = strides
 
     def agree(self, layout: Layout) -> None:

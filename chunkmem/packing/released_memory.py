@@ -27,8 +27,8 @@ class Weight:
     param: weakref.ref[nn.Parameter]
     name: str
     """As far as it is known."""
-    holder: int | None = None
-    """The rank whose part it is. None: every rank has the values."""
+    holder: int = -1
+    """The rank whose part it is; -1: every rank has the values."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,7 +37,6 @@ class Released:
 
     weight: Weight
     """The parameter that it was the memory of."""
-    holder: int
     ref: StorageWeakRef
     """Its identity: no other storage gets the same as long as there is a weak reference."""
     nbytes: int
@@ -78,15 +77,16 @@ class ReleasedMemory:
 
     # Which there are.
 
-    def release(self, weight: Weight, holder: int) -> None:
-        """Leave the memory of a parameter, which `can_go`, to a rank."""
+    def release(self, weight: Weight) -> None:
+        """Leave the memory of a parameter to its holder, if it `can_go`."""
         param = weight.param()
-        assert param is not None
+        if param is None or not can_go(param):
+            return
         with runtime_mode():
-            if holder != self._rank and not param.untyped_storage().resizable():  # numpy's, or a mapped file
+            if weight.holder != self._rank and not param.untyped_storage().resizable():  # numpy's, or a mapped file
                 param.data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
             storage = param.untyped_storage()
-        released = Released(weight, holder, StorageWeakRef(storage), storage.nbytes(), param.dtype)
+        released = Released(weight, StorageWeakRef(storage), storage.nbytes(), param.dtype)
         self._by_storage[released.ref.cdata] = released
         self._empty(released, storage)
 
@@ -109,7 +109,7 @@ class ReleasedMemory:
         """Put the parameters on placeholders, but those of this rank: no tensor may be without memory unguarded."""
         for released in self.alive():
             param = released.parameter()
-            if param is not None and released.holder != self._rank:
+            if param is not None and released.weight.holder != self._rank:
                 with runtime_mode():
                     param.data = blank(param.dtype, param.device).expand(param.shape)
             storage = released.storage
@@ -130,7 +130,7 @@ class ReleasedMemory:
                 continue
             if released not in self._open:
                 self._open.append(released)
-                if released.holder != self._rank:
+                if released.weight.holder != self._rank:
                     storage.resize_(released.nbytes)
                     with runtime_mode():  # with what happens to be there, some operators would raise
                         content_of(released, storage).zero_()
@@ -141,7 +141,10 @@ class ReleasedMemory:
     def close(self, *, besides: Collection[Released] = ()) -> None:
         """Let the holders only have memory, but for what is in `besides`."""
         # Not those of now: what converts a module keeps the new memory until it comes to the next parameter.
-        self._release_moved()
+        moved, self._moved = self._moved, []
+        for weight in moved:
+            if self._has_moved(weight):
+                self.release(weight)
         for released in [each for each in self._open if each not in besides]:
             self._open.remove(released)
             released.is_whole = False
@@ -153,24 +156,17 @@ class ReleasedMemory:
 
     def look_again(self, weight: Weight) -> None:
         """If a parameter was given other memory since its own was released, release that, the next time but one."""
-        param = weight.param()
-        if param is not None and weight.holder is not None and self.find(param) is None:
+        if self._has_moved(weight):
             self._moved.append(weight)
 
-    def _release_moved(self) -> None:
-        moved, self._moved = self._moved, []
-        for weight in moved:
-            param = weight.param()
-            if param is None or weight.holder is None or self.find(param) is not None:
-                continue
-            if can_go(param):
-                self.release(weight, weight.holder)
+    def _has_moved(self, weight: Weight) -> bool:
+        param = weight.param()
+        return param is not None and weight.holder >= 0 and self.find(param) is None
 
     def _empty(self, released: Released, storage: torch.UntypedStorage) -> None:
-        if released.holder == self._rank:
-            return
-        storage.resize_(0)
-        self._freed.add(released.nbytes)
+        if released.weight.holder != self._rank:
+            storage.resize_(0)
+            self._freed.add(released.nbytes)
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:

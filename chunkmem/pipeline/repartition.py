@@ -21,6 +21,7 @@ from chunkmem.comm.mesh import Mesh, ranks_by_stage, with_stages
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import ChunkmemError, ConfigError, StateError
 from chunkmem.nn.binding import move_to
+from chunkmem.nn.parameter_reads import own_parameters
 from chunkmem.packing.built import PutOff
 from chunkmem.pipeline.modules import divide
 from chunkmem.pipeline.options import PipelineOptions
@@ -138,7 +139,7 @@ def _require_stages(runtime: Runtime, options: PipelineOptions, num_stages: int,
             "pipe.repartition(): modules were built in manager.exclude(reduce=False): each rank has parameters of its "
             "own there, and other ranks cannot choose between them"
         )
-    ordinary = {id(param) for module in added.excluded for param in module.parameters(recurse=False)}
+    ordinary = own_parameters(added.excluded)
     for root in added.roots:
         for name, param in root.named_parameters():
             is_packed = runtime.registry.find(param) is not None or runtime.registry.is_elsewhere(param)
