@@ -12,10 +12,10 @@ from torch import nn
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.config import Config
 from chunkmem.errors import ConfigError, LayoutError, StateError
-from chunkmem.nn.built import HERE
-from chunkmem.nn.initialisers import Initialisers
-from chunkmem.nn.released import BuiltOverRanks
-from chunkmem.nn.tiling import tile_linears
+from chunkmem.packing.built import HERE
+from chunkmem.packing.initialisers import Initialisers
+from chunkmem.packing.released import BuiltOverRanks
+from chunkmem.packing.tiling import tile_linears
 from chunkmem.sizes import shown
 from chunkmem.types import ACTIVATION_POLICIES
 
@@ -69,9 +69,7 @@ class ModelBuilding:
         Raises:
             LayoutError: a tensor on the meta device has no values at the end. Otherwise what `init` does.
         """
-        self.runtime.require_open()
-        if not isinstance(model, nn.Module):
-            raise LayoutError(f"manager.wrap() takes a torch.nn.Module, not a {type(model).__name__}")
+        self._require_module(model, "wrap")
         if self.config.with_tiling_linear:
             self._tile(model, self._configured_numel)
         self.runtime.built.send(model)
@@ -93,9 +91,7 @@ class ModelBuilding:
             LayoutError: `model` is no module, or `max_numel` no number of elements, or too small.
             StateError: the model is managed already.
         """
-        self.runtime.require_open()
-        if not isinstance(model, nn.Module):
-            raise LayoutError(f"manager.tile() takes a torch.nn.Module, not a {type(model).__name__}")
+        self._require_module(model, "tile")
         self._tile(model, max_numel)
         return model
 
@@ -138,9 +134,7 @@ class ModelBuilding:
             LayoutError: it is no module.
             StateError: it cannot be one graph: a module inside computes on HOST, or is a unit or region of its own.
         """
-        self.runtime.require_open()
-        if not isinstance(module, nn.Module):
-            raise LayoutError(f"manager.compile() takes a torch.nn.Module, not a {type(module).__name__}")
+        self._require_module(module, "compile")
         self.runtime.modules.compiled.compile(module, options)
         return module
 
@@ -149,9 +143,7 @@ class ModelBuilding:
 
         By default, units are the children of ModuleList and Sequential. With one process it changes nothing.
         """
-        self.runtime.require_open()
-        if not isinstance(module, nn.Module):
-            raise LayoutError(f"manager.unit() takes a torch.nn.Module, not a {type(module).__name__}")
+        self._require_module(module, "unit")
         self.runtime.modules.policies.ask(module, is_unit=True)
         return module
 
@@ -165,9 +157,7 @@ class ModelBuilding:
         Raises:
             ConfigError: there is no such policy.
         """
-        self.runtime.require_open()
-        if not isinstance(module, nn.Module):
-            raise LayoutError(f"manager.region() takes a torch.nn.Module, not a {type(module).__name__}")
+        self._require_module(module, "region")
         if policy not in tuple(ACTIVATION_POLICIES):
             raise ConfigError(f"policy is {shown(policy)}; give one of {', '.join(ACTIVATION_POLICIES)}")
         self.runtime.modules.policies.ask(module, activations=policy)
@@ -183,6 +173,11 @@ class ModelBuilding:
             LayoutError: it has no parameters.
             StateError: it is packed already.
         """
-        self.runtime.require_open()
+        self._require_module(module, "on_host")
         self.runtime.modules.host.ask(module)
         return module
+
+    def _require_module(self, module: object, method: str) -> None:
+        self.runtime.require_open()
+        if not isinstance(module, nn.Module):
+            raise LayoutError(f"manager.{method}() takes a torch.nn.Module, not a {type(module).__name__}")

@@ -22,7 +22,7 @@ import chunkmem
 from benchmarks.overhead.variants import ADAMW, FULL, GPT, NUM_BATCHES, QUICK, Shape, num_params
 from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
 from benchmarks.stats import rows_of_times
-from chunkmem.nn.tiling import tile_linears
+from chunkmem.packing.tiling import tile_linears
 
 HERE = Path(__file__).parent
 NUM_WARMUP_STEPS = 4

@@ -13,15 +13,15 @@ from chunkmem.assembly.parts import Modules, Sharding
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import StateError
 from chunkmem.layout.spec import digest
-from chunkmem.nn.built import HERE, Built
-from chunkmem.nn.collect import Collector
-from chunkmem.nn.elsewhere import Elsewhere, Unpacked
 from chunkmem.nn.hooks import ModuleHooks
-from chunkmem.nn.initialisers import Initialisers
-from chunkmem.nn.meta import BuiltOnMeta, has_meta_tensors
 from chunkmem.nn.ordinary import same_random_numbers, send_parameters
-from chunkmem.nn.packing import move_ordinary_tensors
 from chunkmem.optim.update import GroupUpdater
+from chunkmem.packing.built import HERE, Built
+from chunkmem.packing.collect import Collector
+from chunkmem.packing.elsewhere import Elsewhere, Unpacked
+from chunkmem.packing.initialisers import Initialisers
+from chunkmem.packing.meta import BuiltOnMeta, has_meta_tensors
+from chunkmem.packing.packer import move_ordinary_tensors
 
 
 class BuiltModels:
@@ -49,14 +49,10 @@ class BuiltModels:
         self._dtype = dtype
         self.collector: Collector | None = None
         """Of the models under construction."""
-        self.initialisers = Initialisers()
-        """Of what is on the meta device, of the model that was built last."""
         self.unpacked: Unpacked | None = None
         """What was built, until it is known which stage has what; None without pipeline stages."""
         self.added: list[Unpacked] = []
         """All that was built."""
-        self.values: Built = HERE
-        """Where `add_stages` finds values."""
         self.elsewhere = Elsewhere()
         """What other stages have."""
 
@@ -76,15 +72,13 @@ class BuiltModels:
         Raises:
             StateError: with pipeline stages, there is a model already.
         """
-        unpacked = Unpacked(tuple(roots), tuple(excluded), tuple(kept))
-        self.initialisers = initialisers or Initialisers()
+        unpacked = Unpacked(tuple(roots), tuple(excluded), tuple(kept), built, initialisers or Initialisers())
         if self._ranks.stages is not None:
             if self.unpacked is not None:
                 raise StateError("a manager with pipeline stages has one model; build all of it in one manager.init()")
             self.unpacked = unpacked
-            self.added.append(unpacked)
-            return
-        self._pack(roots, excluded, kept=kept, built=built, models=roots)
+        else:
+            self._pack(unpacked, roots, excluded, kept=kept)
         self.added.append(unpacked)
 
     def kept(self) -> list[nn.Module]:
@@ -139,7 +133,7 @@ class BuiltModels:
         excluded = [module for module in unpacked.excluded if module in modules]
         unpacked.note_packed()
         kept = [module for module in unpacked.kept if module in modules]
-        self._pack(own, excluded, kept=kept, built=self.values, models=unpacked.roots)
+        self._pack(unpacked, own, excluded, kept=kept)
         for number, stage in stages.items():
             where = f"stage {number}, which rank {ranks.name(number % ranks.size)} has"
             self._modules.registry.add_elsewhere(self.elsewhere.leave(stage, modules, where=where))
@@ -149,21 +143,21 @@ class BuiltModels:
 
     def _pack(
         self,
+        unpacked: Unpacked,
         roots: Sequence[nn.Module],
         excluded: Sequence[nn.Module],
         *,
         kept: Sequence[nn.Module],
-        built: Built,
-        models: Sequence[nn.Module],
     ) -> None:
-        """Pack `roots`, which are all of the `models` that were built, or stages of them."""
+        """Pack `roots`, which are all of what was built, or stages of it."""
         self._entry_points.forget_steps()
+        built, models = unpacked.built, unpacked.roots
         if not built.is_put_off and has_meta_tensors(models):
             read, write = self._updater.read_weight, self._modules.surface.write
-            wanted, shards = self.initialisers, self._sharding.shards
+            wanted, shards = unpacked.initialisers, self._sharding.shards
             built = BuiltOnMeta(models, built, shards, read=read, write=write, initialisers=wanted)
         with self.random_numbers() if isinstance(built, BuiltOnMeta) else contextlib.nullcontext():
-            added = self._modules.registry.add(roots, excluded, built)
+            added = self._modules.packer.add(roots, excluded, built)
         reduced = [module for module in excluded if module not in kept]
         self._sharding.ordinary.parameters += [
             param for module in reduced for param in module.parameters(recurse=False)
@@ -177,7 +171,7 @@ class BuiltModels:
             self._entry_points.ordinary.add(roots, excluded, kept=kept)
         self._modules.fit(roots, added, self._hooks, dtype=self._dtype)
         for module in (*roots, *excluded):
-            move_ordinary_tensors(module, excluded, self._device, on_host=self._modules.registry.on_host)
+            move_ordinary_tensors(module, excluded, self._device, on_host=self._modules.packer.on_host)
         if isinstance(built, BuiltOnMeta):
             built.tell(self._modules.surface.awaited, [managed for packed in added for managed in packed.parameters])
 

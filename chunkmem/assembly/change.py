@@ -143,7 +143,7 @@ class Repacking:
         """Check that all ranks have room, while nothing has been changed yet.
 
         Args:
-            layouts: that this rank is going to have, each with its parameters; see `ModelRegistry.preview`.
+            layouts: that this rank is going to have, each with its parameters; see `ModelPacker.preview`.
             owns: tells whether it is going to own a group.
 
         Raises:

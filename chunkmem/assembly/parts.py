@@ -48,13 +48,12 @@ from chunkmem.nn.hooks import ModuleHooks, RootCalls
 from chunkmem.nn.host_modules import HostModules
 from chunkmem.nn.lazy_tensor import LazyTensor
 from chunkmem.nn.module_policy import ModulePolicies
-from chunkmem.nn.packing import PackedModel, Packer
 from chunkmem.nn.parked import ParkedTensors
 from chunkmem.nn.reduction import OrdinaryGradients, Reduction
 from chunkmem.nn.region_chunks import RegionChunks
 from chunkmem.nn.region_policies import RegionPolicies
 from chunkmem.nn.regions import RegionActivations
-from chunkmem.nn.registry import ModelRegistry
+from chunkmem.nn.registry import ModelRegistry, PackedModel
 from chunkmem.nn.saved_tensors import ChunkHooks
 from chunkmem.nn.served import ParameterServer
 from chunkmem.nn.surface import ModuleSurface
@@ -68,6 +67,8 @@ from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.slot_source import SlotSource
 from chunkmem.optim.speculative import SpeculativeUpdater
 from chunkmem.optim.update import GroupUpdater, UpdateParts
+from chunkmem.packing.model_packer import ModelPacker
+from chunkmem.packing.packer import Packer
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.interrupts import InterruptGuard
@@ -156,6 +157,7 @@ class Modules:
 
     policies: ModulePolicies
     registry: ModelRegistry
+    packer: ModelPacker
     turn: Turn
     access: AccessTracker
     backward: BackwardTracker
@@ -191,8 +193,8 @@ class Modules:
     ) -> None:
         """Fit the modules under `roots`, of which those in `added` have been packed, to compute in `dtype`."""
         for root in roots if dtype is not torch.float32 else ():
-            self.borders.fit(root, self.registry.precision.modules, dtype)
-        on_host = self.registry.on_host
+            self.borders.fit(root, self.packer.precision.modules, dtype)
+        on_host = self.packer.on_host
         for packed in added:
             self.access.add(packed.parameters)
             self.gradients.add(packed.parameters)
@@ -315,7 +317,7 @@ def make_modules(
         is_one_tier=memory.caps.shared,
         always_copies=is_rehearsal,
     )
-    registry = _make_registry(config, memory, sharding.ranks, host)
+    registry = ModelRegistry()
     policies, device = RegionPolicies(config.activations.policy, asked), memory.compute.device
     chunks = RegionChunks(pager.store)
     regions = RegionActivations(
@@ -333,6 +335,7 @@ def make_modules(
     return Modules(
         asked,
         registry,
+        _make_packer(registry, config, memory, sharding.ranks, host),
         turn,
         access,
         backward,
@@ -352,9 +355,12 @@ def make_modules(
     )
 
 
-def _make_registry(config: Config, memory: Memory, ranks: Ranks, host: HostModules) -> ModelRegistry:
+def _make_packer(
+    registry: ModelRegistry, config: Config, memory: Memory, ranks: Ranks, host: HostModules
+) -> ModelPacker:
     size = config.default_chunk_size
-    return ModelRegistry(
+    return ModelPacker(
+        registry,
         memory.packer(adam_states(config.optimizer.params), shows_progress=ranks.rank == 0),
         choose_on_host=host.among,
         chunk_numel=None if size == "auto" else size,

@@ -67,7 +67,7 @@ def _tensors(model: str) -> list[TensorSpec]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from chunkmem.estimate.models import resolve_model
-    from chunkmem.nn.packing import tensor_specs
+    from chunkmem.packing.packer import tensor_specs
 
     resolved = resolve_model(model, batch=1, seq=None)
     try:

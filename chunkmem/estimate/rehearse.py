@@ -53,14 +53,14 @@ from chunkmem.estimate.rank_steps import RankSteps, replay
 from chunkmem.estimate.weightless import NO_CAP_NBYTES, counted_memory, one_tier, two_tiers
 from chunkmem.estimate.workspace import with_workspace
 from chunkmem.layout.spec import Layout
-from chunkmem.nn.built import Built
 from chunkmem.nn.guard import only_makes_a_view
 from chunkmem.nn.module_policy import ModulePolicies
 from chunkmem.nn.reduction import OrdinaryGradients
-from chunkmem.nn.tiling import tile_linears
 from chunkmem.optim.block_adam import adam_states
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.rule import StateSpec
+from chunkmem.packing.built import Built
+from chunkmem.packing.tiling import tile_linears
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.trace.model import Trace
 from chunkmem.tracing.probe import LiveStorageProbe
@@ -297,12 +297,12 @@ class _Stage:
         self._modules = make_modules(
             config, memory, sharding, self._gradients, self._updater, ModulePolicies(), is_rehearsal=True
         )
-        added = self._modules.registry.add([module], [], _Fake())
+        added = self._modules.packer.add([module], [], _Fake())
         if not added:
             raise LayoutError("the model has no parameters, so there is nothing to train")
         self._hooks = self._modules.hooks(self)
         self._modules.fit([module], added, self._hooks, dtype=setting.dtype)
-        self._on_host = HostOperators(self._modules.registry.on_host)
+        self._on_host = HostOperators(self._modules.packer.on_host)
         (packed,) = added
         self.layout = packed.layout
         self._probe = LiveStorageProbe({managed.storage_id for managed in packed.parameters}.__contains__)

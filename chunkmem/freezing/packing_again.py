@@ -24,11 +24,12 @@ from chunkmem.comm.mesh import Mesh
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CapacityError, StateError
 from chunkmem.layout.spec import Group, Layout, MasterCopy
-from chunkmem.nn.built import PutOff
 from chunkmem.nn.lazy_gradient import LazyGradient
-from chunkmem.nn.packing import groups_by_role
+from chunkmem.nn.parameter_reads import own_parameters
 from chunkmem.optim.block_adam import adam_states
 from chunkmem.optim.rule import StateSpec
+from chunkmem.packing.built import PutOff
+from chunkmem.packing.packer import groups_by_role
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import ChunkId, Role, Tier
 
@@ -127,7 +128,7 @@ class PackingAgain:
 
     def _repack(self, change: Repacking) -> Runtime:
         before = self._runtime
-        slab_nbytes = before.registry.slab_nbytes
+        slab_nbytes = before.modules.packer.slab_nbytes
         for managed in before.registry.parameters:
             if isinstance(managed.grad, LazyGradient):  # the last step has used it
                 managed.grad = None
@@ -169,11 +170,11 @@ class PackingAgain:
 
     def _preview(self) -> Packed:
         (added,) = self._runtime.built.added
-        return self._runtime.registry.preview(
+        return self._runtime.modules.packer.preview(
             added.roots,
             added.excluded,
             num_ranks=self._runtime.ranks.shard.size,
-            slab_nbytes=self._runtime.registry.slab_nbytes,
+            slab_nbytes=self._runtime.modules.packer.slab_nbytes,
             masters=self._masters,
         )
 
@@ -182,7 +183,7 @@ class PackingAgain:
         if len(runtime.built.added) != 1:
             return f"chunks of {len(runtime.built.added)} models are not packed again, only those of one"
         (added,) = runtime.built.added
-        excluded = {id(param) for module in added.excluded for param in module.parameters(recurse=False)}
+        excluded = own_parameters(added.excluded)
         params = [param for root in added.roots for param in root.parameters()]
         if runtime.config.memory.disk is not None:
             return "chunks with memory.disk are not packed again"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -94,25 +94,16 @@ class AccessGuard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._disarmed and not only_makes_a_view(func):
-            for value in (*args, *(kwargs or {}).values()):
-                for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(tensor, torch.Tensor):
-                        self._check(tensor, func)
-            if not isinstance(func, HigherOrderOperator) and func._schema.is_mutable:
-                self._note_writes(func, args, kwargs or {})
+            for tensor in tensors_of((*args, *(kwargs or {}).values())):
+                self._check(tensor, func)
+            for tensor in written_by(func, args, kwargs or {}):
+                memory = storage_id(tensor)
+                if memory is not None:
+                    self._note_write(memory)
         with torch._C.DisableTorchFunctionSubclass():  # what comes here has been served
             if self._run is not None and not self._disarmed:
                 return self._run(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
-
-    def _note_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[position] if position < len(args) else kwargs.get(argument.name)
-                for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                    memory = storage_id(tensor) if isinstance(tensor, torch.Tensor) else None
-                    if memory is not None:
-                        self._note_write(memory)
 
     def _check(self, tensor: torch.Tensor, func: Any) -> None:
         memory = storage_id(tensor)
@@ -122,6 +113,23 @@ class AccessGuard(TorchDispatchMode):
                 f"{self._moment()}: operator {func} uses {name}, {tuple(tensor.shape)}, which no running module has "
                 "read as an attribute; read it as module.name where it is used, or put the code into a module's forward"
             )
+
+
+def tensors_of(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments of an operator, and in lists that are arguments."""
+    for value in arguments:
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor):
+                yield tensor
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an operator writes to."""
+    if isinstance(func, HigherOrderOperator) or not func._schema.is_mutable:
+        return
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_of([args[position] if position < len(args) else kwargs.get(argument.name)])
 
 
 def only_makes_a_view(func: Any) -> bool:

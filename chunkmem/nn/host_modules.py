@@ -75,8 +75,6 @@ class HostModules:
             StateError: it is packed already.
         """
         what = type(module).__name__
-        if not isinstance(module, nn.Module):
-            raise LayoutError(f"manager.on_host() takes a torch.nn.Module, not a {what}")
         if any(is_managed(below) for below in module.modules()):
             raise StateError(
                 f"manager.on_host({what}): it was packed already; say so inside manager.init(), or before "

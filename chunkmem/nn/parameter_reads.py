@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from torch import nn
@@ -18,6 +18,11 @@ IN_UNIT = "_is_in_compiled_unit"
 def is_managed(module: nn.Module) -> bool:
     """Tell whether parameters that a module owns have been packed."""
     return isinstance(module._parameters, ParameterReads) or IN_UNIT in vars(module)
+
+
+def own_parameters(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the identities of the parameters that modules have themselves; this is no read of them."""
+    return {id(param) for module in modules for param in module._parameters.values() if param is not None}
 
 
 def check_own(parameters: Mapping[str, object], managed: Mapping[str, ManagedParameter]) -> None:

@@ -21,7 +21,8 @@ from chunkmem.comm.mesh import Mesh, ranks_by_stage, with_stages
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import ChunkmemError, ConfigError, StateError
 from chunkmem.nn.binding import move_to
-from chunkmem.nn.built import PutOff
+from chunkmem.nn.parameter_reads import own_parameters
+from chunkmem.packing.built import PutOff
 from chunkmem.pipeline.modules import divide
 from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.schedules import check_schedule
@@ -138,7 +139,7 @@ def _require_stages(runtime: Runtime, options: PipelineOptions, num_stages: int,
             "pipe.repartition(): modules were built in manager.exclude(reduce=False): each rank has parameters of its "
             "own there, and other ranks cannot choose between them"
         )
-    ordinary = {id(param) for module in added.excluded for param in module.parameters(recurse=False)}
+    ordinary = own_parameters(added.excluded)
     for root in added.roots:
         for name, param in root.named_parameters():
             is_packed = runtime.registry.find(param) is not None or runtime.registry.is_elsewhere(param)
@@ -195,11 +196,11 @@ class _Change(Repacking):
             inside = {module for root in roots for module in root.modules()}
             excluded = [module for module in excluded if module in inside]
         owner = RoundRobin(num_shards).owner
-        layouts = before.registry.preview(roots, excluded, num_ranks=num_shards)
+        layouts = before.modules.packer.preview(roots, excluded, num_ranks=num_shards)
         self.require_room(layouts, owns=lambda group: owner(group) == shard)
 
     def divided(self, mesh: object, *, reason: str) -> Runtime:
-        """Stop the old parts, and make modules and Parameters what they were; return new parts."""
+        """Stop the old parts, make modules and Parameters what they were, and give the model to new parts."""
         before = self.before
         strides = self.stop(f"{reason}; use what pipe.repartition() has returned")
         ordinary = [] if before.ranks.stages is None else self.of_all(self._ordinary_tensors(), "buffers")
@@ -211,12 +212,11 @@ class _Change(Repacking):
             return before.for_ranks(mesh)
 
         after = self.undo(make)
-        after.built.values = PutOff(strides)
+        after.built.add(self.added.roots, self.added.excluded, built=PutOff(strides))
         return after
 
     def pack(self, after: Runtime, options: PipelineOptions, make: MakePipeline) -> Pipeline:
-        """Pack the model into chunks without content, and have optimizers claim their states; return the pipeline."""
-        after.built.add(self.added.roots, self.added.excluded, built=after.built.values)
+        """Divide the model, whose chunks have no content yet, and have optimizers claim their states."""
         pipeline = make(after, options)
         self.claim(after)
         return pipeline

@@ -12,8 +12,8 @@ from torch import nn
 from chunkmem.config import Config
 from chunkmem.estimate.optimizers import BUILT_IN, Trained
 from chunkmem.nn.borders import Borders
-from chunkmem.nn.precision import precision_of
 from chunkmem.optim.scaler import LossScaler
+from chunkmem.packing.precision import precision_of
 from chunkmem.testing.training import Stepped
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})

@@ -11,8 +11,8 @@ from torch import nn
 
 from chunkmem.errors import ChunkmemError
 from chunkmem.layout.spec import TensorSpec
-from chunkmem.nn.packing import tensor_specs
-from chunkmem.nn.precision import precision_of
+from chunkmem.packing.packer import tensor_specs
+from chunkmem.packing.precision import precision_of
 from chunkmem.testing.difference import Difference
 from chunkmem.testing.training import Workload
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.nn.tiling import tile_linears
+from chunkmem.packing.tiling import tile_linears
 from tests.helpers.any_class import ClassTwin, Lion, muon_and_adamw
 from tests.helpers.spread import spread
 from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config, copied, features, same

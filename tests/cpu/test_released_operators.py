@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import chunkmem
-from chunkmem.nn.released import BuiltOverRanks
-from chunkmem.nn.released_memory import Released
+from chunkmem.packing.released import BuiltOverRanks
+from chunkmem.packing.released_memory import Released
 from tests.helpers.ranks import Team
 from tests.helpers.scales import Scales
 from tests.helpers.shared_training import WIDTH, WORDS, Block, Net, Task, make_config

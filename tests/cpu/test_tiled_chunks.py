@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import chunkmem
 from chunkmem import TiledLinear
-from chunkmem.nn.tiling import tile_linears
+from chunkmem.packing.tiling import tile_linears
 from tests.cpu.test_precision import config as low_config
 from tests.helpers.lanes import adversarial
 from tests.helpers.low_precision import LowPlain
@@ -640,7 +640,7 @@ def test_a_packed_model_is_not_tiled() -> None:
     ],
 )
 def test_the_longer_side_is_split(sizes: tuple[int, int], max_numel: int, splits: tuple[int, int]) -> None:
-    from chunkmem.nn.tiling import splits_for
+    from chunkmem.packing.tiling import splits_for
 
     found = splits_for(*sizes, max_numel=max_numel)
     assert (found.in_splits, found.out_splits) == splits

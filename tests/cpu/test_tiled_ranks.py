@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import chunkmem
 from chunkmem import TiledLinear
-from chunkmem.nn.tiling import tile_linears
+from chunkmem.packing.tiling import tile_linears
 from tests.cpu.test_ranks import assert_equal
 from tests.helpers import shared_training
 from tests.helpers.ranks import Team

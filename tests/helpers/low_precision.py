@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from chunkmem.nn.borders import Borders
-from chunkmem.nn.precision import precision_of
 from chunkmem.optim.scaler import LossScaler
+from chunkmem.packing.precision import precision_of
 from tests.helpers.training import compute_device
 
 

@@ -15,10 +15,10 @@ from torch.nn.modules import module as torch_module
 
 import chunkmem
 from chunkmem.comm.exchange import Members, Shard, Work, hand_over
-from chunkmem.nn import released
-from chunkmem.nn.built import Built
-from chunkmem.nn.released import BuiltOverRanks
-from chunkmem.nn.released_memory import ReleasedMemory
+from chunkmem.packing import released
+from chunkmem.packing.built import Built
+from chunkmem.packing.released import BuiltOverRanks
+from chunkmem.packing.released_memory import ReleasedMemory
 
 
 @dataclass

@@ -14,6 +14,7 @@ PARTS = {
     "BackwardTracker",
     "GradientHooks",
     "GroupUpdater",
+    "ModelPacker",
     "ModelRegistry",
     "ModuleHooks",
     "ModuleSurface",

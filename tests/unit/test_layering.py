@@ -25,7 +25,7 @@ LAYERS = (
     ("runtime", "comm", "metrics"),
     ("tracing", "shard"),
     ("steps", "nn"),
-    ("optim", "report", "bound"),
+    ("optim", "packing", "report", "bound"),
     ("assembly",),
     ("estimate", "checkpoints", "freezing"),
     ("pipeline", "building", "reporting"),

@@ -30,6 +30,7 @@ from torch import nn
 
 from chunkmem.errors import LayoutError
 from chunkmem.layout.spec import MasterCopy
+from chunkmem.nn.parameter_reads import own_parameters
 
 _LOW = (torch.bfloat16, torch.float16)
 _CONVERTIBLE = (torch.float32, *_LOW)
@@ -86,7 +87,7 @@ def precision_of(
     skipped = set(excluded)
     names = {module: name or type(module).__name__ for root in roots for name, module in root.named_modules()}
     homes = _homes_of(names, dtype, skipped, packed)
-    ordinary = {id(param) for module in skipped for param in module._parameters.values()}
+    ordinary = own_parameters(skipped)
     fixed = ordinary.union(packed)
     params: dict[int, torch.dtype] = {}
     masters: dict[int, MasterCopy] = {}

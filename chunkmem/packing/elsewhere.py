@@ -14,6 +14,9 @@ from torch import nn
 from chunkmem.errors import LayoutError, StateError
 from chunkmem.nn.binding import blank, move_to
 from chunkmem.nn.fitted import FittedModules
+from chunkmem.nn.parameter_reads import own_parameters
+from chunkmem.packing.built import Built
+from chunkmem.packing.initialisers import Initialisers
 
 _OF_SHAPE = frozenset(
     {"__get__", "__set__", "dim", "element_size", "is_complex", "is_floating_point", "ndimension", "nelement", "numel"}
@@ -34,6 +37,10 @@ class Unpacked:
     excluded: tuple[nn.Module, ...]
     kept: tuple[nn.Module, ...]
     """Those of them whose gradients are not averaged over ranks."""
+    built: Built
+    """Where the values are."""
+    initialisers: Initialisers
+    """Of what is on the meta device."""
     is_packed: bool = False
 
     def note_packed(self) -> None:
@@ -79,7 +86,7 @@ class Elsewhere:
             own: modules of this rank's stages.
             where: the stage, for messages.
         """
-        kept = {id(param) for module in own for param in module._parameters.values()}
+        kept = own_parameters(own)
         kept_buffers = {id(buffer) for module in own for buffer in module._buffers.values()}
         left: dict[int, nn.Parameter] = {}
         for name, module in stage.named_modules():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Set
 
 import torch
 from torch import nn
@@ -11,24 +11,30 @@ from torch.nn.parameter import is_lazy
 
 from chunkmem.errors import LayoutError, StateError
 from chunkmem.nn.binding import serves_itself
-from chunkmem.nn.built import HERE, Built
-from chunkmem.nn.parameter_reads import is_managed
+from chunkmem.nn.parameter_reads import is_managed, own_parameters
 from chunkmem.nn.values import storage_id
+from chunkmem.packing.built import Built
 
 _OF_PYTHON = 1
 """References to a storage that has been looked at: torch keeps its Python object."""
 
 
 def named_parameters_of(
-    root: nn.Module, *, excluded: Iterable[nn.Module], built: Built = HERE
+    root: nn.Module, *, excluded: Iterable[nn.Module], built: Built, known: Collection[int]
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) of the distinct parameters under `root`, checked, without those of `excluded` modules.
+    """Return (name, parameter) of the distinct parameters under `root` that are to be packed, checked.
+
+    Args:
+        root: a model.
+        excluded: modules whose parameters stay ordinary.
+        built: where values are.
+        known: identities of parameters that have a slot already, or get one as another model's.
 
     Raises:
-        LayoutError: a parameter cannot be packed (lazy, meta, not a plain tensor).
+        LayoutError: a parameter cannot be packed (lazy, meta, not a plain tensor, in a chunk of another manager).
         StateError: a module under `root` is managed already.
     """
-    skipped = {id(param) for module in excluded for param in module.parameters(recurse=False)}
+    skipped = own_parameters(excluded).union(known)
     for name, module in root.named_modules():
         if is_managed(module):
             raise StateError(
@@ -37,26 +43,17 @@ def named_parameters_of(
             )
     found = [(name, param) for name, param in root.named_parameters() if id(param) not in skipped]
     for name, param in found:
-        if not built.is_released(param) and not serves_itself(param):
+        if serves_itself(param) or not built.is_released(param):
             _check(name, param, built)
     return found
 
 
-def check_unmanaged(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Check that parameters to be packed are in no chunk yet.
-
-    Raises:
-        LayoutError: one is, in a chunk of another manager.
-    """
-    for name, param in named:
-        if serves_itself(param):
-            raise LayoutError(
-                f"parameter {name} {tuple(param.shape)} is in a chunk of another manager; tie parameters within one "
-                "manager only"
-            )
-
-
 def _check(name: str, param: nn.Parameter, built: Built) -> None:
+    if serves_itself(param):
+        raise LayoutError(
+            f"parameter {name} {tuple(param.shape)} is in a chunk of another manager; tie parameters within one "
+            "manager only"
+        )
     if is_lazy(param):
         raise LayoutError(
             f"parameter {name} is lazy, its shape is not known yet; build the model outside manager.init(), run one "

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from chunkmem.errors import LayoutError, StateError
 from chunkmem.nn.parameter_reads import is_managed
-from chunkmem.nn.released_memory import is_alone
 from chunkmem.nn.tiled import make_tiled
+from chunkmem.packing.released_memory import is_alone
 from chunkmem.runtime.device import runtime_mode
 
 _BY_DEFAULT = 4

@@ -19,14 +19,14 @@ from torch import nn
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.exchange import Shard
 from chunkmem.errors import LayoutError
-from chunkmem.layout.spec import Layout, digest
+from chunkmem.layout.spec import Layout
 from chunkmem.nn.awaited import AwaitedValues
 from chunkmem.nn.binding import ManagedParameter, blank, move_to
-from chunkmem.nn.built import Built
-from chunkmem.nn.elsewhere import hook_again
-from chunkmem.nn.initialisers import Initialisers, initialisations, tie_again, without_initialiser
-from chunkmem.nn.lent import ParameterLender, blank_like, has_gaps
-from chunkmem.nn.parameter_reads import is_managed
+from chunkmem.nn.parameter_reads import is_managed, own_parameters
+from chunkmem.packing.built import Built
+from chunkmem.packing.elsewhere import hook_again
+from chunkmem.packing.initialisers import Initialisers, initialisations, tie_again, without_initialiser
+from chunkmem.packing.lent import ParameterLender, blank_like, has_gaps
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.shard.shards import ShardStore
 
@@ -81,26 +81,25 @@ class BuiltOnMeta(Built):
         """
         for root in roots:
             tie_again(root)
+        super().__init__(shards)
         self._roots = roots
         self._built = built
-        self._shards = shards
         self._read, self._write = read, write
         self._initialisers = initialisers
         found = [each for root in roots for each in _meta_tensors(root)]
-        self._params = {id(tensor): (name, tensor) for name, _, _, tensor in found if isinstance(tensor, nn.Parameter)}
-        self._buffers = [(name, module, key) for name, module, key, t in found if not isinstance(t, nn.Parameter)]
+        self._params = {id(tensor): tensor for _, _, _, tensor in found if isinstance(tensor, nn.Parameter)}
+        self._buffers = [(module, key, buffer) for _, module, key, buffer in found if id(buffer) not in self._params]
         self._holders = {module for _, module, _, _ in found}
         self._with_unsaved = {module for _, module, key, _ in found if not is_saved(module, key)}
         self._awaited: list[tuple[str, nn.Module, str]] = []
         """Buffers and parameters of excluded modules that are going to be loaded."""
-        self._ordinary: list[tuple[str, nn.Parameter]] = []
+        self._ordinary: list[nn.Parameter] = []
         """Parameters of excluded modules."""
-        self._blank_buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By the identity of a buffer that was on the meta device: it, and what has taken its place."""
 
     def check(self, excluded: Collection[nn.Module]) -> None:
         """Raise a `LayoutError`, too, if nothing can give a tensor values, or only wrong ones."""
         self._built.check(excluded)
+        self.strides = self._built.strides
         for root in self._roots if self._initialisers == Initialisers() else ():
             _check_adapters(root)
         left = {
@@ -114,30 +113,15 @@ class BuiltOnMeta(Built):
                         f"{kind} {name} {tuple(tensor.shape)} is on the meta device and has no values, and its module, "
                         f"a {type(module).__name__}, has no reset_parameters() that gives it some; {_NEXT_STEP}"
                     )
-        ordinary = {id(param) for module in excluded for param in module.parameters(recurse=False)}
-        self._ordinary = [pair for key, pair in self._params.items() if key in ordinary]
+        ordinary = own_parameters(excluded)
+        self._ordinary = [param for key, param in self._params.items() if key in ordinary]
 
     def agree(self, layout: Layout) -> None:
         self._built.agree(layout)
-        if self._shards is not None:
-            self._shards.ranks.agree("the layout of the chunks", digest([layout]))
-
-    def largest(self, value: int) -> int:
-        if self._shards is None:
-            return value
-        return int(self._shards.ranks.max_over((float(value),), label="packing: comparing what is free")[0])
-
-    def owns(self, group: int) -> bool:
-        return self._shards is None or self._shards.owns(group)
-
-    def is_released(self, param: nn.Parameter) -> bool:
-        return self._built.is_released(param)
+        super().agree(layout)
 
     def comes_later(self, param: nn.Parameter) -> bool:
         return id(param) in self._params
-
-    def stride(self, param: nn.Parameter) -> tuple[int, ...]:
-        return self._built.stride(param)
 
     def take(self, param: nn.Parameter, group: int, *, name: str) -> torch.Tensor:
         if self.comes_later(param):
@@ -155,10 +139,10 @@ class BuiltOnMeta(Built):
         try:
             self._initialise({id(managed.param): managed for managed in parameters})
         except BaseException:
-            for _, param in self._ordinary:
+            for param in self._ordinary:
                 _to_meta(param)
-            for _, module, key in self._buffers:
-                module._buffers[key] = self._blank_buffers[id(module._buffers[key])][0]
+            for module, key, buffer in self._buffers:
+                module._buffers[key] = buffer
             raise
 
     def tell(self, awaited: AwaitedValues, parameters: Sequence[ManagedParameter]) -> None:
@@ -171,17 +155,15 @@ class BuiltOnMeta(Built):
         for managed in parameters:
             managed.is_drawn = self.comes_later(managed.param) and not self._initialisers.skip_init
         if self._initialisers.skip_init:
-            found = [(name, module._buffers.get(key), module, key) for name, module, key in self._awaited]
-            tensors = [(name, module._parameters[key] if b is None else b) for name, b, module, key in found]
             params = [managed for managed in parameters if self.comes_later(managed.param)]
-            awaited.expect(params, [(name, tensor) for name, tensor in tensors if tensor is not None])
+            awaited.expect(params, [(name, getattr(module, key)) for name, module, key in self._awaited])
 
     def _initialise(self, managed: dict[int, ManagedParameter]) -> None:
         for key in self._params.keys() & managed.keys():
             hook_again(managed[key].param)
         # Whatever device the user has around it: initialisers make tensors, too.
         with torch.no_grad(), torch.device("cpu"):
-            self._make_ordinary()
+            made = self._make_ordinary()
             for root in self._roots:
                 lender = ParameterLender(
                     root,
@@ -195,7 +177,7 @@ class BuiltOnMeta(Built):
                     for call in initialisations(root, self._initialisers.param_init_fn, holders=self._holders):
                         if not self._initialisers.skip_init or call.module in self._with_unsaved:
                             lender.run(call)
-                self._check_all(root, lender.incomplete)
+                self._check_all(root, lender.incomplete, made)
 
     def _from_owner(self, managed: ManagedParameter) -> torch.Tensor:
         """Return the values of a parameter, as it was built. All ranks call it.
@@ -216,27 +198,24 @@ class BuiltOnMeta(Built):
             shards.exchange.gather([Shard(managed.group, shards.owner(managed.group), flat)], label=label).wait()
         return flat.view(managed.shape)
 
-    def _make_ordinary(self) -> None:
-        """Give memory to what no chunk holds."""
-        for _, param in self._ordinary:
+    def _make_ordinary(self) -> set[int]:
+        """Give memory to what no chunk holds; return the identities of the tensors that have it."""
+        for param in self._ordinary:
             move_to(param, blank_like(param))
             hook_again(param)
-        for _, module, key in self._buffers:
-            buffer = module._buffers[key]
-            assert buffer is not None
-            known = self._blank_buffers.setdefault(id(buffer), (buffer, blank_like(buffer)))
-            module._buffers[key] = known[1]
-        self._blank_buffers |= {id(values): (buffer, values) for buffer, values in self._blank_buffers.values()}
+        made = {id(buffer): blank_like(buffer) for _, _, buffer in self._buffers}
+        for module, key, buffer in self._buffers:
+            module._buffers[key] = made[id(buffer)]
+        return {id(tensor) for tensor in (*self._ordinary, *made.values())}
 
-    def _check_all(self, root: nn.Module, incomplete: Collection[int]) -> None:
-        """Raise a `LayoutError` if something has no values yet, or not all."""
-        ordinary = {id(param) for _, param in self._ordinary}
+    def _check_all(self, root: nn.Module, incomplete: Collection[int], made: Collection[int]) -> None:
+        """Raise a `LayoutError` if something has no values yet, or not all; `made` has got memory meanwhile."""
         for path, module in root.named_modules():
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is None:
                     continue
                 is_left = id(tensor) in incomplete
-                if id(tensor) in ordinary or id(tensor) in self._blank_buffers:
+                if id(tensor) in made:
                     is_left = has_gaps(tensor.detach(), has_moved=tensor._version > 1)
                 if is_left and self._initialisers.skip_init and is_saved(module, key):
                     self._awaited.append((f"{path}.{key}".removeprefix("."), module, key))

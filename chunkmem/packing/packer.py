@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from chunkmem.errors import CapacityError
-from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, pack
 from chunkmem.layout.spec import Group, Layout, MasterCopy, TensorSpec
 from chunkmem.nn.binding import BoundChunk, ManagedParameter, move_to
-from chunkmem.nn.built import HERE, Built
-from chunkmem.nn.precision import AS_BUILT, Precision
+from chunkmem.packing.built import Built, FreedRam
+from chunkmem.packing.precision import AS_BUILT, Precision
 from chunkmem.runtime.chunk import FIRST_CONTENT, Chunk
-from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
+from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.shortage import enough_for_all
 from chunkmem.sizes import format_nbytes
@@ -26,15 +24,6 @@ from chunkmem.types import ChunkId, Role, Tier
 _FP32_NBYTES = 4
 _BAR_DELAY_S = 2.0
 """What is packed by then has no progress bar."""
-
-
-@dataclass(frozen=True)
-class PackedModel:
-    """One root module and what its parameters became."""
-
-    root: nn.Module
-    layout: Layout
-    parameters: tuple[ManagedParameter, ...]
 
 
 def tensor_specs(
@@ -96,19 +85,9 @@ class Packer:
         self._shows_progress = shows_progress
 
     def pack(
-        self,
-        root: nn.Module,
-        named: Sequence[tuple[str, nn.Parameter]],
-        *,
-        slab_nbytes: int,
-        first_group: int,
-        precision: Precision = AS_BUILT,
-        on_host: Collection[int] = (),
-        built: Built = HERE,
-    ) -> PackedModel:
-        """Pack `named` into groups from `first_group` on. The values move chunk by chunk, each source freed on the way.
-
-        `on_host` is as for `tensor_specs`.
+        self, named: Sequence[tuple[str, nn.Parameter]], layout: Layout, built: Built
+    ) -> tuple[ManagedParameter, ...]:
+        """Pack parameters as they are laid out. The values move chunk by chunk, each source freed on the way.
 
         Where `built` is that of several ranks, only the chunks of own groups get content.
 
@@ -116,27 +95,22 @@ class Packer:
             CapacityError: the weights do not fit the tiers; the model is as it was.
             ConfigError, RankError: not all ranks pack the same.
         """
-        specs = tensor_specs(named, precision, on_host=on_host)
-        layout = pack(specs, slab_nbytes=slab_nbytes, first_group=first_group)
         built.agree(layout)
         if not built.is_put_off:
             self._prepare_room(layout, built)
         managed: dict[int, ManagedParameter] = {}
-        freed_nbytes = 0
+        freed = FreedRam()
         try:
             with self._bar(sum(group.nbytes for group in layout.groups)) as bar:
                 for group in layout.groups:
                     for parameter in self._pack_group(group, named, built):
                         managed[parameter.slot.tensor] = parameter
                     bar.update(group.nbytes)
-                    freed_nbytes += group.nbytes
-                    if freed_nbytes >= SLAB_FLOOR_NBYTES:
-                        give_back_freed_ram()
-                        freed_nbytes = 0
+                    freed.add(group.nbytes)
         except BaseException:
             self.unpack(layout, built)
             raise
-        return PackedModel(root, layout, tuple(managed[i] for i in range(len(named))))
+        return tuple(managed[i] for i in range(len(named)))
 
     def _prepare_room(self, layout: Layout, built: Built) -> None:
         own = [group for group in layout.groups if built.owns(group.id)]
@@ -161,7 +135,7 @@ class Packer:
     def _nbytes_in_training(self, group: Group) -> int:
         return sum(form.nbytes for form in groups_by_role(group).values()) + self._states_nbytes(group)
 
-    def unpack(self, layout: Layout, built: Built = HERE) -> None:
+    def unpack(self, layout: Layout, built: Built) -> None:
         """Undo `pack`, also one that was interrupted: parameters get memory of their own again, chunks are gone."""
         store = self._pager.store
         for group in layout.groups:

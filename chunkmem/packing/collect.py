@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -17,9 +17,9 @@ class Collector:
     """The modules built while it watches. It holds none of them alive: what is thrown away is not packed."""
 
     def __init__(self) -> None:
-        self._modules: dict[int, weakref.ref[nn.Module]] = {}
-        self._excluded: dict[int, weakref.ref[nn.Module]] = {}
-        self._not_reduced: dict[int, weakref.ref[nn.Module]] = {}
+        self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+        self._excluded: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        """Those that stay ordinary: are their gradients averaged over ranks?"""
         self._excluding: list[bool] = []
         """For each block around what is built: are gradients averaged over ranks?"""
 
@@ -47,31 +47,23 @@ class Collector:
 
     def roots(self) -> list[nn.Module]:
         """Return the collected modules that are no module's child, in the order they were seen."""
-        alive = [module for ref in self._modules.values() if (module := ref()) is not None]
-        children = {id(child) for module in alive for child in module.children()}
-        return [module for module in alive if id(module) not in children]
+        alive = list(self._modules)
+        children = {child for module in alive for child in module.children()}
+        return [module for module in alive if module not in children]
 
     def excluded(self) -> list[nn.Module]:
         """Return the modules that stay ordinary."""
-        return [module for ref in self._excluded.values() if (module := ref()) is not None]
+        return list(self._excluded)
 
     def not_reduced(self) -> list[nn.Module]:
         """Return those of them whose gradients are not averaged over ranks."""
-        return [module for ref in self._not_reduced.values() if (module := ref()) is not None]
+        return [module for module, is_reduced in self._excluded.items() if not is_reduced]
 
     def _on_parameter(self, module: nn.Module, _name: str, _param: nn.Parameter | None) -> None:
-        self._see(module)
+        self._modules.setdefault(module)
         if self._excluding:
-            self._excluded[id(module)] = weakref.ref(module)
-            if not self._excluding[-1]:
-                self._not_reduced[id(module)] = weakref.ref(module)
+            self._excluded[module] = self._excluding[-1] and self._excluded.get(module, True)
 
     def _on_module(self, module: nn.Module, _name: str, child: nn.Module | None) -> None:
-        if child is not None:
-            self._see(child)
-        self._see(module)
-
-    def _see(self, module: nn.Module) -> None:
-        known = self._modules.get(id(module))
-        if known is None or known() is not module:  # an id is reused once its module is gone
-            self._modules[id(module)] = weakref.ref(module)
+        for seen in (module,) if child is None else (child, module):
+            self._modules.setdefault(seen)

@@ -9,13 +9,14 @@ goes from its holder to the rank that owns its group.
 What is done with such a parameter meanwhile gives the numbers of one process. All ranks run all operators, in the same
 order, so each can tell what the others have:
 
-    writes all of it: normal_(), copy_()  all ranks write it. The parameter is *open*: they all have it
-    changes it in place: w[0].zero_()     its holder does; others write to memory that they free at once, to draw as
-                                          many random numbers. Where it is open, all do
-    anything else: clone(), norm()        its holder sends it to all; it is open
+    writes all of it: normal_(), copy_()  all ranks write it; it is *whole*: they all have the content
+    changes it in place: w[0].zero_()     its holder does; others change zeros, to draw as many random numbers. If it
+                                          is whole, all do
+    anything else: clone(), norm()        its holder sends it to all; it is whole
 
-A parameter is open until an operator needs another one, or a module is attached. So rejection sampling, as in
-`trunc_normal_`, reads what it has just drawn and costs no exchange. A rank has at any moment, at most,
+All ranks have memory for it then: it is *open*, until an operator needs another one, or a module is attached. So
+rejection sampling, as in `trunc_normal_`, reads what it has just drawn and costs no exchange. A rank has at any moment,
+at most,
 
     what it holds + its share of the chunks + what is not attached yet
                   + what one operator is given, or one parameter that is on its way.
@@ -31,7 +32,6 @@ import hashlib
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,13 +43,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkmem.comm.exchange import Shard, hand_over
 from chunkmem.errors import StateError
-from chunkmem.layout.spec import Layout, digest
+from chunkmem.layout.spec import Layout
 from chunkmem.nn.binding import dense_stride
-from chunkmem.nn.built import Built
-from chunkmem.nn.collect import Collector
-from chunkmem.nn.guard import only_makes_a_view
-from chunkmem.nn.parameter_reads import is_managed
-from chunkmem.nn.released_memory import Released, ReleasedMemory, Weight, can_go, content_of, is_alone
+from chunkmem.nn.guard import only_makes_a_view, tensors_of, written_by
+from chunkmem.nn.parameter_reads import is_managed, own_parameters
+from chunkmem.packing.built import Built
+from chunkmem.packing.collect import Collector
+from chunkmem.packing.released_memory import Released, ReleasedMemory, Weight, can_go, content_of, is_alone
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.shard.shards import ShardStore
 
@@ -90,32 +90,23 @@ class ReleasedGuard(TorchDispatchMode):
         self._memory = memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._run(func, args, kwargs or {})
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator, as all ranks do, with the content that it needs of what it is given."""
+        kwargs = kwargs or {}
         given = self._in((*args, *kwargs.values()))
-        closed = [each for each in given if not each.is_open]
-        if not closed or func._schema.name in _SHAPE_ONLY:
+        if all(each.is_whole for each in given) or func._schema.name in _SHAPE_ONLY:
             return func(*args, **kwargs)
-        if only_makes_a_view(func):  # which touches nothing, but has to stay within its storage
-            with self._memory.scratch(closed, is_zero=False):
-                return func(*args, **kwargs)
         overwritten = self._overwritten(func, args, kwargs)
-        if overwritten is None and len(given) == 1 and self._stays_inside(func, args, kwargs):
-            self._memory.close()
-            with self._memory.scratch(given, is_zero=True):
-                return func(*args, **kwargs)
-        self._memory.open(given, overwritten=overwritten)
-        try:
-            return func(*args, **kwargs)
-        except BaseException:
-            self._memory.close()
-            raise
+        # A view touches nothing, but has to stay within its storage.
+        is_inside = only_makes_a_view(func) or (len(given) == 1 and self._stays_inside(func, args, kwargs))
+        self._memory.open(given, needed=() if is_inside else [each for each in given if each is not overwritten])
+        result = func(*args, **kwargs)
+        if overwritten is not None:
+            overwritten.is_whole = True
+        return result
 
     def _in(self, values: Sequence[Any]) -> list[Released]:
         """Return what arguments of an operator are in, each once."""
-        found = {id(each): each for tensor in _tensors(values) if (each := self._memory.find(tensor)) is not None}
+        found = {id(each): each for tensor in tensors_of(values) if (each := self._memory.find(tensor)) is not None}
         return list(found.values())
 
     def _stays_inside(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -123,7 +114,7 @@ class ReleasedGuard(TorchDispatchMode):
         returns = func._schema.returns
         if not func._schema.is_mutable or any(r.alias_info is None or not r.alias_info.is_write for r in returns):
             return False
-        return all(self._memory.find(tensor) is not None for tensor in _tensors(_written(func, args, kwargs)))
+        return all(self._memory.find(tensor) is not None for tensor in written_by(func, args, kwargs))
 
     def _overwritten(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Released | None:
         """Return what an operator writes all of without reading any of it."""
@@ -151,45 +142,23 @@ class EscapeGuard(TorchFunctionMode):
                     "rank only holds since its module was attached; use a clone(), or set release_after_init to true"
                 )
             if released is not None:
-                self._memory.open([released])
+                self._memory.open([released], needed=[released])
         return func(*args, **(kwargs or {}))
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that an operator writes to."""
-    return [
-        args[position] if position < len(args) else kwargs.get(argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, torch.Tensor):
-                yield tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _ToPack:
-    """A parameter that one rank has the values of."""
-
-    param: weakref.ref[nn.Parameter]
-    holder: int
-    stride: tuple[int, ...]
 
 
 class BuiltOverRanks(Built):
     """What one rank has of a model that all ranks build: [Note: Holders]."""
 
+    _shards: ShardStore
+
     def __init__(self, shards: ShardStore, collector: Collector) -> None:
-        self._shards = shards
+        super().__init__(shards)
         self._collector = collector
         self._memory = ReleasedMemory(shards.ranks.shard.rank, self._fetch)
         self._given_nbytes = [0] * shards.ranks.shard.size
         self._weights: dict[int, Weight] = {}
-        self._to_pack: dict[int, _ToPack] = {}
+        self._holders: dict[int, int] = {}
+        """Of parameters to be packed that one rank has the values of, by the identity of each."""
         self._decided = hashlib.sha256()
         self._num_exchanged = 0
 
@@ -209,8 +178,7 @@ class BuiltOverRanks(Built):
         if child is None:
             return
         self._memory.close()
-        excluded = self._collector.excluded()
-        skipped = {id(param) for module in excluded for param in module.parameters(recurse=False)}
+        skipped = own_parameters(self._collector.excluded())
         for path, module in child.named_modules(prefix=name):
             # To look a managed parameter up would be to read it.
             if not is_managed(module):
@@ -230,13 +198,13 @@ class BuiltOverRanks(Built):
         weight = self._weights[id(param)] = Weight(weakref.ref(param), name)
         released = self._memory.find(param)
         if released is not None:  # of a parameter that this one was made of
-            weight.holder = released.holder
+            weight.holder = released.weight.holder
             if released.parameter() is None:
                 released.weight = weight
         elif can_go(param):
             holder = weight.holder = self._given_nbytes.index(min(self._given_nbytes))
             self._given_nbytes[holder] += param.nbytes
-            self._memory.release(weight, holder)
+            self._memory.release(weight)
         self._decided.update(f"{name} {weight.holder};".encode())
 
     def _fetch(self, released: Released, storage: torch.UntypedStorage) -> None:
@@ -252,70 +220,51 @@ class BuiltOverRanks(Built):
         with runtime_mode():
             flat = content_of(released, storage)
             sent = flat.cpu()
-            shard = Shard(self._num_exchanged, released.holder, sent)
+            shard = Shard(self._num_exchanged, released.weight.holder, sent)
             self._shards.exchange.gather([shard], label=f"building: fetching {name}").wait()
             if sent is not flat:
                 flat.copy_(sent)
 
     def check(self, excluded: Collection[nn.Module]) -> None:
         try:
-            self._finish({id(param) for module in excluded for param in module.parameters(recurse=False)})
+            self._finish(own_parameters(excluded))
         finally:
             self._memory.end()
 
     def _finish(self, ordinary: Collection[int]) -> None:
         """Leave no memory released but that of parameters to be packed, which are nobody else's."""
         self._memory.close()
-        if self._in_use_elsewhere(ordinary):
-            gc.collect()  # as in `can_go`
-        kept = self._in_use_elsewhere(ordinary)
+        gc.collect()  # as in `can_go`
+        found = [(released, released.parameter()) for released in self._memory.alive()]
+        kept = [each for each, param in found if param is None or id(param) in ordinary or not is_alone(param)]
         names = ", ".join(released.weight.name for released in kept)
         self._shards.ranks.agree("what else has the memory of weights when the model is built", names or "nothing")
         for released in kept:
             self._memory.keep(released)
+        strides = {}
         for released in self._memory.alive():
             param = released.parameter()
             assert param is not None
-            self._to_pack[id(param)] = _ToPack(released.weight.param, released.holder, dense_stride(param))
-            self._decided.update(f"{released.weight.name} of {released.holder};".encode())
-
-    def _in_use_elsewhere(self, ordinary: Collection[int]) -> list[Released]:
-        """Return the released memory that is not a managed parameter's alone."""
-        found = [(released, released.parameter()) for released in self._memory.alive()]
-        return [each for each, param in found if param is None or id(param) in ordinary or not is_alone(param)]
+            weight = released.weight
+            self._holders[id(param)], strides[id(param)] = weight.holder, dense_stride(param)
+            self._decided.update(f"{weight.name} of {weight.holder};".encode())
+        self.strides = strides
 
     def agree(self, layout: Layout) -> None:
-        ranks = self._shards.ranks
-        ranks.agree("the layout of the chunks", digest([layout]))
-        ranks.agree("the order in which modules are built", self._decided.hexdigest()[:16])
-
-    def largest(self, value: int) -> int:
-        return int(self._shards.ranks.max_over((float(value),), label="packing: comparing what is free")[0])
-
-    def owns(self, group: int) -> bool:
-        return self._shards.owns(group)
-
-    def _find(self, param: nn.Parameter) -> _ToPack | None:
-        known = self._to_pack.get(id(param))
-        return known if known is not None and known.param() is param else None
-
-    def is_released(self, param: nn.Parameter) -> bool:
-        return self._find(param) is not None
-
-    def stride(self, param: nn.Parameter) -> tuple[int, ...]:
-        known = self._find(param)
-        return dense_stride(param) if known is None else known.stride
+        super().agree(layout)
+        self._shards.ranks.agree("the order in which modules are built", self._decided.hexdigest()[:16])
 
     def take(self, param: nn.Parameter, group: int, *, name: str) -> torch.Tensor:
-        known, owner, rank = self._find(param), self._shards.owner(group), self._shards.ranks.shard.rank
+        owner, rank = self._shards.owner(group), self._shards.ranks.shard.rank
+        holder = self._holders.get(id(param), owner)
         self._num_exchanged += 1
-        if known is None or known.holder == owner or rank not in (known.holder, owner):
+        if holder == owner or rank not in (holder, owner):
             return param
         with runtime_mode():
-            if rank == known.holder:
+            if rank == holder:
                 flat = param.detach().reshape(-1).cpu()
             else:
                 flat = torch.empty(param.numel(), dtype=param.dtype, device="cpu")
-            shard = Shard(self._num_exchanged, known.holder, flat)
+            shard = Shard(self._num_exchanged, holder, flat)
             hand_over(self._shards.ranks.shard, shard, owner, label=f"packing: {name}").wait()
             return flat.view(param.shape)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chunkmem.layout.pack import SLAB_FLOOR_NBYTES
 from chunkmem.nn.binding import blank
 from chunkmem.nn.values import storage_id
-from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
+from chunkmem.packing.built import FreedRam
+from chunkmem.runtime.device import runtime_mode
 
 _ALONE = 2
 """Uses of a storage that one tensor has: the tensor, and who counts."""
@@ -28,23 +27,22 @@ class Weight:
     param: weakref.ref[nn.Parameter]
     name: str
     """As far as it is known."""
-    holder: int | None = None
-    """The rank whose part it is. None: every rank has the values."""
+    holder: int = -1
+    """The rank whose part it is; -1: every rank has the values."""
 
 
 @dataclass(eq=False, slots=True)
 class Released:
-    """A storage whose content one rank holds; on the others it is empty, but while it is open."""
+    """A storage whose content one rank holds; on the others it is empty, unless it is open."""
 
     weight: Weight
     """The parameter that it was the memory of."""
-    holder: int
     ref: StorageWeakRef
     """Its identity: no other storage gets the same as long as there is a weak reference."""
     nbytes: int
     dtype: torch.dtype
-    is_open: bool = False
-    """All ranks have the content."""
+    is_whole: bool = False
+    """All ranks have the content, while it is open."""
 
     @property
     def storage(self) -> torch.UntypedStorage | None:
@@ -72,21 +70,23 @@ class ReleasedMemory:
         self._fetch = fetch
         self._by_storage: dict[int, Released] = {}
         self._open: list[Released] = []
+        """Those that all ranks have memory for."""
         self._moved: list[Weight] = []
         """Parameters that were given other memory since theirs was released."""
-        self._freed_nbytes = 0
+        self._freed = FreedRam()
 
     # Which there are.
 
-    def release(self, weight: Weight, holder: int) -> None:
-        """Leave the memory of a parameter, which `can_go`, to a rank."""
+    def release(self, weight: Weight) -> None:
+        """Leave the memory of a parameter to its holder, if it `can_go`."""
         param = weight.param()
-        assert param is not None
+        if param is None or not can_go(param):
+            return
         with runtime_mode():
-            if holder != self._rank and not param.untyped_storage().resizable():  # numpy's, or a mapped file
+            if weight.holder != self._rank and not param.untyped_storage().resizable():  # numpy's, or a mapped file
                 param.data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
             storage = param.untyped_storage()
-        released = Released(weight, holder, StorageWeakRef(storage), storage.nbytes(), param.dtype)
+        released = Released(weight, StorageWeakRef(storage), storage.nbytes(), param.dtype)
         self._by_storage[released.ref.cdata] = released
         self._empty(released, storage)
 
@@ -101,7 +101,7 @@ class ReleasedMemory:
 
     def keep(self, released: Released) -> None:
         """Bring the content to all ranks, for good."""
-        self.open([released])
+        self.open([released], needed=[released])
         self._open.remove(released)
         del self._by_storage[released.ref.cdata]
 
@@ -109,7 +109,7 @@ class ReleasedMemory:
         """Put the parameters on placeholders, but those of this rank: no tensor may be without memory unguarded."""
         for released in self.alive():
             param = released.parameter()
-            if param is not None and released.holder != self._rank:
+            if param is not None and released.weight.holder != self._rank:
                 with runtime_mode():
                     param.data = blank(param.dtype, param.device).expand(param.shape)
             storage = released.storage
@@ -121,27 +121,33 @@ class ReleasedMemory:
 
     # Who has their content.
 
-    def open(self, given: Sequence[Released], *, overwritten: Released | None = None) -> None:
-        """Let all ranks have the content of these, and of no others; what is `overwritten` next may be anything."""
+    def open(self, given: Sequence[Released], *, needed: Sequence[Released]) -> None:
+        """Let all ranks have memory for these, and for no others, and the content of those that are `needed`."""
         self.close(besides=given)
         for released in given:
             storage = released.storage
-            if released.is_open or storage is None:
+            if storage is None:
                 continue
-            if released.holder != self._rank:
-                storage.resize_(released.nbytes)
-            if released is not overwritten:
+            if released not in self._open:
+                self._open.append(released)
+                if released.weight.holder != self._rank:
+                    storage.resize_(released.nbytes)
+                    with runtime_mode():  # with what happens to be there, some operators would raise
+                        content_of(released, storage).zero_()
+            if released in needed and not released.is_whole:
                 self._fetch(released, storage)
-            released.is_open = True
-            self._open.append(released)
+                released.is_whole = True
 
     def close(self, *, besides: Collection[Released] = ()) -> None:
-        """Let the holders only have the content, but of what is in `besides`."""
+        """Let the holders only have memory, but for what is in `besides`."""
         # Not those of now: what converts a module keeps the new memory until it comes to the next parameter.
-        self._release_moved()
+        moved, self._moved = self._moved, []
+        for weight in moved:
+            if self._has_moved(weight):
+                self.release(weight)
         for released in [each for each in self._open if each not in besides]:
             self._open.remove(released)
-            released.is_open = False
+            released.is_whole = False
             storage = released.storage
             if storage is not None:
                 released.nbytes = storage.nbytes()
@@ -150,44 +156,17 @@ class ReleasedMemory:
 
     def look_again(self, weight: Weight) -> None:
         """If a parameter was given other memory since its own was released, release that, the next time but one."""
-        param = weight.param()
-        if param is not None and weight.holder is not None and self.find(param) is None:
+        if self._has_moved(weight):
             self._moved.append(weight)
 
-    def _release_moved(self) -> None:
-        moved, self._moved = self._moved, []
-        for weight in moved:
-            param = weight.param()
-            if param is None or weight.holder is None or self.find(param) is not None:
-                continue
-            if can_go(param):
-                self.release(weight, weight.holder)
+    def _has_moved(self, weight: Weight) -> bool:
+        param = weight.param()
+        return param is not None and weight.holder >= 0 and self.find(param) is None
 
-    def _empty(self, released: Released, storage: torch.UntypedStorage, *, was_touched: bool = True) -> None:
-        if released.holder == self._rank:
-            return
-        storage.resize_(0)
-        self._freed_nbytes += released.nbytes if was_touched else 0
-        if self._freed_nbytes >= SLAB_FLOOR_NBYTES:
-            give_back_freed_ram()
-            self._freed_nbytes = 0
-
-    @contextmanager
-    def scratch(self, given: Sequence[Released], *, is_zero: bool) -> Iterator[None]:
-        """Give storages that are empty memory for one operator, whose result is lost."""
-        storages = [(each, storage) for each in given if (storage := each.storage) is not None]
-        try:
-            for released, storage in storages:
-                if released.holder != self._rank:
-                    storage.resize_(released.nbytes)
-                    if is_zero:  # with what happens to be there, some operators would raise
-                        with runtime_mode():
-                            content_of(released, storage).zero_()
-            yield
-        finally:
-            for released, storage in storages:
-                released.nbytes = storage.nbytes()  # an operator may have resized it
-                self._empty(released, storage, was_touched=is_zero)
+    def _empty(self, released: Released, storage: torch.UntypedStorage) -> None:
+        if released.weight.holder != self._rank:
+            storage.resize_(0)
+            self._freed.add(released.nbytes)
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:

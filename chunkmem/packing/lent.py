@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from chunkmem.errors import LayoutError
-from chunkmem.layout.pack import SLAB_FLOOR_NBYTES
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.initialisers import Initialisation
-from chunkmem.runtime.device import give_back_freed_ram
+from chunkmem.packing.built import FreedRam
+from chunkmem.packing.initialisers import Initialisation
 
 
 @dataclass(eq=False, slots=True)
@@ -33,24 +32,19 @@ class _Loan:
 class LentParameters(dict[str, nn.Parameter | None]):
     """A module's `_parameters`, which lends what is looked up."""
 
-    __slots__ = ("_lend", "_module", "_replace")
+    __slots__ = ("_lender", "_module")
 
-    def __init__(
-        self,
-        module: nn.Module,
-        lend: Callable[[nn.Module, nn.Parameter], nn.Parameter],
-        replace: Callable[[nn.Module, nn.Parameter, nn.Parameter | None], bool],
-    ) -> None:
+    def __init__(self, module: nn.Module, lender: ParameterLender) -> None:
         super().__init__(module._parameters)
-        self._module, self._lend, self._replace = module, lend, replace
+        self._module, self._lender = module, lender
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = dict.__getitem__(self, name)
-        return None if param is None else self._lend(self._module, param)
+        loan = self._lender.lend(self._module, param)
+        return param if loan is None else loan.tensor
 
     def get(self, name: str, default: Any = None) -> Any:
-        param = dict.get(self, name, default)
-        return self._lend(self._module, param) if isinstance(param, nn.Parameter) else param
+        return self[name] if dict.__contains__(self, name) else default
 
     def items(self) -> Iterator[tuple[str, nn.Parameter | None]]:  # type: ignore[override]
         return ((name, self[name]) for name in list(self))
@@ -59,9 +53,19 @@ class LentParameters(dict[str, nn.Parameter | None]):
         return (self[name] for name in list(self))
 
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
+        """Take the values of what is assigned in the place of a parameter that is lent."""
         param = dict.get(self, name)
-        if param is None or not self._replace(self._module, param, value):
+        loan = self._lender.lend(self._module, param)
+        if param is None or loan is None:
             dict.__setitem__(self, name, value)
+        elif value is None or value.shape != param.shape or value.is_meta:
+            form = "None" if value is None else f"one of {tuple(value.shape)} on {value.device}"
+            raise LayoutError(
+                f"parameter {loan.managed or tuple(param.shape)} of a model on the meta device was replaced by {form} "
+                "while it was initialised; write to it in place"
+            )
+        else:
+            loan.tensor, loan.version = value, -1
 
 
 class ParameterLender:
@@ -75,7 +79,7 @@ class ParameterLender:
         self,
         root: nn.Module,
         managed: Mapping[int, ManagedParameter],
-        without_values: Iterable[int],
+        without_values: Collection[int],
         *,
         read: Callable[[ManagedParameter], torch.Tensor],
         write: Callable[[ManagedParameter, torch.Tensor], None],
@@ -94,33 +98,29 @@ class ParameterLender:
         self._root = root
         self._managed = managed
         self._read, self._write = read, write
-        self._without_values = frozenset(without_values)
-        self._taking = self._without_values if keeps else frozenset()
-        self.blank = set(self._without_values)
-        """Those that have got no values yet."""
+        self._taking = frozenset(without_values if keeps else ())
+        self._blank = set(without_values)
+        """Those whose slots have no values yet."""
         self.incomplete = set(self._taking)
         """Those of which elements have got none yet."""
         self._first: dict[int, nn.Module] = {}
         """By parameter, the module that is visited first."""
         self._loans: dict[object, _Loan] = {}
         self._is_tied = False
-        self._freed_nbytes = 0
+        self._freed = FreedRam()
 
     @contextmanager
     def lending(self) -> Iterator[None]:
         """Have modules lend their parameters to those who look them up."""
         found = {module: module._parameters for module in self._root.modules()}
         for module in found:
-            vars(module)["_parameters"] = LentParameters(module, self._lend, self._replace)
+            vars(module)["_parameters"] = LentParameters(module, self)
         try:
             yield
         finally:
             for module, params in found.items():
-                lent = vars(module)["_parameters"]
+                params.update(dict.items(module._parameters))  # what was registered meanwhile; lends nothing
                 vars(module)["_parameters"] = params
-                for name in lent:  # what was registered meanwhile
-                    if dict.__getitem__(lent, name) is not params.get(name):
-                        params[name] = dict.__getitem__(lent, name)
 
     def run(self, call: Initialisation) -> None:
         """Run an initialiser, and keep what it has written.
@@ -132,60 +132,36 @@ class ParameterLender:
         try:
             call.run()
             for loan in self._loans.values():
-                if loan.is_kept:
-                    self._keep(loan)
-            self._freed_nbytes += sum(loan.tensor.nbytes for loan in self._loans.values())
+                if loan.managed is not None and loan.is_kept:
+                    self._keep(loan.managed, loan)
         finally:
+            nbytes = sum(loan.tensor.nbytes for loan in self._loans.values())
             self._loans.clear()
-        if self._freed_nbytes >= SLAB_FLOOR_NBYTES:
-            give_back_freed_ram()
-            self._freed_nbytes = 0
+            self._freed.add(nbytes)
 
-    def _key(self, module: nn.Module, param: nn.Parameter) -> object:
-        is_first = self._first.setdefault(id(param), module) is module
-        return id(param) if is_first or self._is_tied else (id(param), id(module))
-
-    def _lend(self, module: nn.Module, param: nn.Parameter) -> nn.Parameter:
+    def lend(self, module: nn.Module, param: nn.Parameter | None) -> _Loan | None:
+        """Return what stands in for a parameter of a module until the call is over; None if it has memory itself."""
         managed = self._managed.get(id(param))
-        if managed is None and not param.is_meta:
-            return param
-        key = self._key(module, param)
-        loan = self._loans.get(key)
-        if loan is None:
-            is_kept = managed is not None and id(param) in self._taking and not isinstance(key, tuple)
-            has_values = id(param) not in (self.blank if is_kept else self._without_values)
-            values = self._read(managed) if managed is not None and has_values else blank_like(param, managed)
+        if param is None or (managed is None and not param.is_meta):
+            return None
+        # Who is not visited first of those that share a parameter writes to one that is thrown away.
+        is_first = self._first.setdefault(id(param), module) is module or self._is_tied
+        key = id(param) if is_first else (id(param), id(module))
+        if key not in self._loans:
+            if managed is None or id(param) in self._blank:
+                values = blank_like(param, managed)
+            else:
+                values = self._read(managed)
             tensor = nn.Parameter(values, requires_grad=param.requires_grad)
             vars(tensor).update(vars(param))
-            loan = self._loans[key] = _Loan(managed, tensor, tensor._version, is_kept)
-        return loan.tensor
+            self._loans[key] = _Loan(managed, tensor, tensor._version, is_first and id(param) in self._taking)
+        return self._loans[key]
 
-    def _replace(self, module: nn.Module, param: nn.Parameter, value: nn.Parameter | None) -> bool:
-        """An initialiser assigns another parameter: take its values. Tell whether `param` was lent."""
-        managed = self._managed.get(id(param))
-        if managed is None and not param.is_meta:
-            return False
-        self._lend(module, param)
-        loan = self._loans[self._key(module, param)]
-        if value is None or value.shape != param.shape or value.is_meta:
-            form = "None" if value is None else f"one of {tuple(value.shape)} on {value.device}"
-            raise LayoutError(
-                f"parameter {managed or tuple(param.shape)} of a model on the meta device was replaced by {form} while "
-                "it was initialised; write to it in place"
-            )
-        loan.tensor, loan.version = value, -1
-        return True
-
-    def _keep(self, loan: _Loan) -> None:
-        managed, values = loan.managed, loan.tensor.detach()
-        assert managed is not None
-        key = id(managed.param)
+    def _keep(self, managed: ManagedParameter, loan: _Loan) -> None:
+        key, values = id(managed.param), loan.tensor.detach()
         vars(managed.param).update(vars(loan.tensor))
-        was_blank = key in self.blank
-        if was_blank and is_untouched(values, has_moved=loan.tensor._version != loan.version):
-            return
-        self.blank.discard(key)
-        if not has_gaps(values, has_moved=not was_blank or loan.tensor._version != loan.version):
+        self._blank.discard(key)
+        if not has_gaps(values, has_moved=loan.tensor._version != loan.version):
             self.incomplete.discard(key)
         self._write(managed, values)
 
@@ -208,13 +184,3 @@ def has_gaps(values: torch.Tensor, *, has_moved: bool) -> bool:
         return not has_moved and values.numel() > 0
     # Its sum is NaN then; adding is cheaper, in memory, too, than asking each.
     return bool(torch.isnan(values.sum())) and bool(torch.isnan(values).any())
-
-
-def is_untouched(values: torch.Tensor, *, has_moved: bool) -> bool:
-    """Tell whether nothing of what was `blank_like` has got values."""
-    if values.numel() == 0:
-        return False
-    if not has_nan(values):
-        return not has_moved
-    first = values.reshape(-1)[0]
-    return bool(torch.isnan(first)) and bool(torch.isnan(values).all())

@@ -9,8 +9,26 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from chunkmem.layout.spec import Layout, MasterCopy
+from chunkmem.layout.pack import SLAB_FLOOR_NBYTES
+from chunkmem.layout.spec import Layout, MasterCopy, digest
 from chunkmem.nn.binding import ManagedParameter, dense_stride
+from chunkmem.runtime.device import give_back_freed_ram
+from chunkmem.shard.shards import ShardStore
+
+
+class FreedRam:
+    """RAM that was freed piece by piece, and is given back to the system as soon as it is as much as a slab."""
+
+    def __init__(self) -> None:
+        """Nothing was freed."""
+        self._nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """So much was freed."""
+        self._nbytes += nbytes
+        if self._nbytes >= SLAB_FLOOR_NBYTES:
+            give_back_freed_ram()
+            self._nbytes = 0
 
 
 class Built:
@@ -24,6 +42,12 @@ class Built:
     """Of a slab; None: as the configuration means."""
     masters: Mapping[int, MasterCopy] = MappingProxyType({})
     """Which parameters in a low dtype have master weights, by the identity of each; of others the dtypes tell."""
+    strides: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+    """Those that parameters without values on this rank have in their slots, by the identity of each."""
+
+    def __init__(self, shards: ShardStore | None = None) -> None:
+        """Take what tells which rank owns which group; None: this rank packs all of them."""
+        self._shards = shards
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -39,18 +63,22 @@ class Built:
 
     def agree(self, layout: Layout) -> None:
         """Raise a ConfigError if the ranks are not about to pack the same."""
+        if self._shards is not None:
+            self._shards.ranks.agree("the layout of the chunks", digest([layout]))
 
     def largest(self, value: int) -> int:
         """Return the largest over the ranks that pack together."""
-        return value
+        if self._shards is None:
+            return value
+        return int(self._shards.ranks.max_over((float(value),), label="packing: comparing what is free")[0])
 
     def owns(self, group: int) -> bool:
         """Tell whether the chunks of a group have content on this rank."""
-        return True
+        return self._shards is None or self._shards.owns(group)
 
     def is_released(self, param: nn.Parameter) -> bool:
-        """Tell whether one rank only has the values of a parameter; it was found fit to be packed."""
-        return False
+        """Tell whether this rank need not have the values of a parameter; it was found fit to be packed."""
+        return id(param) in self.strides
 
     def comes_later(self, param: nn.Parameter) -> bool:
         """Tell whether a parameter is on the meta device, and gets values when it is packed."""
@@ -58,7 +86,7 @@ class Built:
 
     def stride(self, param: nn.Parameter) -> tuple[int, ...]:
         """Return the strides a parameter has in its slot."""
-        return dense_stride(param)
+        return self.strides[id(param)] if id(param) in self.strides else dense_stride(param)
 
     def take(self, param: nn.Parameter, group: int, *, name: str) -> torch.Tensor:
         """Return the values of a parameter, to be packed into a group that this rank `owns`; else anything.
@@ -97,12 +125,7 @@ class PutOff(Built):
         masters: Mapping[int, MasterCopy] = MappingProxyType({}),
     ) -> None:
         """Take the strides that parameters have in their slots, by the identity of each; see `Built` for the others."""
-        self._strides = strides
+        super().__init__()
+        self.strides = strides
         self.slab_nbytes = slab_nbytes
         self.masters = masters
-
-    def is_released(self, param: nn.Parameter) -> bool:
-        return id(param) in self._strides
-
-    def stride(self, param: nn.Parameter) -> tuple[int, ...]:
-        return self._strides[id(param)]
