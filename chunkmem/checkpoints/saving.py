@@ -23,7 +23,7 @@ from chunkmem.checkpoints.unfinished import in_one_line
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError, RankError
 from chunkmem.optim.ema import EMA
-from chunkmem.optim.saved import StatefulOptimizer
+from chunkmem.optim.optimizer import RuleOptimizer
 
 _LABEL = "manager.save()"
 _WORD_S = 10.0
@@ -33,7 +33,7 @@ _WORD_SHARE = 0.25
 
 def state_to_save(
     runtime: Runtime,
-    optimizer: StatefulOptimizer | None,
+    optimizer: RuleOptimizer | None,
     *,
     ema: EMA | None,
     model: nn.Module | None,
@@ -62,7 +62,7 @@ def state_to_save(
 
 def require_own(optimizer: object, call: str) -> None:
     """Raise a `CheckpointError` for an optimizer whose states are not in chunks."""
-    if optimizer is not None and not isinstance(optimizer, StatefulOptimizer):
+    if optimizer is not None and not isinstance(optimizer, RuleOptimizer):
         raise CheckpointError(
             f"{call} takes an optimizer of chunkmem's, or None, not a {type(optimizer).__name__}; put the state_dict() "
             "of another optimizer into extra="

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from chunkmem.errors import CheckpointError, ConfigError
+from chunkmem.errors import ConfigError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.tiled import TiledLinear
-from chunkmem.optim.checks import require_fit, saved_groups
 from chunkmem.optim.class_calls import NOT_OPTIONS, OptimizerClass, require_class
-from chunkmem.optim.class_rule import ClassHyper, ClassRule, Place, Record, add_to, new_item
-from chunkmem.optim.class_trials import ClassTrial, EntryForm
-from chunkmem.optim.entries import EntryStates, blank_entry, entry_problems
-from chunkmem.optim.host import HasOptimizerHost, OptimizerHost
+from chunkmem.optim.class_rule import ClassRule
+from chunkmem.optim.class_trials import ClassTrial
+from chunkmem.optim.host import HasOptimizerHost
 from chunkmem.optim.optimizer import RuleOptimizer
-from chunkmem.optim.rule import StateSpec, UpdateItem
-from chunkmem.optim.saved import HeldStates
-from chunkmem.optim.shaped_state import ShapedState, TensorForm, moved_to
 
 CLASS_KEY = "optimizer"
 """Of a parameter group that is added: its class, if there are several."""
@@ -52,9 +47,6 @@ class Optimizer(RuleOptimizer):
         CapacityError: weights, gradients and states do not fit DEVICE and HOST together.
     """
 
-    _rule: ClassRule
-    _states: EntryStates
-
     def __init__(
         self,
         classes: type[torch.optim.Optimizer] | Sequence[Pair],
@@ -71,23 +63,8 @@ class Optimizer(RuleOptimizer):
         for kind, own, own_options in _pairs(classes, params):
             trials.append(ClassTrial(OptimizerClass(require_class(kind), {**options, **own_options})))
             groups += [{**group, CLASS_KEY: len(trials) - 1} for group in _groups(own)]
-        self._tiles: dict[int, str] | None = None
-        self._hypers_of: dict[int, ClassHyper] = {}
-        """By the identity of a parameter: the options of its group at the last step."""
-        self._blank: set[torch.Tensor] = set()
-        """Excluded parameters whose states are zeros to be loaded into."""
-        self._kinds: list[Hashable] = []
-        """What the states of each group depended on at the last step."""
-        super().__init__(
-            groups, {}, rule=ClassRule(trials), host=host, max_grad_norm=max_grad_norm, in_backward=in_backward
-        )
-
-    def __repr__(self) -> str:
-        names = ", ".join(trial.made.name for trial in self._rule.trials)
-        return super().__repr__().replace("Optimizer(", f"Optimizer({names}: ", 1)
-
-    def _no_states(self) -> EntryStates:
-        return EntryStates(self._host, self, self._rule, owned=self._managed, form_of=self._form_of)
+        self._rule = ClassRule(trials)
+        super().__init__(groups, {}, rule=self._rule, host=host, max_grad_norm=max_grad_norm, in_backward=in_backward)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; see the class.
@@ -104,6 +81,10 @@ class Optimizer(RuleOptimizer):
         if any(isinstance(param, torch.Tensor) for param in found):
             resolved = self._resolve(index, next(p for p in found if isinstance(p, torch.Tensor)), group)
             group = {**resolved, **{key: group[key] for key in NOT_OPTIONS if key in group}}
+        registry = self._host.registry
+        tiles = dict(tiles_in(model.root for model in registry.models))
+        for managed in filter(None, map(registry.find, found)):
+            require_whole(managed, self._rule.trials[index], tiles)
         new = [id(param) for param in found if id(param) not in self._rule.index_of]
         self._rule.index_of.update(dict.fromkeys(new, index))
         try:
@@ -133,7 +114,7 @@ class Optimizer(RuleOptimizer):
         """Return the options of a group with the defaults of its class, as that makes them of one parameter."""
         options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
         trial = self._rule.trials[index]
-        made = trial.sample(self._weight_form(param), options, name=self._name_in(param, 0))
+        made = trial.sample(self._members.weights_of(param), options, name=self._members.name(param, 0))
         if not self.defaults or len(self._rule.trials) > 1:
             known = made.defaults if not self.param_groups else {k: self.defaults[k] for k in self.defaults}
             self.defaults = {key: value for key, value in known.items() if key in made.defaults}
@@ -142,177 +123,6 @@ class Optimizer(RuleOptimizer):
         # A tensor stays the user's own, as in torch.optim: it may be written in place, such as a learning rate.
         own = {key: given[key] for key, value in resolved.items() if isinstance(value, torch.Tensor) and key in given}
         return {**resolved, **{key: value for key, value in own.items() if isinstance(value, torch.Tensor)}}
-
-    def move_to(self, host: OptimizerHost) -> None:
-        self._tiles, self._kinds = None, []
-        super().move_to(host)
-
-    def counts(self) -> dict[ManagedParameter, HeldStates]:
-        found = {}
-        for managed, count in self._states.steps.items():
-            entry, specs = self._states.entry(managed), self._states.specs_of(managed)
-            roles = tuple(specs[key].role for key, value in (entry or {}).items() if value is Place.CHUNK)
-            found[managed] = HeldStates(count, roles, entry, tuple(specs.values()))
-        return found
-
-    def take_over(self, counts: Mapping[ManagedParameter, HeldStates]) -> None:
-        wanted = {}
-        for managed, held in counts.items():
-            specs = {spec.key: moved_to(managed, spec) for spec in held.specs if isinstance(spec, ShapedState)}
-            wanted[managed] = tuple({**self._states.specs_of(managed), **specs}.values())
-        self._claim_more(wanted)
-        for managed, held in counts.items():
-            if self._host.owns(managed):
-                self._states.steps[managed] = held.count.clone()
-                entry = None if held.entry is None else dict(held.entry)
-                self._states.records[managed] = Record(entry, is_new=False)
-        self._states.note(managed for managed, held in counts.items() if held.entry is not None)
-
-    # The states of a parameter.
-
-    def _name_in(self, param: torch.Tensor, index: int) -> str:
-        """Return what messages call a parameter, also one that is in no model."""
-        managed = self._host.registry.find(param)
-        return f"parameter {index}" if managed is None else managed.name
-
-    def _weight_form(self, param: torch.Tensor) -> TensorForm:
-        managed = self._host.registry.find(param)
-        if managed is not None:
-            return self._updater.weight_form(managed)
-        return TensorForm(tuple(param.shape), tuple(param.stride()), param.dtype)
-
-    def _form_for(self, param: torch.Tensor, hyper: ClassHyper, index: int = 0) -> EntryForm:
-        return self._rule.entry_form(hyper, self._weight_form(param), name=self._name_in(param, index))
-
-    def _form_of(self, managed: ManagedParameter) -> EntryForm:
-        """Return what the state of a parameter has with the options of its group."""
-        hyper = self._hypers_of.get(id(managed.param))
-        if hyper is None:
-            for group in self.param_groups:
-                hypers = dict.fromkeys(map(id, group["params"]), self._rule.hyper(group))
-                self._hypers_of.update(hypers)
-            hyper = self._hypers_of[id(managed.param)]
-        return self._form_for(managed.param, hyper)
-
-    def _states_of(self, managed: ManagedParameter, hyper: ClassHyper) -> tuple[StateSpec, ...]:
-        """Return the states that a parameter needs, and those that it has of this optimizer already."""
-        self._require_whole(managed, hyper)
-        weights = self._updater.weight_form(managed)
-        form = self._rule.entry_form(hyper, weights, name=managed.name)
-        found: dict[str, StateSpec] = {spec.key: spec for spec in self._rule.specs_of(form, weights, managed.position)}
-        if self._updater.claims.owner(managed) is self:
-            found = {**self._states.specs_of(managed), **found}
-        return tuple(found[key] for key in sorted(found))
-
-    def _require_whole(self, managed: ManagedParameter, hyper: ClassHyper) -> None:
-        """Refuse a tile to a class that has to see the whole matrix."""
-        if self._tiles is None:
-            self._tiles = dict(tiles_in(model.root for model in self._host.registry.models))
-        require_whole(managed, self._rule.trials[hyper.index], self._tiles)
-
-    # A step.
-
-    def _initialize(self) -> None:
-        self._updater.claims.check(self._managed(), self)
-        self._claim_more(self._wanted(self.param_groups))
-        trainable = [param for param in self._params() if param.requires_grad]
-        found = [(param, self._host.registry.lookup(param)) for param in trainable]
-        self._states.make_blank(managed for _, managed in found if managed is not None)
-        for group in self.param_groups:
-            hyper = self._rule.hyper(group)
-            for param in group["params"]:
-                if param.requires_grad and self._host.registry.lookup(param) is None:
-                    self._make_blank(param, self._form_for(param, hyper))
-        for param in trainable:
-            param.grad = None
-
-    def _make_blank(self, param: torch.Tensor, form: EntryForm) -> None:
-        """Have an entry of zeros for an excluded parameter, which its first update does not find."""
-        if form.is_there:
-            entry = blank_entry(form)
-            for key, tensor in form.tensors.items():
-                entry[key] = tensor.empty(str(param.device)).zero_()
-            self.state.excluded[param] = entry
-            self._blank.add(param)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._blank.clear()
-        super().__setstate__(state)
-
-    def _stateless(self, hypers: Sequence[Any]) -> Collection[ManagedParameter]:
-        return ()  # whether a parameter has an entry is for its class to say
-
-    def _make_states(
-        self,
-        pending: list[ManagedParameter],
-        hypers: Sequence[Any],
-        stateless: Collection[ManagedParameter],
-        *,
-        anywhere: list[ManagedParameter],
-    ) -> None:
-        needs = [self._rule.needs(hyper) for hyper in hypers]
-        if needs != self._kinds:
-            self._hypers_of.clear()
-            self._claim_more(self._wanted(self.param_groups))
-            self._kinds = needs
-        self._states.prepare(pending)
-        self._states.note(m for m in anywhere if m not in self._states and self._form_of(m).is_there)
-        self._updater.complete_states(pending)
-
-    def _new_item(self, hyper: Any, *, ahead: bool = False) -> UpdateItem:
-        return new_item(hyper, ahead=ahead)
-
-    def _add_to(self, item: UpdateItem, managed: ManagedParameter, step: torch.Tensor, number: int) -> None:
-        add_to(item, managed, step, self._states.record(managed), self._states.specs_of(managed))
-        item.numbers.append(number)
-
-    def _update_excluded(self, params: list[torch.Tensor], hyper: Any, *, multiplier: float | None) -> None:
-        for param in self._blank.intersection(params):
-            del self.state.excluded[param]
-        self._blank.difference_update(params)
-        for param in params:
-            self._form_for(param, hyper)  # a class that updates nothing in chunks was not tried so far
-        self._rule.update_excluded(params, self.state.excluded, hyper, multiplier=multiplier)
-
-    # Loading.
-
-    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        wrong = []
-        groups = saved_groups(state_dict, self.param_groups)
-        for saved, own in zip(groups, self.param_groups, strict=True):
-            trial = self._rule.trials[self._rule.hyper(own).index]
-            if missing := [key for key in trial.defaults if key not in saved]:
-                raise CheckpointError(
-                    f"the state is of another optimizer than {trial.made.name}: it has no {', '.join(missing)}"
-                )
-            hyper = self._rule.hyper({**saved, "params": own["params"]})
-            for index, param in zip(saved["params"], own["params"], strict=True):
-                if not (state := state_dict["state"].get(index)):
-                    continue
-                try:
-                    form = self._form_for(param, hyper, index)
-                except ConfigError as error:
-                    raise CheckpointError(f"the state cannot be loaded: {error}") from None
-                problems = entry_problems(state, form, is_whole=True)
-                wrong += [f"{self._name_of(param, index)} {problem}" for problem in problems]
-        require_fit(wrong)
-
-    def _to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(state)
-
-    def _kept_by(
-        self, taken: Mapping[ManagedParameter, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
-    ) -> dict[ManagedParameter, tuple[StateSpec, ...]]:
-        found = {}
-        for saved, own in zip(groups, self.param_groups, strict=True):
-            hyper = self._rule.hyper({**saved, "params": own["params"]})
-            managed = (self._host.registry.find(param) for param in own["params"])
-            found.update({one: self._states_of(one, hyper) for one in managed if one is not None and one in taken})
-        return found
-
-    def _adopt(self, taken: Mapping[ManagedParameter, Mapping[str, Any]]) -> None:
-        self._hypers_of.clear()
-        super()._adopt(taken)
 
 
 def _pairs(classes: Any, params: Any) -> list[tuple[Any, Any, Mapping[str, Any]]]:

@@ -11,7 +11,7 @@ import inspect
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from chunkmem.errors import ConfigError
-from chunkmem.optim.class_calls import ClassCall, Entry, OptimizerClass
-from chunkmem.optim.shaped_state import TensorForm
+from chunkmem.optim.class_calls import ClassCall, OptimizerClass
+from chunkmem.optim.entries import Entry, EntryForm, NumberForm, TensorForm, can_be_kept
 
 NUM_STEPS: Final = 3
 """Some classes make their states in the second step only."""
@@ -34,34 +34,6 @@ _PER_PARAMETER: Final = ELEMENTWISE | {torch.optim.Adafactor, torch.optim.Muon}
 """Classes that are known to update each parameter by its own gradient and states."""
 _SMALL: Final = 8
 """Elements of each dimension of a parameter that independence is tried with."""
-
-
-@dataclass(frozen=True)
-class NumberForm:
-    """A value of a state that has no elements: a number in a 0-dim tensor, or no tensor."""
-
-    dtype: torch.dtype | None
-    """None: it is no tensor."""
-    follows: bool
-    """It is a tensor on the device of the parameter."""
-
-
-@dataclass(frozen=True)
-class EntryForm:
-    """What `state[param]` has after an update."""
-
-    keys: tuple[str, ...]
-    """In its order."""
-    first_keys: tuple[str, ...]
-    """Those that it has after the first one already."""
-    tensors: Mapping[str, TensorForm]
-    """Those with elements."""
-    numbers: Mapping[str, NumberForm]
-    """The rest."""
-    is_there: bool
-    """It has an entry at all, if only an empty one."""
-    writes_gradients: bool
-    """The step changes the gradient it is given."""
 
 
 _NOTHING: Final = EntryForm((), (), {}, {}, is_there=False, writes_gradients=False)
@@ -299,12 +271,6 @@ def _leaf(form: TensorForm, device: str) -> torch.nn.Parameter:
     with torch.no_grad():
         leaf.fill_(0.25)
     return leaf
-
-
-def can_be_kept(value: object) -> bool:
-    """Tell whether chunks and records can hold a value of a state."""
-    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided  # type: ignore[attr-defined]
-    return is_plain or value is None or isinstance(value, bool | int | float | str)
 
 
 def _instead_of(value: object) -> str:

@@ -326,7 +326,7 @@ def test_what_fails_beside_backward_is_said_and_made_in_the_step(monkeypatch: py
         raise MemoryError("no threads left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs[0].optimizer._rule, "update_into", broken)
+        patch.setattr(runs[0].optimizer.updates.rule, "update_into", broken)
         with pytest.warns(
             UserWarning, match=r"overlapped with backward failed and is made now: MemoryError\('no threads left'"
         ):
