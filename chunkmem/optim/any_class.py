@@ -62,7 +62,7 @@ class Optimizer(RuleOptimizer):
         trials, groups = [], []
         for kind, own, own_options in _pairs(classes, params):
             trials.append(ClassTrial(OptimizerClass(require_class(kind), {**options, **own_options})))
-            groups += [{**group, CLASS_KEY: len(trials) - 1} for group in _groups(own)]
+            groups += [{**group, CLASS_KEY: trials[-1]} for group in _groups(own)]
         self._rule = ClassRule(trials)
         super().__init__(groups, {}, rule=self._rule, host=host, max_grad_norm=max_grad_norm, in_backward=in_backward)
 
@@ -74,55 +74,51 @@ class Optimizer(RuleOptimizer):
         """
         self._host.require_open()
         group = dict(param_group)
-        index = self._index_of(group.pop(CLASS_KEY, None))
+        trial = self._trial_of(group.pop(CLASS_KEY, None))
         params = group["params"]
         group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
         found = [cast(torch.Tensor, one[1] if isinstance(one, tuple) else one) for one in group["params"]]
         if any(isinstance(param, torch.Tensor) for param in found):
-            resolved = self._resolve(index, next(p for p in found if isinstance(p, torch.Tensor)), group)
+            resolved = self._resolve(trial, next(p for p in found if isinstance(p, torch.Tensor)), group)
             group = {**resolved, **{key: group[key] for key in NOT_OPTIONS if key in group}}
         registry = self._host.registry
         tiles = dict(tiles_in(model.root for model in registry.models))
         for managed in filter(None, map(registry.find, found)):
-            require_whole(managed, self._rule.trials[index], tiles)
-        new = [id(param) for param in found if id(param) not in self._rule.index_of]
-        self._rule.index_of.update(dict.fromkeys(new, index))
+            require_whole(managed, trial, tiles)
+        new = [id(param) for param in found if id(param) not in self._rule.trial_of]
+        self._rule.trial_of.update(dict.fromkeys(new, trial))
         try:
             super().add_param_group(group)
         except Exception:
             for key in new:
-                self._rule.index_of.pop(key, None)
+                self._rule.trial_of.pop(key, None)
             raise
 
-    def _index_of(self, named: object) -> int:
-        """Return the number of the class of a group, given what the group says."""
-        if isinstance(named, int):
-            return named
-        kinds = [trial.made.kind for trial in self._rule.trials]
-        for number, kind in enumerate(kinds):
-            if kind is named:
-                return number
-        if named is None and len(kinds) == 1:
-            return 0
-        names = ", ".join(kind.__name__ for kind in kinds)
+    def _trial_of(self, named: object) -> ClassTrial:
+        """Return the class of a group, given what the group says."""
+        trials = self._rule.trials
+        for trial in trials:
+            if named in (trial, trial.made.kind) or (named is None and len(trials) == 1):
+                return trial
+        names = ", ".join(trial.made.name for trial in trials)
         raise ConfigError(
             f"add_param_group(): this optimizer has the classes {names}, and the group names {named!r}; say whose "
-            f'it is: {{"params": ..., "{CLASS_KEY}": {kinds[0].__name__}}}'
+            f'it is: {{"params": ..., "{CLASS_KEY}": {trials[0].made.name}}}'
         )
 
-    def _resolve(self, index: int, param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    def _resolve(self, trial: ClassTrial, param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a group with the defaults of its class, as that makes them of one parameter."""
         options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        trial = self._rule.trials[index]
         made = trial.sample(self._members.weights_of(param), options, name=self._members.name(param, 0))
-        if not self.defaults or len(self._rule.trials) > 1:
-            known = made.defaults if not self.param_groups else {k: self.defaults[k] for k in self.defaults}
-            self.defaults = {key: value for key, value in known.items() if key in made.defaults}
+        if not self.param_groups:
+            self.defaults = made.defaults
+        elif len(self._rule.trials) > 1:
+            self.defaults = {key: value for key, value in self.defaults.items() if key in made.defaults}
         given = {**trial.made.arguments, **options}
         resolved = {key: value for key, value in made.param_groups[0].items() if key not in NOT_OPTIONS}
         # A tensor stays the user's own, as in torch.optim: it may be written in place, such as a learning rate.
-        own = {key: given[key] for key, value in resolved.items() if isinstance(value, torch.Tensor) and key in given}
-        return {**resolved, **{key: value for key, value in own.items() if isinstance(value, torch.Tensor)}}
+        tensors = {key for key, value in resolved.items() if isinstance(value, torch.Tensor)}
+        return {**resolved, **{key: given[key] for key in tensors if isinstance(given.get(key), torch.Tensor)}}
 
 
 def _pairs(classes: Any, params: Any) -> list[tuple[Any, Any, Mapping[str, Any]]]:

@@ -58,7 +58,12 @@ def check_state(
     Raises:
         CheckpointError: groups or shapes differ, or it was made with an option there is no counterpart of.
     """
-    saved = saved_groups(state_dict, groups)
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise CheckpointError("not an optimizer state: it needs the keys 'state' and 'param_groups'")
+    saved = state_dict["param_groups"]
+    ours, theirs = ([len(group["params"]) for group in each] for each in (groups, saved))
+    if ours != theirs:
+        raise CheckpointError(f"the state has parameter groups of {theirs} parameters, this optimizer of {ours}")
     wrong = []
     for group, own in zip(saved, groups, strict=True):
         name, options = rule.required(own)
@@ -77,19 +82,3 @@ def check_state(
             raise CheckpointError(f"the state cannot be loaded: {error}") from None
     if wrong:
         raise CheckpointError(f"the state does not fit the parameters ({'; '.join(wrong)}); nothing was loaded")
-
-
-def saved_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the parameter groups of a saved optimizer state, which are as large as those it is to be loaded into.
-
-    Raises:
-        CheckpointError: they are not, or it is no such state.
-    """
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise CheckpointError("not an optimizer state: it needs the keys 'state' and 'param_groups'")
-    saved: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
-    ours = [len(group["params"]) for group in groups]
-    theirs = [len(group["params"]) for group in saved]
-    if ours != theirs:
-        raise CheckpointError(f"the state has parameter groups of {theirs} parameters, this optimizer of {ours}")
-    return saved

@@ -11,9 +11,9 @@ import torch
 
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.claims import Owner
 from chunkmem.optim.entries import Entry, EntryForm, Record, copied_to_cpu
 from chunkmem.optim.host import OptimizerHost
+from chunkmem.optim.in_backward import Owner
 from chunkmem.optim.members import GroupMembers
 from chunkmem.optim.rule import StateSpec, UpdateRule
 from chunkmem.optim.slot_source import SlotSource
@@ -60,7 +60,7 @@ class ChunkStates:
 
     def find(self, param: object) -> ManagedParameter | None:
         """Return what is known of a managed parameter; None for anything else."""
-        return self._host.registry.find(param) if isinstance(param, torch.Tensor) else None
+        return self._host.registry.find(param)
 
     def __contains__(self, managed: ManagedParameter) -> bool:
         return managed in self._anywhere
@@ -163,7 +163,7 @@ class ChunkStates:
         self._updater.make_states(new, {spec.role for own in specs.values() for spec in own.values()})
         for managed, own in specs.items():
             entry = {key: spec.role for key, spec in own.items()} if self._rule.begins_at_zero else None
-            self.records[managed] = Record(entry=entry)
+            self.records[managed] = Record(entry=entry, is_new=entry is None)
 
     def make_blank(self, params: Iterable[ManagedParameter]) -> None:
         """Have states of zero that can be loaded into; an update of `params` finds those that it begins with."""
@@ -174,7 +174,7 @@ class ChunkStates:
             record, form = self.records.get(managed), self.form(managed)
             if record is not None and record.entry is None and form.is_there:
                 roles = {key: spec.role for key, spec in self.specs_of(managed).items()}
-                record.entry, record.is_blank = form.zeros(roles, device="cpu"), True
+                record.entry = form.zeros(roles, device="cpu")
 
     # What there is.
 
@@ -267,7 +267,7 @@ class ChunkStates:
                     entry[key] = form.number(key, value)
             if not self._rule.counts_steps:  # a state that was written is taken for that of an earlier update
                 record.count = record.count.clamp(min=1)
-            record.entry, record.is_blank = entry, False
+            record.entry, record.is_new = entry, False
         self._note([managed])
 
     def replace(self, managed: ManagedParameter, state: Mapping[str, Any]) -> None:
@@ -299,7 +299,7 @@ class ChunkStates:
         found = {}
         for managed, record in self.records.items():
             entry = None
-            if record.entry is not None and not record.is_blank:
+            if record.entry is not None and not record.is_new:
                 entry = {key: copied_to_cpu(value) for key, value in record.entry.items()}
             found[managed] = HeldStates(record.count, entry, tuple(self.specs_of(managed).values()))
         return found

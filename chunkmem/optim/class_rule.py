@@ -23,7 +23,7 @@ from chunkmem.types import Role
 class ClassHyper:
     """A parameter group's options."""
 
-    index: int
+    trial: ClassTrial
     """Of the class."""
     key: Hashable
     """The options as what compares by value."""
@@ -56,7 +56,7 @@ class ClassRule(UpdateRule[ClassHyper]):
     def __init__(self, trials: Sequence[ClassTrial]) -> None:
         """Make the rule of classes that were looked at."""
         self.trials = list(trials)
-        self.index_of: dict[int, int] = {}
+        self.trial_of: dict[int, ClassTrial] = {}
         """By the identity of a parameter: its class."""
 
     @property
@@ -64,27 +64,27 @@ class ClassRule(UpdateRule[ClassHyper]):
         return f"{', '.join(trial.made.name for trial in self.trials)}: "
 
     def required(self, group: Mapping[str, Any]) -> tuple[str, Collection[str]]:
-        trial = self.trials[self._index(group)]
+        trial = self._trial(group)
         return trial.made.name, trial.defaults
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Check nothing: classes have checked options when they were tried."""
 
-    def _index(self, group: Mapping[str, Any]) -> int:
-        return next((self.index_of[id(param)] for param in group["params"]), 0)
+    def _trial(self, group: Mapping[str, Any]) -> ClassTrial:
+        return next((self.trial_of[id(param)] for param in group["params"]), self.trials[0])
 
     def hyper(self, group: Mapping[str, Any]) -> ClassHyper:
         options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        return ClassHyper(self._index(group), frozen(options), copied(options))
+        return ClassHyper(self._trial(group), frozen(options), copied(options))
 
     def needs(self, hyper: ClassHyper) -> Hashable:
-        return hyper.index, kinds_of(hyper.options)
+        return hyper.trial, kinds_of(hyper.options)
 
     def is_stateless(self, hyper: ClassHyper) -> bool:
         return False  # whether a parameter has an entry is for its class to say
 
     def form(self, hyper: ClassHyper, weights: TensorForm, *, name: str) -> EntryForm:
-        return self.trials[hyper.index].entry_form(weights, hyper.options, name=name)
+        return hyper.trial.entry_form(weights, hyper.options, name=name)
 
     def specs(
         self,
@@ -104,22 +104,12 @@ class ClassRule(UpdateRule[ClassHyper]):
     def to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return dict(state)
 
-    def update_(
-        self,
-        weights: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        states: Mapping[Role, list[torch.Tensor]],
-        steps: Sequence[torch.Tensor],
-        hyper: ClassHyper,
-    ) -> None:
-        raise AssertionError("a class is stepped by update_item_, which knows its records")
-
     def update_item_(
         self, views: Mapping[Role, Sequence[torch.Tensor]], item: UpdateItem, *, multiplier: float | None
     ) -> None:
         slots = slot_tensors(views, item)
         grads = slots.scaled_grads(multiplier)
-        if item.drafts is not None and grads is slots.grads and self.trials[item.hyper.index].writes_gradients:
+        if item.drafts is not None and grads is slots.grads and item.hyper.trial.writes_gradients:
             grads = [grad.clone() for grad in grads]  # the step may have to use them again
         entries = [self.entry_of(item, at, views, slots.weights[at].device) for at in range(len(item.params))]
         known = [at for at, record in enumerate(item.records) if not record.is_new]
@@ -149,7 +139,7 @@ class ClassRule(UpdateRule[ClassHyper]):
             leaf = torch.nn.Parameter(weight.detach())
             leaf.grad = grad
             leaves.append(leaf)
-        results = self.trials[hyper.index].call(leaves, entries, hyper.options)
+        results = hyper.trial.call(leaves, entries, hyper.options)
         for leaf, weight in zip(leaves, weights, strict=True):
             if not leaf.is_set_to(weight):  # the class has assigned `.data`
                 weight.copy_(leaf)
@@ -160,9 +150,9 @@ class ClassRule(UpdateRule[ClassHyper]):
     ) -> Entry | None:
         """Return the entry of a parameter as its class sees it, with the slots of its states."""
         record = item.records[at]
-        if record.entry is None or record.is_blank:
+        if record.entry is None or record.is_new:
             return None
-        following, options = self.trials[item.hyper.index].following, item.hyper.options
+        following, options = item.hyper.trial.following, item.hyper.options
         has_steps_there = bool(options.get("fused") or options.get("capturable"))  # as torch.optim decides it
         found: Entry = {}
         for key, value in record.entry.items():
@@ -183,7 +173,7 @@ class ClassRule(UpdateRule[ClassHyper]):
 
         `dtype` is that of the weights.
         """
-        trial = self.trials[item.hyper.index]
+        trial = item.hyper.trial
         entry: Entry | None = None if result is None else dict(result)
         for key, value in (result or {}).items():
             if not isinstance(value, torch.Tensor) or entry is None:

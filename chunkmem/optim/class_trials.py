@@ -1,8 +1,9 @@
 """Which states an optimizer class keeps of a parameter, and whether it can be stepped chunk by chunk: found by trying.
 
-[Note: Trials] A class is stepped a few times on a throw-away parameter of the shape and dtype of a real one, on the
-meta device: there is no memory, and numbers that it reads of a tensor are 1. Where it needs values, the trial is
-repeated with real ones on the CPU. The states it has made are those that chunks get room for.
+[Note: Trials] Chunks get room for the states before the first step: a lack of it is known, plans and estimates count
+them, and there is what a saved state is loaded into. So a class is stepped a few times on a throw-away parameter of the
+shape and dtype of a real one, on the meta device: there is no memory, and numbers that it reads of a tensor are 1.
+Where it needs values, the trial is repeated with real ones on the CPU.
 """
 
 from __future__ import annotations
@@ -11,13 +12,10 @@ import inspect
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from chunkmem.errors import ConfigError
 from chunkmem.optim.class_calls import ClassCall, OptimizerClass
@@ -36,7 +34,7 @@ _SMALL: Final = 8
 """Elements of each dimension of a parameter that independence is tried with."""
 
 
-_NOTHING: Final = EntryForm((), (), {}, {}, is_there=False, writes_gradients=False)
+_NOTHING: Final = EntryForm((), (), {}, {}, is_there=False)
 
 
 class ClassTrial:
@@ -67,7 +65,7 @@ class ClassTrial:
 
     @property
     def call(self) -> ClassCall:
-        """Steps the class; there once a parameter was tried."""
+        """Steps the class; there once there was a `sample`."""
         assert self._calls is not None
         return self._calls
 
@@ -77,27 +75,21 @@ class ClassTrial:
         return self._defaults
 
     def sample(self, form: TensorForm, options: Mapping[str, Any], *, name: str) -> torch.optim.Optimizer:
-        """Return an optimizer of the class over one throw-away parameter; `name` is for messages.
+        """Return an optimizer of the class over one throw-away parameter without memory; `name` is for messages.
 
         Raises:
             ConfigError: the class refuses an option or the parameter.
         """
-        if not form.dtype.is_floating_point:
-            form = replace(form, dtype=torch.float32)
+        dtype = form.dtype if form.dtype.is_floating_point else torch.float32
+        param = torch.nn.Parameter(torch.zeros((), dtype=dtype, device="cpu").expand(form.shape))
         with _random_numbers_kept():
             try:
-                made = self._made_on("meta", form, options)
-            except Exception:  # it may need a device it knows
-                try:
-                    made = self._made_on("cpu", form, options)
-                except Exception as error:
-                    raise self._refused(form, name, error) from error
+                made = self.made.make([param], options)
+            except Exception as error:
+                raise self._refused(form, name, error) from error
         self._defaults = made.defaults
+        self._calls = self._calls or ClassCall(made)
         return made
-
-    def _made_on(self, device: str, form: TensorForm, options: Mapping[str, Any]) -> torch.optim.Optimizer:
-        with _NumbersOfMeta() if device == "meta" else nullcontext():
-            return self.made.make([_leaf(form, device)], options)
 
     def _refused(self, form: TensorForm, name: str, error: Exception) -> ConfigError:
         return ConfigError(
@@ -124,34 +116,21 @@ class ClassTrial:
         with _random_numbers_kept(), torch.no_grad():
             found = self._try(form, options, name)
             self._require_independence(form, options)
-            self._calls = self._calls or ClassCall(self._template(form, options))
-        self.writes_gradients |= found.writes_gradients
         self.following |= {key for key, number in found.numbers.items() if number.follows}
         return self._found.setdefault(key, found)
 
-    def _template(self, form: TensorForm, options: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """Return an optimizer that was not stepped, without attributes on the meta device."""
-        try:
-            made = self._made_on("meta", form, options)
-        except Exception:  # it needs a device it knows
-            return self._made_on("cpu", form, options)
-        attributes = {key: value for key, value in vars(made).items() if key not in ("state", "param_groups")}
-        is_on_meta = any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(attributes))
-        return self._made_on("cpu", form, options) if is_on_meta else made
-
     def _try(self, form: TensorForm, options: Mapping[str, Any], name: str) -> EntryForm:
-        try:
-            with _NumbersOfMeta():
-                return self._step_on(form, options, "meta")
-        except ConfigError:
-            raise
-        except Exception:  # it needs values, or a device it knows: the next trial has both, and says what is wrong
+        failure: Exception | None = None
+        for device in ("meta", "cpu"):  # the second has values, and is one that any class knows
             try:
-                return self._step_on(form, options, "cpu")
+                with _NumbersOfMeta() if device == "meta" else nullcontext():
+                    return self._step_on(form, options, device)
             except ConfigError:
                 raise
             except Exception as error:
-                raise self._refused(form, name, error) from error
+                failure = error
+        assert failure is not None
+        raise self._refused(form, name, failure) from failure
 
     def _step_on(self, form: TensorForm, options: Mapping[str, Any], device: str) -> EntryForm:
         made, leaf = (_leaf(form, device) for _ in range(2))
@@ -159,12 +138,11 @@ class ClassTrial:
         version = made._version
         entry: Entry | None = None
         first_keys: tuple[str, ...] = ()
-        writes_gradients = False
         for number in range(NUM_STEPS):
             leaf.grad = torch.full_like(leaf, 0.5)
             before = leaf.grad._version
             (entry,) = ClassCall(optimizer)([leaf], [entry], options, is_trial=True)
-            writes_gradients |= leaf.grad is None or leaf.grad._version != before
+            self.writes_gradients |= leaf.grad is None or leaf.grad._version != before
             first_keys = tuple(entry or ()) if number == 0 else first_keys
         if made._version != version:
             raise ConfigError(
@@ -172,7 +150,7 @@ class ClassTrial:
                 "param_groups, and chunkmem.Optimizer steps it on one chunk after the other"
             )
         tensors, numbers = self._forms_of(entry or {}, leaf)
-        return EntryForm(tuple(entry or ()), first_keys, tensors, numbers, entry is not None, writes_gradients)
+        return EntryForm(tuple(entry or ()), first_keys, tensors, numbers, is_there=entry is not None)
 
     def _forms_of(self, entry: Entry, leaf: torch.Tensor) -> tuple[dict[str, TensorForm], dict[str, NumberForm]]:
         tensors: dict[str, TensorForm] = {}
@@ -184,9 +162,7 @@ class ClassTrial:
                     f"chunkmem.Optimizer keeps ordinary tensors, numbers, strings and None{_instead_of(value)}"
                 )
             if isinstance(value, torch.Tensor) and value.dim() > 0:
-                is_dense = is_non_overlapping_and_dense_or_false(value)
-                like = value if is_dense else torch.empty(value.shape, device="meta")
-                tensors[key] = TensorForm(tuple(value.shape), like.stride(), value.dtype)
+                tensors[key] = TensorForm.of(value)
             elif isinstance(value, torch.Tensor):
                 numbers[key] = NumberForm(value.dtype, follows=value.device == leaf.device and value.is_meta)
             else:
@@ -202,7 +178,7 @@ class ClassTrial:
         if self.made.kind in _PER_PARAMETER or len(form.shape) in self._independent:
             return
         self._independent.add(len(form.shape))
-        small = TensorForm(*_small(form.shape), form.dtype)
+        small = _small(form)
         try:
             alone = [self._weights_of([number], small, options)[0] for number in range(2)]
             before = torch.get_rng_state()
@@ -295,10 +271,10 @@ def _kind_of(value: Any) -> object:
     return type(value).__name__
 
 
-def _small(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return a shape and its strides with few elements in each dimension."""
-    sizes = tuple(min(size, max(1, _SMALL - at)) for at, size in enumerate(shape))
-    return sizes, torch.empty(sizes, device="meta").stride()
+def _small(form: TensorForm) -> TensorForm:
+    """Return a form with few elements in each dimension."""
+    shape = tuple(min(size, max(1, _SMALL - at)) for at, size in enumerate(form.shape))
+    return TensorForm.of(torch.empty(shape, dtype=form.dtype, device="meta"))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from chunkmem.runtime.device import runtime_mode
 Entry = dict[str, Any]
 """What `state[param]` of an optimizer has."""
 NO_UPDATES: Final = torch.zeros((), dtype=torch.float32, device="cpu")
+FIRST_UPDATE: Final = NO_UPDATES + 1
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,6 @@ class EntryForm:
     """The rest."""
     is_there: bool = True
     """It has an entry at all, if only an empty one."""
-    writes_gradients: bool = False
-    """The step changes the gradient it is given."""
 
     def zeros(self, tensors: Mapping[str, Any], *, device: torch.device | str) -> Entry:
         """Return an entry full of zeros for a parameter on a device; `tensors` are those with elements."""
@@ -120,13 +119,11 @@ class Record:
     """By key the role of the chunk that has it, or a value without elements, where the last update was. None: it has
     none. The number of updates is not in it."""
     is_new: bool = True
-    """It was not updated yet."""
-    is_blank: bool = False
-    """The entry is there to be loaded into, full of zeros: the class has not made one so far."""
+    """The class has not made an entry so far; if there is one, it is there to be loaded into, full of zeros."""
 
     def become(self, other: Record) -> None:
         """Have what an update has made of the entry."""
-        self.entry, self.is_new, self.is_blank = other.entry, other.is_new, other.is_blank
+        self.entry, self.is_new = other.entry, other.is_new
 
 
 class BlankEntry(Entry):

@@ -23,7 +23,7 @@ from chunkmem.optim.state import OptimizerState
 class GroupwiseStep:
     """Scales gradients, updates chunk groups, and has noted what of a step is done: [Note: Begun steps] in `nn.begun`.
 
-    It is what a manager knows of an optimizer: see `chunkmem.optim.claims.Owner`.
+    It is what a manager knows of an optimizer: see `chunkmem.optim.in_backward.Owner`.
     """
 
     def __init__(
@@ -85,23 +85,17 @@ class GroupwiseStep:
 
     def new_begun(self, options: str) -> BegunStep:
         """Return a step that has changed nothing so far."""
-        groups = self._members.groups()
-        number = -1
-        for index, group in enumerate(groups):
+        hypers, stateless, number = [], set[ManagedParameter](), -1
+        for index, group in enumerate(self._members.groups()):
+            hypers.append(self.rule.hyper(group))
+            is_stateless = self.rule.is_stateless(hypers[-1])
             for param in group["params"]:
                 number += 1
                 managed = self._host.registry.lookup(param)
                 if managed is not None:
                     self._options_of[managed], self._numbers[managed] = index, number
-        hypers = [self.rule.hyper(group) for group in groups]
-        rows = zip(groups, hypers, strict=True)
-        stateless = {
-            managed
-            for group, hyper in rows
-            if self.rule.is_stateless(hyper)
-            for managed in map(self._host.registry.lookup, group["params"])
-            if managed is not None
-        }
+                    if is_stateless:
+                        stateless.add(managed)
         return BegunStep(options, hypers, stateless)
 
     def has_gradients(self, begun: BegunStep) -> bool:
@@ -246,8 +240,10 @@ class GroupwiseStep:
         records = self.states.records
         for managed in params:
             index = self._options_of[managed]
-            item = items.setdefault(index, UpdateItem(begun.hypers[index], [], []))
-            item.add(managed, self._numbers[managed], Record() if managed in begun.stateless else records[managed])
+            if index not in items:
+                items[index] = UpdateItem(begun.hypers[index], [], [])
+            record = Record() if managed in begun.stateless else records[managed]
+            items[index].add(managed, self._numbers[managed], record)
         found = list(items.values())
         try:
             self._updater.update(group, found, self.rule, multiplier=begun.multiplier)

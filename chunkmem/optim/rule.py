@@ -19,7 +19,7 @@ from chunkmem.layout.spec import ALIGN_NBYTES, Group, MasterCopy, Slot
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.lazy_tensor import copy_values
 from chunkmem.optim.codes import BlockCodes
-from chunkmem.optim.entries import NO_UPDATES, Entry, EntryForm, NumberForm, Record, TensorForm
+from chunkmem.optim.entries import FIRST_UPDATE, NO_UPDATES, Entry, EntryForm, NumberForm, Record, TensorForm
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.types import ChunkId, Role
@@ -152,7 +152,7 @@ class UpdateItem:
     def add(self, managed: ManagedParameter, number: int, record: Record) -> None:
         """Add a parameter to what is updated; a new record is that of one without a state."""
         self.params.append(managed)
-        self.steps.append(record.count + 1)
+        self.steps.append(FIRST_UPDATE if record.count is NO_UPDATES else record.count + 1)
         self.numbers.append(number)
         self.records.append(record)
         if self.drafts is not None:
@@ -250,7 +250,6 @@ class UpdateRule(ABC, Generic[H]):
         keys = (*(("step",) if self.counts_steps else ()), *(spec.key for spec in self.all_states))
         return {key: state[key] for key in keys if state.get(key) is not None}
 
-    @abstractmethod
     def update_(
         self,
         weights: list[torch.Tensor],
@@ -268,6 +267,7 @@ class UpdateRule(ABC, Generic[H]):
             steps: the number of each one's update, from 1: 0-dim float32, on the CPU.
             hyper: what `hyper` has returned.
         """
+        raise NotImplementedError  # of rules that have their own `update_item_`
 
     def apply_(self, slots: SlotTensors, steps: Sequence[torch.Tensor], hyper: H, *, multiplier: float | None) -> None:
         """Update in place, with gradients times `multiplier`, in float32 if there are master weights; round those."""
@@ -297,12 +297,12 @@ class UpdateRule(ABC, Generic[H]):
             multiplier: of the gradients; None: they are taken as they are.
         """
         roles = [spec.role for spec in self.states(hyper)]
-        steps = dict.fromkeys(params, NO_UPDATES + 1)
+        steps = dict.fromkeys(params, FIRST_UPDATE)
         for param in params if roles else ():
             if not (state := states.get(param)):
                 state = states[param] = excluded_zeros(self.form(hyper, TensorForm.of(param), name=""), param)
             elif not self.counts_steps:
-                steps[param] = NO_UPDATES + 2
+                steps[param] = FIRST_UPDATE + 1
             if self.counts_steps:
                 state["step"] += 1
                 steps[param] = state["step"]

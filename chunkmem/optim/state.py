@@ -92,15 +92,7 @@ class ParameterState(MutableMapping[str, torch.Tensor]):
         return sum(1 for _ in self)
 
     def __repr__(self) -> str:
-        return repr(self.copies())
-
-    def copies(self) -> dict[str, torch.Tensor]:
-        """Return all of it as ordinary tensors."""
-        return self._states.read(self._managed)
-
-    def lazy(self) -> dict[str, torch.Tensor]:
-        """Return all of it, with moments that are read when they are used."""
-        return self._states.lazy(self._managed)
+        return repr(self._states.read(self._managed))
 
 
 class OptimizerState(MutableMapping[Any, Any]):
@@ -121,10 +113,10 @@ class OptimizerState(MutableMapping[Any, Any]):
     def copies(self, *, lazily: bool) -> dict[Any, dict[str, Any]]:
         """Return ordinary copies of all states on the CPU, or `LazyTensor`s of those in chunks."""
         found = {}
-        for param, entry in self.items():
-            if isinstance(entry, ParameterState):
-                found[param] = entry.lazy() if lazily else entry.copies()
-            elif entry:
+        for param in self:
+            if (managed := self._states.find(param)) is not None:
+                found[param] = self._states.lazy(managed) if lazily else self._states.read(managed)
+            elif entry := self.excluded[param]:
                 found[param] = tree_map_only(torch.Tensor, lambda value: value.to("cpu", copy=True), dict(entry))
         return found
 
@@ -159,7 +151,7 @@ class OptimizerState(MutableMapping[Any, Any]):
         yield from (key for key in self.excluded if key not in params)
 
     def __contains__(self, param: object) -> bool:
-        managed = self._states.find(param) if isinstance(param, torch.Tensor) else None
+        managed = self._states.find(param)
         return param in self.excluded if managed is None else managed in self._states
 
     def __len__(self) -> int:

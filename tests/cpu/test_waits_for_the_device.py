@@ -146,8 +146,8 @@ def test_what_a_class_keeps_is_filled_on_a_device() -> None:
     """Adam of torch with `fused` has the number of its update on the device of the weights."""
     trial: Any = SimpleNamespace(following=frozenset(), made=OptimizerClass(torch.optim.AdamW, {}))
     rule = ClassRule([trial])
-    record: Any = SimpleNamespace(entry={"step": torch.tensor(4.0)}, is_blank=False)
-    hyper: Any = SimpleNamespace(index=0, options={"fused": True})
+    record: Any = SimpleNamespace(entry={"step": torch.tensor(4.0)}, is_new=False)
+    hyper: Any = SimpleNamespace(trial=trial, options={"fused": True})
     item = UpdateItem(hyper, [], [], records=[record])
     views: dict[Role, list[Tensor]] = {}
     with waits() as found, _Copies() as copies:
