@@ -30,7 +30,7 @@ from chunkmem.freezing.schedule import FreezeSchedule
 from chunkmem.nn.gather import gathered, parameters_in
 from chunkmem.optim.converted import converted
 from chunkmem.optim.ema import EMA
-from chunkmem.optim.saved import StatefulOptimizer
+from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.pipeline.build import make_pipeline
 from chunkmem.pipeline.by_layer import ByLayerPipeline
 from chunkmem.pipeline.epochs import Epochs
@@ -214,7 +214,7 @@ class ChunkManager(ModelBuilding, Reporting):
         *,
         max_grad_norm: float | None = None,
         in_backward: bool | None = None,
-    ) -> StatefulOptimizer:
+    ) -> RuleOptimizer:
         """Return an optimizer over chunks with the parameter groups, options and states of another one.
 
         For scripts whose model makes its optimizer: `manager.optimizer(model.configure_optimizers(...))`. Both have the
@@ -358,7 +358,7 @@ class ChunkManager(ModelBuilding, Reporting):
     def save(
         self,
         path: str | os.PathLike[str],
-        optimizer: StatefulOptimizer | None = None,
+        optimizer: RuleOptimizer | None = None,
         *,
         ema: EMA | None = None,
         model: nn.Module | None = None,
@@ -399,7 +399,7 @@ class ChunkManager(ModelBuilding, Reporting):
     def load(
         self,
         path: str | os.PathLike[str],
-        optimizer: StatefulOptimizer | None = None,
+        optimizer: RuleOptimizer | None = None,
         *,
         ema: EMA | None = None,
         model: nn.Module | None = None,

@@ -26,8 +26,8 @@ from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import StateError
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.binding import ManagedParameter, dense_stride
+from chunkmem.optim.chunk_states import HeldStates
 from chunkmem.optim.rule import StateSpec
-from chunkmem.optim.saved import HeldStates
 from chunkmem.types import Role
 
 
@@ -121,8 +121,8 @@ class Repacking:
         gc.collect()  # on all ranks, the same optimizers are left
         self.optimizers = before.optimizers
         ranks.agree("the optimizers of a manager", ", ".join(type(one).__name__ for one in self.optimizers))
-        self._specs = {spec.role: spec for optimizer in self.optimizers for spec in optimizer.state_specs}
-        counts = [optimizer.counts() for optimizer in self.optimizers]
+        self._specs = {spec.role: spec for optimizer in self.optimizers for spec in optimizer.updates.rule.all_states}
+        counts = [optimizer.updates.states.held() for optimizer in self.optimizers]
         states = {managed: held.roles for each in counts for managed, held in each.items()}
         self.averages = CarriedAverages(before, ranks, numbers=self.numbers, of_all=self.of_all)
         self.averages.enter(states)
@@ -131,7 +131,7 @@ class Repacking:
         self._own_nbytes = sum(inventory.nbytes.values())
         self._contents = Contents(self.of_all(inventory, "what ranks have"), averages=self.averages.specs)
         self._counts: list[dict[int, HeldStates]] = []
-        """By optimizer and number of a parameter: see `StatefulOptimizer.counts`."""
+        """By optimizer and number of a parameter: see `ChunkStates.held`."""
         for each in counts:
             own = {self.numbers[id(managed.param)]: found for managed, found in each.items()}
             together = {number: found for one in self.of_all(own, "counts of updates") for number, found in one.items()}
@@ -196,7 +196,7 @@ class Repacking:
         for optimizer, counts in zip(self.optimizers, self._counts, strict=True):
             optimizer.move_to(after)
             found = ((after.registry.find(self.params[number]), count) for number, count in counts.items())
-            optimizer.take_over({managed: count for managed, count in found if managed is not None})
+            optimizer.updates.states.take_over({managed: count for managed, count in found if managed is not None})
             for param in [one for one in optimizer.state.excluded if after.registry.is_elsewhere(one)]:
                 del optimizer.state.excluded[param]
         self.averages.move_to(after, self.params)

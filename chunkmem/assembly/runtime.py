@@ -46,8 +46,8 @@ from chunkmem.nn.wrappers import WrapperCheck
 from chunkmem.optim.by_form import updates_by_form
 from chunkmem.optim.ema import EMA
 from chunkmem.optim.foreign import ForeignStepCheck
+from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.places import StatePlaces
-from chunkmem.optim.saved import StatefulOptimizer
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.optim.update import GroupUpdater, UpdateParts
 from chunkmem.plan.candidate import PlanOptions
@@ -231,10 +231,10 @@ class Runtime:
             self.entry_points.adopt(added)
 
     @property
-    def optimizers(self) -> list[StatefulOptimizer]:
+    def optimizers(self) -> list[RuleOptimizer]:
         """Those that somebody has, in the order in which they were made."""
         alive = (ref() for ref in self._optimizers)
-        return [optimizer for optimizer in alive if isinstance(optimizer, StatefulOptimizer)]
+        return [optimizer for optimizer in alive if isinstance(optimizer, RuleOptimizer)]
 
     @property
     def averages(self) -> list[EMA]:

@@ -21,13 +21,13 @@ from chunkmem.errors import CheckpointError, ChunkmemError, RankError
 from chunkmem.nn.lazy_tensor import LazyTensor
 from chunkmem.nn.registry import check_fits
 from chunkmem.optim.ema import EMA
-from chunkmem.optim.saved import StatefulOptimizer
+from chunkmem.optim.optimizer import RuleOptimizer
 
 
 def load_checkpoint(
     runtime: Runtime,
     named: str | os.PathLike[str],
-    optimizer: StatefulOptimizer | None,
+    optimizer: RuleOptimizer | None,
     *,
     ema: EMA | None,
     model: nn.Module | None,
@@ -43,7 +43,8 @@ def load_checkpoint(
     problem = written = ""
     cause: Exception | None = None
     try:
-        others = [managed for managed in ledger.begun if owner(managed) is not optimizer]
+        updates = None if optimizer is None else optimizer.updates
+        others = [managed for managed in ledger.begun if owner(managed) is not updates]
         ledger.require_over("manager.load() without its optimizer", others)
         path = checkpoint_path(named)
         before_reading(path)
@@ -76,7 +77,7 @@ def load_checkpoint(
         runtime.load_state_dict(weights, root, strict=strict)
         if optimizer is not None and states is not None:
             optimizer.load_state_dict(states)
-            optimizer.give_up_step()
+            optimizer.updates.end_if_begun(discards=True)
     if ema is not None:
         ema.load_state_dict(averages)
     return dict(extra)
@@ -111,7 +112,7 @@ def _averages(files: CheckpointFiles, own: OwnParts, ema: EMA | None) -> dict[st
 
 
 def _states(
-    files: CheckpointFiles, own: OwnParts, root: nn.Module, optimizer: StatefulOptimizer | None
+    files: CheckpointFiles, own: OwnParts, root: nn.Module, optimizer: RuleOptimizer | None
 ) -> dict[str, Any] | None:
     """Return the saved state of an optimizer as it takes it, once it is certain to.
 

@@ -9,14 +9,14 @@ from torch import nn
 
 from chunkmem.errors import CheckpointError
 from chunkmem.optim.masters import MASTER_KEY
-from chunkmem.optim.saved import StatefulOptimizer
+from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.tiles import tile_optimizer_state, untile_optimizer_state, untiled_names
 
 BY_PARAMETER = ("state", MASTER_KEY)
 """What of a state has an entry for each parameter."""
 
 
-def named_state(model: nn.Module, optimizer: StatefulOptimizer) -> dict[str, Any]:
+def named_state(model: nn.Module, optimizer: RuleOptimizer) -> dict[str, Any]:
     """Return the state of an optimizer by the names of the untiled model's parameters; its values are lazy.
 
     Raises:
@@ -33,7 +33,7 @@ def named_state(model: nn.Module, optimizer: StatefulOptimizer) -> dict[str, Any
     return {**found, **others, "param_groups": [{**group, "params": own} for group, own in rows]}
 
 
-def indexed_state(model: nn.Module, optimizer: StatefulOptimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+def indexed_state(model: nn.Module, optimizer: RuleOptimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `named_state` has returned for this model as `optimizer.load_state_dict` takes it.
 
     Raises:

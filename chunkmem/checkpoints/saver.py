@@ -13,7 +13,7 @@ from chunkmem.checkpoints.asynchronous import Saving, begin_saving
 from chunkmem.checkpoints.saving import save_now, state_to_save
 from chunkmem.errors import CheckpointError
 from chunkmem.optim.ema import EMA
-from chunkmem.optim.saved import StatefulOptimizer
+from chunkmem.optim.optimizer import RuleOptimizer
 
 
 class CheckpointSaver:
@@ -28,7 +28,7 @@ class CheckpointSaver:
         self,
         runtime: Runtime,
         path: Path,
-        optimizer: StatefulOptimizer | None,
+        optimizer: RuleOptimizer | None,
         *,
         ema: EMA | None,
         model: nn.Module | None,

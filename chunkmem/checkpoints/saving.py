@@ -20,7 +20,7 @@ from chunkmem.checkpoints.replacing import Replacement, replacing, told_to_all
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError
 from chunkmem.optim.ema import EMA
-from chunkmem.optim.saved import StatefulOptimizer
+from chunkmem.optim.optimizer import RuleOptimizer
 
 _LABEL = "manager.save()"
 _WORD_S = 10.0
@@ -30,7 +30,7 @@ _WORD_SHARE = 0.25
 
 def state_to_save(
     runtime: Runtime,
-    optimizer: StatefulOptimizer | None,
+    optimizer: RuleOptimizer | None,
     *,
     ema: EMA | None,
     model: nn.Module | None,
@@ -58,7 +58,7 @@ def state_to_save(
 
 def require_own(optimizer: object, ema: object, call: str) -> None:
     """Raise a `CheckpointError` for an optimizer or averages that are not in chunks."""
-    if optimizer is not None and not isinstance(optimizer, StatefulOptimizer):
+    if optimizer is not None and not isinstance(optimizer, RuleOptimizer):
         raise CheckpointError(
             f"{call} takes an optimizer of chunkmem's, or None, not a {type(optimizer).__name__}; put the state_dict() "
             "of another optimizer into extra="

@@ -15,10 +15,11 @@ from chunkmem.estimate.model import blocks_in
 from chunkmem.estimate.models import imported
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.any_class import require_whole, tiles_in
-from chunkmem.optim.class_calls import NOT_OPTIONS, OptimizerClass, require_class
-from chunkmem.optim.class_rule import ClassRule
+from chunkmem.optim.class_calls import OptimizerClass, require_class
+from chunkmem.optim.class_rule import ClassHyper, ClassRule
 from chunkmem.optim.class_trials import ELEMENTWISE, ClassTrial
-from chunkmem.optim.shaped_state import ShapedState, TensorForm
+from chunkmem.optim.entries import TensorForm
+from chunkmem.optim.rule import StateSpec
 
 BUILT_IN: Final = ("adamw", "adam")
 """Names of chunkmem's own classes, whose states the configuration chooses; others are for `chunkmem.Optimizer`."""
@@ -83,7 +84,7 @@ def trained_by(name: str, module: nn.Module, *, lr: float = 1e-3) -> list[Traine
 
 def states_kept(
     name: str, module: nn.Module, forms: Mapping[ManagedParameter, TensorForm]
-) -> dict[ManagedParameter, tuple[ShapedState, ...]]:
+) -> dict[ManagedParameter, tuple[StateSpec, ...]]:
     """Return the states that parameters have slots for, found as `chunkmem.Optimizer` finds them: by trial steps.
 
     Args:
@@ -100,15 +101,14 @@ def states_kept(
     for kind, params, options in trained_by(name, module):
         trial = ClassTrial(OptimizerClass(kind, options))
         rule = ClassRule([trial])
-        all_options: Mapping[str, Any] | None = None
+        hyper: ClassHyper | None = None
         for managed in (managed_by[id(param)] for param in params if id(param) in managed_by):
             form = forms[managed]
-            if all_options is None:
+            if hyper is None:
                 (group,) = trial.sample(form, {}, name=managed.name).param_groups
-                all_options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+                hyper = rule.hyper({**group, "params": []})
             require_whole(managed, trial, tiles)
-            states = rule.specs_of(trial.entry_form(form, all_options, name=managed.name), form, managed.position)
-            found[managed] = tuple(sorted(states, key=lambda state: state.key))
+            found[managed] = tuple(sorted(rule.specs(hyper, form, managed), key=lambda state: state.key))
     return found
 
 

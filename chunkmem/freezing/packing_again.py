@@ -241,7 +241,8 @@ class PackingAgain:
 
     def _states(self) -> Sequence[StateSpec]:
         """Return what optimizers keep, all together; without any, what the configuration means."""
-        found = {spec.role: spec for optimizer in self._runtime.optimizers for spec in optimizer.state_specs}
+        rules = (optimizer.updates.rule for optimizer in self._runtime.optimizers)
+        found = {spec.role: spec for rule in rules for spec in rule.all_states}
         return tuple(found.values()) or adam_states(self._runtime.config.optimizer.params)
 
     def _held_together(self) -> Iterable[list[nn.Parameter]]:

@@ -97,8 +97,8 @@ class ModelRegistry:
         """Tell whether a managed parameter is in a module, or in one below it."""
         return any(id(param) in self._managed for param in module.parameters())
 
-    def find(self, param: torch.Tensor) -> ManagedParameter | None:
-        """Return what is known of a managed parameter; None for any other tensor."""
+    def find(self, param: object) -> ManagedParameter | None:
+        """Return what is known of a managed parameter; None for anything else."""
         return self._managed.get(id(param))
 
     def is_known(self, param: torch.Tensor) -> bool:

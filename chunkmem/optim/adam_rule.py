@@ -122,26 +122,30 @@ class AdamRule(UpdateRule[AdamHyper]):
         multiplier: float | None,
         num_threads: int,
     ) -> None:
-        rows = [(p, step, item.hyper) for item in items for p, step in zip(item.params, item.steps, strict=True)]
-        rows.sort(key=lambda row: row[0].position)
-        positions = [managed.position for managed, _, _ in rows]
         weights = Role.MASTER if Role.MASTER in old else Role.PARAM
-
-        def slots(chunks: Mapping[Role, ChunkMemory], role: Role) -> list[torch.Tensor]:
-            return flat_views([chunks[role].views[at] for at in positions])
-
         written = (weights, EXP_AVG, EXP_AVG_SQ)
-        rounded = slots(new, Role.PARAM) if weights is Role.MASTER else []
-        segments = Segments(
-            slots(old, weights), slots(old, Role.GRAD), slots(old, EXP_AVG), slots(old, EXP_AVG_SQ), rounded
-        )
-        outputs = Outputs(*(slots(new, role) for role in written))
-        numbers = numbers_of([(hyper, int(step)) for _, step, hyper in rows])
-        how = self._pass(rows[0][2], multiplier)
-        self._native.kernels.adamw_into(segments, outputs, numbers, how, num_threads=num_threads)
+        for item in items:
+
+            def slots(chunks: Mapping[Role, ChunkMemory], role: Role, item: UpdateItem = item) -> list[torch.Tensor]:
+                return flat_views([chunks[role].views[at] for at in item.positions])
+
+            rounded = slots(new, Role.PARAM) if weights is Role.MASTER else []
+            segments = Segments(
+                slots(old, weights), slots(old, Role.GRAD), slots(old, EXP_AVG), slots(old, EXP_AVG_SQ), rounded
+            )
+            outputs = Outputs(*(slots(new, role) for role in written))
+            self._write(segments, outputs, item, multiplier, num_threads=num_threads)
+        positions = [at for item in items for at in item.positions]
         for role, memory in new.items():
             source = old[weights if role is Role.PARAM else role].flat
             fill(memory.flat, source, memory.layout, besides=positions if role in (Role.PARAM, *written) else ())
+
+    def _write(
+        self, segments: Segments, outputs: Outputs, item: UpdateItem, multiplier: float | None, *, num_threads: int
+    ) -> None:
+        """Write what an update of an item makes of its slots to other memory."""
+        numbers, how = numbers_of([(item.hyper, int(step)) for step in item.steps]), self._pass(item.hyper, multiplier)
+        self._native.kernels.adamw_into(segments, outputs, numbers, how, num_threads=num_threads)
 
     def _pass(self, hyper: AdamHyper, multiplier: float | None) -> SegmentPass:
         tail_width = self._native.tail_width or 0

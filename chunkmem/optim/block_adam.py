@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -11,9 +11,8 @@ from chunkmem.optim.adam_rule import EXP_AVG, EXP_AVG_SQ, AdamHyper, AdamRule, f
 from chunkmem.optim.blocks import BlockUpdate, adamw_blocks
 from chunkmem.optim.codes import SIGNED, UNSIGNED, update_key
 from chunkmem.optim.native import NativeUpdate
-from chunkmem.optim.rule import ChunkMemory, SlotTensors, StateSpec, UpdateItem, fill
+from chunkmem.optim.rule import SlotTensors, StateSpec, UpdateItem
 from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
-from chunkmem.types import Role
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -72,34 +71,12 @@ class BlockAdamRule(AdamRule):
         """Tell whether the kernel takes weights of a dtype; in plain PyTorch it is left to the step."""
         return dtype in _KERNEL_DTYPES and self._native.runs_on_host
 
-    def update_into(
-        self,
-        old: Mapping[Role, ChunkMemory],
-        new: Mapping[Role, ChunkMemory],
-        items: Sequence[UpdateItem],
-        *,
-        multiplier: float | None,
-        num_threads: int,
+    def _write(
+        self, segments: Segments, outputs: Outputs, item: UpdateItem, multiplier: float | None, *, num_threads: int
     ) -> None:
-        weights = Role.MASTER if Role.MASTER in old else Role.PARAM
-        written = (weights, EXP_AVG, EXP_AVG_SQ)
-        for item in items:
-
-            def slots(chunks: Mapping[Role, ChunkMemory], role: Role, item: UpdateItem = item) -> list[torch.Tensor]:
-                return flat_views([chunks[role].views[at] for at in item.positions])
-
-            rounded = slots(new, Role.PARAM) if weights is Role.MASTER else []
-            segments = Segments(
-                slots(old, weights), slots(old, Role.GRAD), slots(old, EXP_AVG), slots(old, EXP_AVG_SQ), rounded
-            )
-            keys = self._keys(item.numbers, item.steps)
-            update = BlockUpdate(segments, Outputs(*(slots(new, role) for role in written)), keys)
-            numbers = numbers_of([(item.hyper, int(step)) for step in item.steps])
-            self._run(update, numbers, item.hyper, multiplier, num_threads=num_threads)
-        positions = [at for item in items for at in item.positions]
-        for role, memory in new.items():
-            source = old[weights if role is Role.PARAM else role].flat
-            fill(memory.flat, source, memory.layout, besides=positions if role in (Role.PARAM, *written) else ())
+        update = BlockUpdate(segments, outputs, self._keys(item.numbers, item.steps))
+        numbers = numbers_of([(item.hyper, int(step)) for step in item.steps])
+        self._run(update, numbers, item.hyper, multiplier, num_threads=num_threads)
 
     def _run(
         self,

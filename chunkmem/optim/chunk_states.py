@@ -1,53 +1,66 @@
-"""The optimizer states of managed parameters: how often each was updated, and its moments in chunks."""
+"""The optimizer states of managed parameters: tensors in chunks, numbers in records."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.checks import state_problems
-from chunkmem.optim.claims import Owner
+from chunkmem.optim.entries import Entry, EntryForm, Record, copied_to_cpu
 from chunkmem.optim.host import OptimizerHost
-from chunkmem.optim.rule import UpdateRule
+from chunkmem.optim.in_backward import Owner
+from chunkmem.optim.members import GroupMembers
+from chunkmem.optim.rule import StateSpec, UpdateRule
 from chunkmem.optim.slot_source import SlotSource
-from chunkmem.runtime.device import runtime_mode
 from chunkmem.types import Role
 
-FIRST_STEP: Final = torch.ones((), dtype=torch.float32, device="cpu")
+Specs = tuple[StateSpec, ...]
+
+
+@dataclass(frozen=True)
+class HeldStates:
+    """What a rank has of a parameter, as it is told to others."""
+
+    count: torch.Tensor
+    """The number of its updates: 0-dim float32."""
+    entry: Mapping[str, Any] | None
+    """See `Record`."""
+    specs: Specs
+    """The states that were claimed for it."""
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Of the chunks that have some of it."""
+        return tuple(role for role in (self.entry or {}).values() if isinstance(role, Role))
 
 
 class ChunkStates:
     """Made when a parameter is first updated; over ranks, the owner of a parameter has its state."""
 
-    def __init__(
-        self,
-        host: OptimizerHost,
-        optimizer: Owner,
-        rule: UpdateRule[Any],
-        *,
-        owned: Callable[[], list[ManagedParameter]],
-    ) -> None:
-        """Begin without any; `owned` returns the parameters of `optimizer` whose states this rank is to have."""
-        self.keys = rule.keys
-        """What the state of a parameter has."""
+    def __init__(self, host: OptimizerHost, optimizer: Owner, rule: UpdateRule[Any], members: GroupMembers) -> None:
+        """Begin without any, for the parameters of `optimizer`."""
         self._rule = rule
         self._host = host
         self._updater = host.updater
         self._optimizer = optimizer
-        self._owned = owned
-        self.steps: dict[ManagedParameter, torch.Tensor] = {}
-        """0-dim float32 counts of updates, of the parameters whose states this rank has."""
+        self._members = members
+        self.records: dict[ManagedParameter, Record] = {}
+        """Of the parameters whose states this rank has. An update that is under way may change them."""
         self._anywhere: dict[ManagedParameter, None] = {}
         """Parameters that have a state on the rank that owns them; the same on all ranks."""
+        self._hypers: dict[int, Hashable] = {}
+        """By the identity of a parameter: the options of its group when states were last looked at."""
+        self._needs: list[Hashable] = []
+        """What the states of each parameter group depended on at the last step."""
 
     def find(self, param: object) -> ManagedParameter | None:
         """Return what is known of a managed parameter; None for anything else."""
-        return self._host.registry.find(param) if isinstance(param, torch.Tensor) else None
+        return self._host.registry.find(param)
 
     def __contains__(self, managed: ManagedParameter) -> bool:
         return managed in self._anywhere
@@ -55,23 +68,79 @@ class ChunkStates:
     def __len__(self) -> int:
         return len(self._anywhere)
 
-    def keys_for(self, managed: ManagedParameter) -> tuple[str, ...]:
+    # What there is to be.
+
+    def form(self, managed: ManagedParameter) -> EntryForm:
         """Return what the state of a parameter may have."""
-        return self.keys
+        if id(managed.param) not in self._hypers:
+            for group in self._members.groups():
+                self._hypers.update(dict.fromkeys(map(id, group["params"]), self._rule.hyper(group)))
+        hyper = self._hypers[id(managed.param)]
+        return self._rule.form(hyper, self._updater.weight_form(managed), name=managed.name)
 
-    def keys_of(self, managed: ManagedParameter) -> tuple[str, ...]:
-        """Return what it has."""
-        return self.keys if managed in self else ()
+    def forget_options(self) -> None:
+        """Options of parameter groups were replaced."""
+        self._hypers.clear()
 
-    def note(self, params: Iterable[ManagedParameter]) -> None:
+    def wanted(self, groups: Iterable[Mapping[str, Any]]) -> dict[ManagedParameter, Specs]:
+        """Return the states that managed parameters of some parameter groups need, over ranks all of them."""
+        found = {}
+        for group in groups:
+            hyper = self._rule.hyper(group)
+            for managed in map(self._host.registry.lookup, group["params"]):
+                if managed is not None:
+                    found[managed] = self._rule.specs(hyper, self._updater.weight_form(managed), managed)
+        return found
+
+    def claim_more(self, wanted: Mapping[ManagedParameter, Sequence[StateSpec]]) -> None:
+        """Claim states that were not when a parameter was added, in addition to those of this optimizer."""
+        claims, lacking = self._updater.claims, dict[ManagedParameter, Specs]()
+        for managed, specs in wanted.items():
+            own = self.specs_of(managed) if claims.owner(managed) is self._optimizer else {}
+            together = {**own, **{spec.key: spec for spec in specs}}
+            if not set(together.values()) <= set(claims.states_of(managed)):
+                lacking[managed] = tuple(together.values())
+        if lacking:
+            claims.require_room(lacking, self._optimizer)
+            self._updater.claim(lacking, self._optimizer, forget_plans=self._host.forget_plans)
+
+    def specs_of(self, managed: ManagedParameter) -> dict[str, StateSpec]:
+        """Return by key the states that were claimed for a parameter."""
+        return {spec.key: spec for spec in self._updater.claims.states_of(managed)}
+
+    # Before an update.
+
+    def make(
+        self,
+        pending: list[ManagedParameter],
+        hypers: Sequence[Hashable],
+        stateless: Collection[ManagedParameter],
+        *,
+        anywhere: list[ManagedParameter],
+    ) -> None:
+        """Make the states that are missing, also those that options call for only now.
+
+        Args:
+            pending: what is about to be updated.
+            hypers: by parameter group, its options.
+            stateless: parameters that need none.
+            anywhere: the parameters of which a rank has a gradient.
+        """
+        needs = [self._rule.needs(hyper) for hyper in hypers]
+        if needs != self._needs:  # else a look at each parameter would find nothing
+            self.forget_options()
+            self.claim_more(self.wanted(self._members.groups()))
+            self._needs = needs
+        with_states = [managed for managed in pending if managed not in stateless]
+        for group in {managed.group for managed in pending if managed in stateless}:
+            self._updater.make_master(group)
+        self.prepare(with_states, others=pending)
+        self._note(managed for managed in anywhere if managed not in stateless)
+        self._updater.complete_states(pending)
+
+    def _note(self, params: Iterable[ManagedParameter]) -> None:
         """Some of `params` have a state from now on, on this rank or on the one that owns them."""
-        self._anywhere.update(dict.fromkeys(params))
-
-    def next_step(self, managed: ManagedParameter, *, has_state: bool) -> torch.Tensor | None:
-        """Return the number of a parameter's next update, 1 if there is no state to count it; None before the first."""
-        if not has_state:
-            return FIRST_STEP
-        return None if managed not in self.steps else self.steps[managed] + 1
+        self._anywhere.update(dict.fromkeys(m for m in params if m not in self and self.form(m).is_there))
 
     def prepare(self, params: Iterable[ManagedParameter], *, others: Iterable[ManagedParameter] = ()) -> None:
         """Make states of zero where there are none, so that a lack of room is known before anything is updated.
@@ -82,50 +151,88 @@ class ChunkStates:
             CapacityError: they fit neither tier; nothing has been made.
         """
         params = list(params)
-        new = [managed for managed in params if managed not in self.steps]
+        new = [managed for managed in params if managed not in self.records]
         for managed in new:
             if not managed.placeholder.is_floating_point():
                 raise ConfigError(
                     f"parameter {managed.name} is {managed.placeholder.dtype}; {self._rule.name} takes reals"
                 )
         if self._updater.has_no_place([*params, *others]):
-            self._updater.place(self._owned())
-        self._updater.make_states(new, self._roles_of(new))
-        for managed in new:
-            self.steps[managed] = torch.zeros((), dtype=torch.float32, device="cpu")
+            self._updater.place(self._members.owned())
+        specs = {managed: self.specs_of(managed) for managed in new}
+        self._updater.make_states(new, {spec.role for own in specs.values() for spec in own.values()})
+        for managed, own in specs.items():
+            entry = {key: spec.role for key, spec in own.items()} if self._rule.begins_at_zero else None
+            self.records[managed] = Record(entry=entry, is_new=entry is None)
 
-    def _roles_of(self, params: Iterable[ManagedParameter]) -> set[Role]:
-        """Return the states that parameters may have."""
-        return {spec.role for spec in self._rule.all_states}
+    def make_blank(self, params: Iterable[ManagedParameter]) -> None:
+        """Have states of zero that can be loaded into; an update of `params` finds those that it begins with."""
+        params = list(params)
+        self.prepare([managed for managed in params if self._host.owns(managed)])
+        self._note(params)
+        for managed in params:
+            record, form = self.records.get(managed), self.form(managed)
+            if record is not None and record.entry is None and form.is_there:
+                roles = {key: spec.role for key, spec in self.specs_of(managed).items()}
+                record.entry = form.zeros(roles, device="cpu")
 
-    def read(self, managed: ManagedParameter, keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    # What there is.
+
+    def _entry(self, managed: ManagedParameter) -> Entry:
+        """Return the entry of a parameter once no update is under way."""
+        self._updater.settle()
+        record = self.records.get(managed)
+        if record is None or record.entry is None:
+            return {}
+        return {**({"step": record.count} if self._rule.counts_steps else {}), **record.entry}
+
+    def _copied_entry(self, managed: ManagedParameter) -> Entry:
+        return {key: copied_to_cpu(value) for key, value in self._entry(managed).items()}
+
+    def keys_of(self, managed: ManagedParameter) -> tuple[str, ...]:
+        """Return what the state of a parameter has."""
+        if managed not in self:
+            return ()
+        return tuple(self._entry(managed)) if self._host.owns(managed) else self.form(managed).keys
+
+    def read(self, managed: ManagedParameter, keys: Collection[str] | None = None) -> dict[str, Any]:
         """Return CPU copies of a parameter's state, or some of it; empty if it has none; over ranks, all call it."""
         self._check(managed)
-        return self._host.from_owner(managed, lambda: self._read(managed, self.keys if keys is None else keys))
+        return self._host.from_owner(managed, lambda: self._read(managed, keys))
 
-    def lazy(self, managed: ManagedParameter) -> dict[str, torch.Tensor]:
-        """Return a parameter's state with moments that are read when they are used; see `read`."""
+    def _read(self, managed: ManagedParameter, keys: Collection[str] | None) -> dict[str, Any]:
+        found = self._copied_entry(managed)
+        for key, value in found.items():
+            if isinstance(value, Role) and (keys is None or key in keys):
+                found[key] = self.specs_of(managed)[key].shown(self._stored(value, managed), managed)
+        return found if keys is None else {key: value for key, value in found.items() if key in keys}
+
+    def _stored(self, role: Role, managed: ManagedParameter) -> torch.Tensor:
+        self._host.require_open()
+        return self._updater.read(self._updater.state(role, managed), managed)
+
+    def lazy(self, managed: ManagedParameter) -> dict[str, Any]:
+        """Return a parameter's state with tensors that are read when they are used; see `read`."""
         if managed not in self:
             return {}
-        state = self.read(managed, ("step",)) if "step" in self.keys else {}
+        self._check(managed)
+        state = self._host.from_owner(managed, lambda: self._copied_entry(managed))
         host, updater = self._host, self._updater
-        for spec in updater.claims.states_of(managed):
-
-            def stored(role: Role = spec.role) -> torch.Tensor:
-                host.require_open()
-                return updater.read(updater.state(role, managed), managed)
-
+        for key, role in state.items():
+            if not isinstance(role, Role):
+                continue
+            spec = self.specs_of(managed)[key]
             source = SlotSource(
                 managed,
-                spec.role,
+                role,
                 updater.state_dtype(spec, managed),
-                find=partial(updater.state, spec.role, managed),
-                read=stored,
+                find=partial(updater.state, role, managed),
+                read=partial(self._stored, role, managed),
                 shown=partial(spec.shown, managed=managed),
                 owns=host.owns,
                 from_owner=host.from_owner,
             )
-            state[spec.role.value] = source.tensor(tuple(spec.shape_for(managed.param)))
+            state[key] = source.tensor(spec.shown_form(updater.weight_form(managed)).shape)
         return state
 
     def _check(self, managed: ManagedParameter) -> None:
@@ -133,38 +240,35 @@ class ChunkStates:
         if self._host.owns(managed):
             self._updater.claims.check([managed], self._optimizer)
 
-    def _read(self, managed: ManagedParameter, keys: Collection[str]) -> dict[str, torch.Tensor]:
-        if managed not in self.steps:
-            return {}
-        specs = [spec for spec in self._updater.claims.states_of(managed) if spec.role in keys]
-        chunks = {spec: self._updater.state(spec.role, managed) for spec in specs}
-        values = {
-            spec.role.value: spec.shown(self._updater.read(chunk, managed), managed) for spec, chunk in chunks.items()
-        }
-        with runtime_mode():
-            return {"step": self.steps[managed].clone(), **values} if "step" in keys else values
-
-    def write(self, managed: ManagedParameter, values: Mapping[str, Any]) -> None:
-        """Set some of a parameter's state, the rest of which is zeros if it has none yet.
+    def write(self, managed: ManagedParameter, values: Mapping[str, Any], *, is_whole: bool = False) -> None:
+        """Set some of a parameter's state; the rest stays as it is, unless this is the whole.
 
         Raises:
             StateError: a value does not fit; nothing has been changed.
         """
         self._check(managed)
-        if problems := state_problems(values, managed.param, self._rule, keys=values):
+        form = self.form(managed)
+        if problems := form.problems(values, is_whole=is_whole):
             raise StateError(f"optimizer.state of parameter {managed.name}: {'; '.join(problems)}")
         if self._host.owns(managed):
-            if managed not in self.steps:
-                self.prepare([managed])
+            self.prepare([managed])
             self._updater.ahead.forget()  # an update overlapped with backward has read what is replaced here
-            for spec in self._rule.states_in(values):
-                chunk = self._updater.state(spec.role, managed)
-                self._updater.write(chunk, managed, spec.stored(values[spec.role], managed))
-            # A rule that counts no updates takes a state that was written for that of an earlier update.
-            step = torch.as_tensor(values.get("step", 1.0), dtype=torch.float32, device="cpu")
-            if "step" in values or not self._rule.counts_steps:
-                self.steps[managed] = step.reshape(()).clone()
-        self.note([managed])
+            self._updater.settle()
+            record, specs = self.records[managed], self.specs_of(managed)
+            entry = {} if is_whole else dict(record.entry or {})
+            for key, value in values.items():
+                if key in form.tensors:
+                    chunk = self._updater.state(specs[key].role, managed)
+                    self._updater.write(chunk, managed, specs[key].stored(value, managed))
+                    entry[key] = specs[key].role
+                elif key == "step" and self._rule.counts_steps:
+                    record.count = torch.as_tensor(value, dtype=torch.float32, device="cpu").reshape(()).clone()
+                else:
+                    entry[key] = form.number(key, value)
+            if not self._rule.counts_steps:  # a state that was written is taken for that of an earlier update
+                record.count = record.count.clamp(min=1)
+            record.entry, record.is_new = entry, False
+        self._note([managed])
 
     def replace(self, managed: ManagedParameter, state: Mapping[str, Any]) -> None:
         """Set the whole of a parameter's state; an empty one removes it.
@@ -172,15 +276,46 @@ class ChunkStates:
         Raises:
             StateError: a key is missing or unknown, or a value does not fit; nothing has been changed.
         """
-        if not state:
-            self._check(managed)
-            self._updater.ahead.forget()
-            self.steps.pop(managed, None)
-            self._anywhere.pop(managed, None)
+        if state:
+            form = self.form(managed)
+            if self._rule.to_load(state).keys() != state.keys() or not state.keys() >= set(form.first_keys):
+                raise StateError(
+                    f"optimizer.state of parameter {managed.name} has the keys {', '.join(form.keys)}; this one has "
+                    f"{', '.join(map(str, state))}"
+                )
+            self.write(managed, state, is_whole=True)
             return
-        if set(state) != set(self.keys):
-            raise StateError(
-                f"optimizer.state of parameter {managed.name} has the keys {', '.join(self.keys)}; this one has "
-                f"{', '.join(map(str, state))}"
-            )
-        self.write(managed, dict(state))
+        self._check(managed)
+        self._updater.ahead.forget()
+        self._updater.settle()
+        self.records.pop(managed, None)
+        self._anywhere.pop(managed, None)
+
+    # On their way to other ranks.
+
+    def held(self) -> dict[ManagedParameter, HeldStates]:
+        """Return the parameters whose states this rank has, and what these are."""
+        self._updater.settle()
+        found = {}
+        for managed, record in self.records.items():
+            entry = None
+            if record.entry is not None and not record.is_new:
+                entry = {key: copied_to_cpu(value) for key, value in record.entry.items()}
+            found[managed] = HeldStates(record.count, entry, tuple(self.specs_of(managed).values()))
+        return found
+
+    def take_over(self, held: Mapping[ManagedParameter, HeldStates]) -> None:
+        """Have the states of parameters that `held` has returned on other ranks; what is in them comes later.
+
+        Args:
+            held: of all ranks, in the same order on all.
+
+        Raises:
+            CapacityError: weights, gradients and states do not fit DEVICE and HOST together.
+        """
+        self.claim_more({m: [spec.at(m.position) for spec in one.specs] for m, one in held.items()})
+        for managed, one in held.items():
+            if self._host.owns(managed):
+                entry = None if one.entry is None else dict(one.entry)
+                self.records[managed] = Record(one.count.clone(), entry, is_new=entry is None)
+        self._note(managed for managed, one in held.items() if one.entry is not None)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
 
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.in_backward import BackwardUpdater
+from chunkmem.optim.in_backward import Owner
 from chunkmem.optim.room import require_room
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.shaped_state import merged
@@ -20,14 +19,6 @@ from chunkmem.types import ChunkId, Role, Tier
 
 Wanted = Mapping[ManagedParameter, Sequence[StateSpec]]
 """By parameter: the states that its optimizer keeps."""
-
-
-class Owner(BackwardUpdater, Protocol):
-    """An optimizer."""
-
-    def intent(self, group: int) -> Intent | None:
-        """Return what it would do with a group if it stepped now; None if it cannot tell."""
-        ...
 
 
 class Claims:
@@ -130,16 +121,20 @@ class Claims:
 
     def _after(self, wanted: Wanted) -> dict[int, tuple[StateSpec, ...]]:
         """Return by group the states it would have if these were claimed, too."""
-        found: dict[int, dict[Role, list[tuple[ManagedParameter, StateSpec]]]] = {}
-        for group in {managed.group for managed in wanted}:
-            found[group] = {}
-            for managed, specs in self._states.get(group, {}).items():
-                for spec in specs if managed not in wanted else ():
-                    found[group].setdefault(spec.role, []).append((managed, spec))
-        for managed, specs in wanted.items():
-            for spec in specs:
-                found[managed.group].setdefault(spec.role, []).append((managed, spec))
-        return {group: tuple(merged(roles[role]) for role in sorted(roles)) for group, roles in found.items()}
+        together: dict[int, dict[ManagedParameter, Sequence[StateSpec]]] = {}
+        for managed in wanted:
+            if managed.group not in together:
+                known = self._states.get(managed.group, {})
+                together[managed.group] = {other: specs for other, specs in known.items() if other not in wanted}
+            together[managed.group][managed] = wanted[managed]
+        found = {}
+        for group, claimed in together.items():
+            by_role: dict[Role, list[tuple[ManagedParameter, StateSpec]]] = {}
+            for managed, specs in claimed.items():
+                for spec in specs:
+                    by_role.setdefault(spec.role, []).append((managed, spec))
+            found[group] = tuple(merged(by_role[role]) for role in sorted(by_role))
+        return found
 
     def _set_states(self, group: int, specs: tuple[StateSpec, ...], replaced: Callable[[Chunk, Chunk], None]) -> None:
         store = self._store

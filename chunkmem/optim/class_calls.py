@@ -10,9 +10,8 @@ from typing import Any, Final
 import torch
 
 from chunkmem.errors import ConfigError
+from chunkmem.optim.entries import Entry
 
-Entry = dict[str, Any]
-"""What `state[param]` of an optimizer has."""
 NOT_OPTIONS = ("params", "param_names")
 """What a parameter group has in addition to options."""
 

@@ -1,8 +1,9 @@
 """Which states an optimizer class keeps of a parameter, and whether it can be stepped chunk by chunk: found by trying.
 
-[Note: Trials] A class is stepped a few times on a throw-away parameter of the shape and dtype of a real one, on the
-meta device: there is no memory, and numbers that it reads of a tensor are 1. Where it needs values, the trial is
-repeated with real ones on the CPU. The states it has made are those that chunks get room for.
+[Note: Trials] Chunks get room for the states before the first step: a lack of it is known, plans and estimates count
+them, and there is what a saved state is loaded into. So a class is stepped a few times on a throw-away parameter of the
+shape and dtype of a real one, on the meta device: there is no memory, and numbers that it reads of a tensor are 1.
+Where it needs values, the trial is repeated with real ones on the CPU.
 """
 
 from __future__ import annotations
@@ -11,17 +12,14 @@ import inspect
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from chunkmem.errors import ConfigError
-from chunkmem.optim.class_calls import ClassCall, Entry, OptimizerClass
-from chunkmem.optim.shaped_state import TensorForm
+from chunkmem.optim.class_calls import ClassCall, OptimizerClass
+from chunkmem.optim.entries import Entry, EntryForm, NumberForm, TensorForm, can_be_kept
 
 NUM_STEPS: Final = 3
 """Some classes make their states in the second step only."""
@@ -36,35 +34,7 @@ _SMALL: Final = 8
 """Elements of each dimension of a parameter that independence is tried with."""
 
 
-@dataclass(frozen=True)
-class NumberForm:
-    """A value of a state that has no elements: a number in a 0-dim tensor, or no tensor."""
-
-    dtype: torch.dtype | None
-    """None: it is no tensor."""
-    follows: bool
-    """It is a tensor on the device of the parameter."""
-
-
-@dataclass(frozen=True)
-class EntryForm:
-    """What `state[param]` has after an update."""
-
-    keys: tuple[str, ...]
-    """In its order."""
-    first_keys: tuple[str, ...]
-    """Those that it has after the first one already."""
-    tensors: Mapping[str, TensorForm]
-    """Those with elements."""
-    numbers: Mapping[str, NumberForm]
-    """The rest."""
-    is_there: bool
-    """It has an entry at all, if only an empty one."""
-    writes_gradients: bool
-    """The step changes the gradient it is given."""
-
-
-_NOTHING: Final = EntryForm((), (), {}, {}, is_there=False, writes_gradients=False)
+_NOTHING: Final = EntryForm((), (), {}, {}, is_there=False)
 
 
 class ClassTrial:
@@ -95,7 +65,7 @@ class ClassTrial:
 
     @property
     def call(self) -> ClassCall:
-        """Steps the class; there once a parameter was tried."""
+        """Steps the class; there once there was a `sample`."""
         assert self._calls is not None
         return self._calls
 
@@ -105,27 +75,21 @@ class ClassTrial:
         return self._defaults
 
     def sample(self, form: TensorForm, options: Mapping[str, Any], *, name: str) -> torch.optim.Optimizer:
-        """Return an optimizer of the class over one throw-away parameter; `name` is for messages.
+        """Return an optimizer of the class over one throw-away parameter without memory; `name` is for messages.
 
         Raises:
             ConfigError: the class refuses an option or the parameter.
         """
-        if not form.dtype.is_floating_point:
-            form = replace(form, dtype=torch.float32)
+        dtype = form.dtype if form.dtype.is_floating_point else torch.float32
+        param = torch.nn.Parameter(torch.zeros((), dtype=dtype, device="cpu").expand(form.shape))
         with _random_numbers_kept():
             try:
-                made = self._made_on("meta", form, options)
-            except Exception:  # it may need a device it knows
-                try:
-                    made = self._made_on("cpu", form, options)
-                except Exception as error:
-                    raise self._refused(form, name, error) from error
+                made = self.made.make([param], options)
+            except Exception as error:
+                raise self._refused(form, name, error) from error
         self._defaults = made.defaults
+        self._calls = self._calls or ClassCall(made)
         return made
-
-    def _made_on(self, device: str, form: TensorForm, options: Mapping[str, Any]) -> torch.optim.Optimizer:
-        with _NumbersOfMeta() if device == "meta" else nullcontext():
-            return self.made.make([_leaf(form, device)], options)
 
     def _refused(self, form: TensorForm, name: str, error: Exception) -> ConfigError:
         return ConfigError(
@@ -152,34 +116,21 @@ class ClassTrial:
         with _random_numbers_kept(), torch.no_grad():
             found = self._try(form, options, name)
             self._require_independence(form, options)
-            self._calls = self._calls or ClassCall(self._template(form, options))
-        self.writes_gradients |= found.writes_gradients
         self.following |= {key for key, number in found.numbers.items() if number.follows}
         return self._found.setdefault(key, found)
 
-    def _template(self, form: TensorForm, options: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """Return an optimizer that was not stepped, without attributes on the meta device."""
-        try:
-            made = self._made_on("meta", form, options)
-        except Exception:  # it needs a device it knows
-            return self._made_on("cpu", form, options)
-        attributes = {key: value for key, value in vars(made).items() if key not in ("state", "param_groups")}
-        is_on_meta = any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(attributes))
-        return self._made_on("cpu", form, options) if is_on_meta else made
-
     def _try(self, form: TensorForm, options: Mapping[str, Any], name: str) -> EntryForm:
-        try:
-            with _NumbersOfMeta():
-                return self._step_on(form, options, "meta")
-        except ConfigError:
-            raise
-        except Exception:  # it needs values, or a device it knows: the next trial has both, and says what is wrong
+        failure: Exception | None = None
+        for device in ("meta", "cpu"):  # the second has values, and is one that any class knows
             try:
-                return self._step_on(form, options, "cpu")
+                with _NumbersOfMeta() if device == "meta" else nullcontext():
+                    return self._step_on(form, options, device)
             except ConfigError:
                 raise
             except Exception as error:
-                raise self._refused(form, name, error) from error
+                failure = error
+        assert failure is not None
+        raise self._refused(form, name, failure) from failure
 
     def _step_on(self, form: TensorForm, options: Mapping[str, Any], device: str) -> EntryForm:
         made, leaf = (_leaf(form, device) for _ in range(2))
@@ -187,12 +138,11 @@ class ClassTrial:
         version = made._version
         entry: Entry | None = None
         first_keys: tuple[str, ...] = ()
-        writes_gradients = False
         for number in range(NUM_STEPS):
             leaf.grad = torch.full_like(leaf, 0.5)
             before = leaf.grad._version
             (entry,) = ClassCall(optimizer)([leaf], [entry], options, is_trial=True)
-            writes_gradients |= leaf.grad is None or leaf.grad._version != before
+            self.writes_gradients |= leaf.grad is None or leaf.grad._version != before
             first_keys = tuple(entry or ()) if number == 0 else first_keys
         if made._version != version:
             raise ConfigError(
@@ -200,7 +150,7 @@ class ClassTrial:
                 "param_groups, and chunkmem.Optimizer steps it on one chunk after the other"
             )
         tensors, numbers = self._forms_of(entry or {}, leaf)
-        return EntryForm(tuple(entry or ()), first_keys, tensors, numbers, entry is not None, writes_gradients)
+        return EntryForm(tuple(entry or ()), first_keys, tensors, numbers, is_there=entry is not None)
 
     def _forms_of(self, entry: Entry, leaf: torch.Tensor) -> tuple[dict[str, TensorForm], dict[str, NumberForm]]:
         tensors: dict[str, TensorForm] = {}
@@ -212,9 +162,7 @@ class ClassTrial:
                     f"chunkmem.Optimizer keeps ordinary tensors, numbers, strings and None{_instead_of(value)}"
                 )
             if isinstance(value, torch.Tensor) and value.dim() > 0:
-                is_dense = is_non_overlapping_and_dense_or_false(value)
-                like = value if is_dense else torch.empty(value.shape, device="meta")
-                tensors[key] = TensorForm(tuple(value.shape), like.stride(), value.dtype)
+                tensors[key] = TensorForm.of(value)
             elif isinstance(value, torch.Tensor):
                 numbers[key] = NumberForm(value.dtype, follows=value.device == leaf.device and value.is_meta)
             else:
@@ -230,7 +178,7 @@ class ClassTrial:
         if self.made.kind in _PER_PARAMETER or len(form.shape) in self._independent:
             return
         self._independent.add(len(form.shape))
-        small = TensorForm(*_small(form.shape), form.dtype)
+        small = _small(form)
         try:
             alone = [self._weights_of([number], small, options)[0] for number in range(2)]
             before = torch.get_rng_state()
@@ -301,12 +249,6 @@ def _leaf(form: TensorForm, device: str) -> torch.nn.Parameter:
     return leaf
 
 
-def can_be_kept(value: object) -> bool:
-    """Tell whether chunks and records can hold a value of a state."""
-    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided  # type: ignore[attr-defined]
-    return is_plain or value is None or isinstance(value, bool | int | float | str)
-
-
 def _instead_of(value: object) -> str:
     """Return what to use in the place of a class with such a state."""
     if not isinstance(value, torch.Tensor) or type(value) in (torch.Tensor, torch.nn.Parameter):
@@ -329,10 +271,10 @@ def _kind_of(value: Any) -> object:
     return type(value).__name__
 
 
-def _small(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return a shape and its strides with few elements in each dimension."""
-    sizes = tuple(min(size, max(1, _SMALL - at)) for at, size in enumerate(shape))
-    return sizes, torch.empty(sizes, device="meta").stride()
+def _small(form: TensorForm) -> TensorForm:
+    """Return a form with few elements in each dimension."""
+    shape = tuple(min(size, max(1, _SMALL - at)) for at, size in enumerate(form.shape))
+    return TensorForm.of(torch.empty(shape, dtype=form.dtype, device="meta"))
 
 
 @contextmanager

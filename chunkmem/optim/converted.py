@@ -12,7 +12,7 @@ from chunkmem.errors import StateError
 from chunkmem.optim.adam import Adam, AdamW
 from chunkmem.optim.any_class import Optimizer
 from chunkmem.optim.host import HasOptimizerHost
-from chunkmem.optim.saved import StatefulOptimizer
+from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.sgd import SGD
 
 _COUNTERPARTS = MappingProxyType({torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD})
@@ -32,14 +32,14 @@ def converted(
     manager: HasOptimizerHost,
     max_grad_norm: float | None,
     in_backward: bool | None = None,
-) -> StatefulOptimizer:
+) -> RuleOptimizer:
     """Return the counterpart of an optimizer; see `ChunkManager.optimizer`, which says what is raised, too."""
-    if isinstance(optimizer, StatefulOptimizer):
+    if isinstance(optimizer, RuleOptimizer):
         raise StateError(f"manager.optimizer() was given a chunkmem.{type(optimizer).__name__}: use it as it is")
     _check_step(optimizer)
     kind: Any = _COUNTERPARTS.get(type(optimizer))
     options: dict[str, Any] = {"manager": manager, "max_grad_norm": max_grad_norm, "in_backward": in_backward}
-    made: StatefulOptimizer
+    made: RuleOptimizer
     if kind is None or any(group.get(option) for group in optimizer.param_groups for option in _ONLY_BY_CLASS):
         made = Optimizer(type(optimizer), optimizer.param_groups, **options)
     else:
@@ -67,7 +67,7 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _share(before: torch.optim.Optimizer, made: StatefulOptimizer) -> None:
+def _share(before: torch.optim.Optimizer, made: RuleOptimizer) -> None:
     """Have both optimizers be of the same groups and hooks: learning rate schedules know the one that was there."""
     for group, own in zip(before.param_groups, made.param_groups, strict=True):
         group.clear()

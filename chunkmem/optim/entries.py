@@ -1,218 +1,142 @@
-"""The states of parameters that are updated by a class of torch's: tensors in chunks, numbers in records."""
+"""What an optimizer keeps of one parameter, as `optimizer.state[param]` has it: its form, its record, what fits it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 
-from chunkmem.errors import StateError
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.chunk_states import ChunkStates
-from chunkmem.optim.claims import Owner
-from chunkmem.optim.class_calls import Entry
-from chunkmem.optim.class_rule import ClassRule, Place, Record, to_number
-from chunkmem.optim.class_trials import EntryForm, can_be_kept
-from chunkmem.optim.host import OptimizerHost
-from chunkmem.optim.shaped_state import ShapedState
-from chunkmem.optim.slot_source import SlotSource
+from chunkmem.nn.binding import dense_stride
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.types import Role
+
+Entry = dict[str, Any]
+"""What `state[param]` of an optimizer has."""
+NO_UPDATES: Final = torch.zeros((), dtype=torch.float32, device="cpu")
+FIRST_UPDATE: Final = NO_UPDATES + 1
 
 
-class EntryStates(ChunkStates):
-    """What `state[param]` of each parameter has, with the keys that its class gives it."""
+@dataclass(frozen=True)
+class TensorForm:
+    """Shape, strides and dtype of a parameter or of a state."""
 
-    def __init__(
-        self,
-        host: OptimizerHost,
-        optimizer: Owner,
-        rule: ClassRule,
-        *,
-        owned: Callable[[], list[ManagedParameter]],
-        form_of: Callable[[ManagedParameter], EntryForm],
-    ) -> None:
-        """Begin without any; `form_of` returns what the state of a parameter has after an update."""
-        super().__init__(host, optimizer, rule, owned=owned)
-        self._form_of = form_of
-        self.records: dict[ManagedParameter, Record] = {}
-        """Of the parameters whose states this rank has. An update that is under way changes them."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
-    def keys_for(self, managed: ManagedParameter) -> tuple[str, ...]:
-        return self._form_of(managed).keys
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorForm:
+        """Return the form of a tensor, or of a dense one in its place."""
+        return cls(tuple(tensor.shape), dense_stride(tensor), tensor.dtype)
 
-    def keys_of(self, managed: ManagedParameter) -> tuple[str, ...]:
-        if managed not in self:
-            return ()
-        if not self._host.owns(managed):
-            return self._form_of(managed).keys
-        return tuple(self._entry(managed))
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        """Return a tensor of this form, contents undefined."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
-    def specs_of(self, managed: ManagedParameter) -> dict[str, ShapedState]:
-        """Return by key the states that were claimed for a parameter."""
-        claimed = self._updater.claims.states_of(managed)
-        return {spec.key: spec for spec in claimed if isinstance(spec, ShapedState)}
 
-    def record(self, managed: ManagedParameter) -> Record:
-        """Return the record of a parameter; an empty one is made."""
-        return self.records.setdefault(managed, Record())
+@dataclass(frozen=True)
+class NumberForm:
+    """A value of a state that has no elements: a number in a 0-dim tensor, or no tensor."""
 
-    def next_step(self, managed: ManagedParameter, *, has_state: bool) -> torch.Tensor | None:
-        return super().next_step(managed, has_state=True)
+    dtype: torch.dtype | None
+    """None: it is no tensor."""
+    follows: bool
+    """It is a tensor on the device of the parameter."""
 
-    def _roles_of(self, params: Iterable[ManagedParameter]) -> set[Role]:
-        return {spec.role for managed in params for spec in self._updater.claims.states_of(managed)}
 
-    def entry(self, managed: ManagedParameter) -> Entry | None:
-        """Return a copy of what its class keeps of a parameter, with `Place.CHUNK` for tensors that have elements."""
-        record = self.records.get(managed)
-        self._updater.settle()
-        if record is None or record.entry is None or record.is_blank:
-            return None
-        return {key: _copy(value) for key, value in record.entry.items()}
+@dataclass(frozen=True)
+class EntryForm:
+    """What `state[param]` has after an update."""
 
-    def _entry(self, managed: ManagedParameter) -> Entry:
-        """Return the entry of a parameter once no update is under way."""
-        self._updater.settle()
-        found = self.records.get(managed)
-        return {} if found is None or found.entry is None else found.entry
+    keys: tuple[str, ...]
+    """In its order."""
+    first_keys: tuple[str, ...]
+    """Those that it has after the first one already."""
+    tensors: Mapping[str, TensorForm]
+    """Those with elements."""
+    numbers: Mapping[str, NumberForm]
+    """The rest."""
+    is_there: bool = True
+    """It has an entry at all, if only an empty one."""
 
-    def read(self, managed: ManagedParameter, keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-        self._check(managed)
-        return self._host.from_owner(managed, lambda: self._read(managed, keys))
-
-    def _read(self, managed: ManagedParameter, keys: Collection[str] | None) -> dict[str, torch.Tensor]:
-        specs, found = self.specs_of(managed), {}
-        for key, value in self._entry(managed).items():
-            if keys is not None and key not in keys:
-                continue
-            if value is Place.CHUNK:
-                found[key] = self._updater.read(self._updater.state(specs[key].role, managed), managed)
+    def zeros(self, tensors: Mapping[str, Any], *, device: torch.device | str) -> Entry:
+        """Return an entry full of zeros for a parameter on a device; `tensors` are those with elements."""
+        entry: Entry = {}
+        for key in self.keys:
+            number = self.numbers.get(key)
+            if number is None:
+                entry[key] = tensors[key]
+            elif number.dtype is None:
+                entry[key] = 0
             else:
-                found[key] = _copy(value)
+                entry[key] = torch.zeros((), dtype=number.dtype, device=device if number.follows else "cpu")
+        return entry
+
+    def problems(self, state: Mapping[str, Any], *, is_whole: bool) -> list[str]:
+        """Return what is wrong with the values of a parameter's state, in words that follow its name.
+
+        Args:
+            state: some of it, or all if it `is_whole`.
+            is_whole: keys may be missing, too.
+        """
+        found = []
+        for key in self.first_keys:
+            if is_whole and key not in state:
+                found.append(f"{key} is not a number" if key in self.numbers else f"{key} is missing")
+        for key, value in state.items():
+            expected, number = self.tensors.get(key), self.numbers.get(key)
+            is_tensor = isinstance(value, torch.Tensor)
+            is_number = isinstance(value, int | float) or (is_tensor and value.numel() == 1)
+            if expected is not None and not is_tensor:
+                found.append(f"{key} is a {type(value).__name__}, not a tensor")
+            elif expected is not None and tuple(value.shape) != expected.shape:
+                found.append(f"{key} is {tuple(value.shape)} instead of {expected.shape}")
+            elif expected is None and is_tensor and value.dim() > 0 and not (number is not None and is_number):
+                kept = ", ".join(self.keys) or "none"
+                found.append(f"{key} {tuple(value.shape)} is no state of its class, which keeps {kept}")
+            elif number is not None and number.dtype is not None and not is_number:
+                found.append(f"{key} is not a number")
+            elif not is_tensor and not can_be_kept(value):
+                found.append(f"{key} is a {type(value).__name__}, which no state of its class is")
         return found
 
-    def lazy(self, managed: ManagedParameter) -> dict[str, torch.Tensor]:
-        if managed not in self:
-            return {}
-        self._check(managed)
-        specs, state = self.specs_of(managed), {}
-        entry = self._host.from_owner(managed, lambda: {k: _copy(v) for k, v in self._entry(managed).items()})
-        for key, value in entry.items():
-            if value is not Place.CHUNK:
-                state[key] = value
-                continue
-            spec = specs[key]
-            source = SlotSource(
-                managed,
-                spec.role,
-                self._updater.state_dtype(spec, managed),
-                find=partial(self._updater.state, spec.role, managed),
-                read=partial(self._read_open, spec.role, managed),
-                owns=self._host.owns,
-                from_owner=self._host.from_owner,
-            )
-            state[key] = source.tensor(tuple(spec.forms[0].shape))
-        return state
-
-    def _read_open(self, role: Role, managed: ManagedParameter) -> torch.Tensor:
-        self._host.require_open()
-        return self._updater.read(self._updater.state(role, managed), managed)
-
-    def write(self, managed: ManagedParameter, values: Mapping[str, Any]) -> None:
-        """Set some of a parameter's state; the rest stays as it is.
-
-        Raises:
-            StateError: a value does not fit; nothing has been changed.
-        """
-        self._check(managed)
-        form = self._form_of(managed)
-        if problems := entry_problems(values, form):
-            raise StateError(f"optimizer.state of parameter {managed.name}: {'; '.join(problems)}")
-        if self._host.owns(managed):
-            if managed not in self.steps:
-                self.prepare([managed])
-            self._updater.ahead.forget()  # an update overlapped with backward has read what is replaced here
-            specs, entry = self.specs_of(managed), dict(self._entry(managed))
-            for key, value in values.items():
-                if key in form.tensors:
-                    self._updater.write(self._updater.state(specs[key].role, managed), managed, value)
-                    entry[key] = Place.CHUNK
-                else:
-                    entry[key] = to_number(value, form.numbers.get(key))
-            record = self.record(managed)
-            record.entry, record.is_blank = entry, False
-        self.note([managed])
-
-    def make_blank(self, params: Iterable[ManagedParameter]) -> None:
-        """Have states of zero that can be loaded into; an update of `params` finds none."""
-        params = list(params)
-        self.prepare([managed for managed in params if self._host.owns(managed)])
-        for managed in params:
-            form = self._form_of(managed)
-            if form.is_there:
-                self.note([managed])
-                if self._host.owns(managed):
-                    self.records[managed] = Record(blank_entry(form), is_blank=True)
-
-    def replace(self, managed: ManagedParameter, state: Mapping[str, Any]) -> None:
-        """Set the whole of a parameter's state; an empty one removes it.
-
-        Raises:
-            StateError: a key is missing or unknown, or a value does not fit; nothing has been changed.
-        """
-        self._check(managed)
-        form = self._form_of(managed)
-        if state and (problems := entry_problems(state, form, is_whole=True)):
-            raise StateError(f"optimizer.state of parameter {managed.name}: {'; '.join(problems)}")
-        self._updater.ahead.forget()
-        self._updater.settle()
-        self.records.pop(managed, None)
-        self._anywhere.pop(managed, None)
-        if state:
-            self.write(managed, state)
-        else:
-            self.steps.pop(managed, None)
+    def number(self, key: str, value: Any) -> Any:
+        """Return a value that has no elements as it is kept: on the CPU; as it is if the key is not known."""
+        form = self.numbers.get(key)
+        if isinstance(value, torch.Tensor):
+            return value.item() if form is not None and form.dtype is None else value.to("cpu", copy=True).reshape(())
+        return value if form is None or form.dtype is None else torch.tensor(value, dtype=form.dtype, device="cpu")
 
 
-def _copy(value: Any) -> Any:
+@dataclass(eq=False)
+class Record:
+    """The state of one managed parameter, on the rank that owns it."""
+
+    count: torch.Tensor = NO_UPDATES
+    """The number of its updates: 0-dim float32, on the CPU."""
+    entry: Entry | None = None
+    """By key the role of the chunk that has it, or a value without elements, where the last update was. None: it has
+    none. The number of updates is not in it."""
+    is_new: bool = True
+    """The class has not made an entry so far; if there is one, it is there to be loaded into, full of zeros."""
+
+    def become(self, other: Record) -> None:
+        """Have what an update has made of the entry."""
+        self.entry, self.is_new = other.entry, other.is_new
+
+
+class BlankEntry(Entry):
+    """The same of a parameter outside of chunks: it is there to be loaded into."""
+
+
+def can_be_kept(value: object) -> bool:
+    """Tell whether chunks and records can hold a value of a state."""
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided  # type: ignore[attr-defined]
+    return is_plain or value is None or isinstance(value, bool | int | float | str)
+
+
+def copied_to_cpu(value: Any) -> Any:
     """Return a copy of a number on the CPU; what is no tensor is returned as it is."""
     with runtime_mode():
         return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-
-
-def blank_entry(form: EntryForm) -> Entry:
-    """Return an entry of a class full of zeros, with `Place.CHUNK` for tensors that have elements."""
-    entry: Entry = {}
-    for key in form.keys:
-        dtype = form.numbers[key].dtype if key in form.numbers else None
-        if key in form.tensors:
-            entry[key] = Place.CHUNK
-        else:
-            entry[key] = 0 if dtype is None else torch.zeros((), dtype=dtype, device="cpu")
-    return entry
-
-
-def entry_problems(state: Mapping[str, Any], form: EntryForm, *, is_whole: bool = False) -> list[str]:
-    """Return what is wrong with the values of a parameter's state, in words that follow its name.
-
-    Args:
-        state: some of it, or all if it `is_whole`.
-        form: what its class makes.
-        is_whole: keys may be missing, too.
-    """
-    found = [f"{key} is missing" for key in form.first_keys if is_whole and key not in state]
-    for key, value in state.items():
-        expected = form.tensors.get(key)
-        if expected is None and isinstance(value, torch.Tensor) and value.dim() > 0:
-            kept = ", ".join(form.keys) or "none"
-            found.append(f"{key} {tuple(value.shape)} is no state of its class, which keeps {kept}")
-        elif expected is not None and not isinstance(value, torch.Tensor):
-            found.append(f"{key} is a {type(value).__name__}, not a tensor")
-        elif not isinstance(value, torch.Tensor) and not can_be_kept(value):
-            found.append(f"{key} is a {type(value).__name__}, which no state of its class is")
-        elif expected is not None and tuple(value.shape) != expected.shape:
-            found.append(f"{key} is {tuple(value.shape)} instead of {expected.shape}")
-    return found

@@ -12,10 +12,7 @@ from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.registry import ModelRegistry
-
-
-class ChunkedOptimizer(torch.optim.Optimizer):
-    """What chunkmem's own optimizers are: their `step()` finds gradients in chunks."""
+from chunkmem.optim.optimizer import RuleOptimizer
 
 
 class ForeignStepCheck:
@@ -69,7 +66,7 @@ class _StepHook:
 
 
 def _steps_by_chunkmem(optimizer: torch.optim.Optimizer) -> bool:
-    return any(isinstance(found, ChunkedOptimizer) for found in (optimizer, *vars(optimizer).values()))
+    return any(isinstance(found, RuleOptimizer) for found in (optimizer, *vars(optimizer).values()))
 
 
 def _refused(optimizer: torch.optim.Optimizer, managed: ManagedParameter) -> StateError:

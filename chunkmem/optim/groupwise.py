@@ -2,120 +2,266 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.optim.optimizer import ParamsT
 
+from chunkmem.errors import StateError
 from chunkmem.nn.begun import BegunStep, options_in_words
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.chunk_states import FIRST_STEP
-from chunkmem.optim.excluded import update_excluded
+from chunkmem.optim.chunk_states import ChunkStates
+from chunkmem.optim.entries import Record
 from chunkmem.optim.host import OptimizerHost
-from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule
-from chunkmem.optim.saved import StatefulOptimizer
+from chunkmem.optim.members import GroupMembers
+from chunkmem.optim.pending import Clipping, PendingGradients
+from chunkmem.optim.rule import UpdateItem, UpdateRule
+from chunkmem.optim.speculative import Intent
+from chunkmem.optim.state import OptimizerState
 
 
-class GroupwiseOptimizer(StatefulOptimizer):
-    """What updates chunk groups, and has noted what of a step is done: see [Note: Begun steps] in `nn.begun`."""
+class GroupwiseStep:
+    """Scales gradients, updates chunk groups, and has noted what of a step is done: [Note: Begun steps] in `nn.begun`.
+
+    It is what a manager knows of an optimizer: see `chunkmem.optim.in_backward.Owner`.
+    """
 
     def __init__(
         self,
-        params: ParamsT,
-        defaults: dict[str, Any],
-        *,
-        rule: UpdateRule[Any],
         host: OptimizerHost,
+        members: GroupMembers,
+        rule: UpdateRule[Any],
+        *,
+        state: OptimizerState,
         in_backward: bool,
     ) -> None:
-        """Take parameters in; see `RuleOptimizer`."""
-        self._in_backward = in_backward
-        self._begun: BegunStep | None = None
+        """Begin without states of managed parameters.
+
+        Args:
+            host: of the manager that holds the parameters.
+            members: the parameters.
+            rule: the update.
+            state: shows the states, and has those of excluded parameters.
+            in_backward: groups are updated inside backward; see [Note: Updates in backward].
+        """
+        self._host = host
+        self._updater = host.updater
+        self._members = members
+        self.rule = rule
+        self.states = ChunkStates(host, self, rule, members)
+        self._state = state
+        state.show(self.states)
+        self.in_backward = in_backward
+        self.begun: BegunStep | None = None
         """What was updated since the last step: inside backward, or by a `step()` that has failed."""
+        self._clipping: Clipping | None = None
+        """What has failed, and is to be continued."""
         self._options_of: dict[ManagedParameter, int] = {}
         """Which parameter group each one was in at the last step."""
         self._numbers: dict[ManagedParameter, int] = {}
         """Which place each one had in all of them then."""
-        self._needs: list[tuple[StateSpec, ...]] = []
-        """The states that the options of each parameter group called for at the last step."""
-        super().__init__(params, defaults, rule=rule, host=host)
 
-    @property
-    def in_backward(self) -> bool:
-        """Groups are updated inside backward; see [Note: Updates in backward] in `chunkmem.optim.in_backward`."""
-        return self._in_backward
+    # Claims.
 
-    def _new_begun(self, options: str) -> BegunStep:
-        self._number_parameters()
-        hypers = [self._rule.hyper(group) for group in self.param_groups]
-        return BegunStep(options, hypers, self._stateless(hypers))
+    def begin(self) -> None:
+        """Be the optimizer of all its parameters from now on."""
+        self.claim(self._members.groups())
+        if self.in_backward:
+            self._updater.in_backward.optimizers.add(self)
+
+    def claim(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Have the states of parameter groups in chunks from now on; see `GroupUpdater.claim`."""
+        self._updater.claim(self.states.wanted(groups), self, forget_plans=self._host.forget_plans)
+
+    def require_room(self) -> None:
+        """Check that weights, gradients and states of all parameter groups fit; see `Claims.require_room`."""
+        self._updater.claims.require_room(self.states.wanted(self._members.groups()), self)
+
+    def check_claims(self) -> None:
+        """Raise a `StateError` if a newer optimizer has taken a parameter."""
+        self._updater.claims.check(self._members.owned(), self)
+
+    # A step.
+
+    def new_begun(self, options: str) -> BegunStep:
+        """Return a step that has changed nothing so far."""
+        hypers, stateless, number = [], set[ManagedParameter](), -1
+        for index, group in enumerate(self._members.groups()):
+            hypers.append(self.rule.hyper(group))
+            is_stateless = self.rule.is_stateless(hypers[-1])
+            for param in group["params"]:
+                number += 1
+                managed = self._host.registry.lookup(param)
+                if managed is not None:
+                    self._options_of[managed], self._numbers[managed] = index, number
+                    if is_stateless:
+                        stateless.add(managed)
+        return BegunStep(options, hypers, stateless)
+
+    def has_gradients(self, begun: BegunStep) -> bool:
+        """Look up what there is to do; tell whether there is anything."""
+        pending = self._members.pending(besides=begun.updated)
+        begun.anywhere = pending
+        if self._host.is_shared:  # the same on all ranks
+            anywhere = self._updater.gradients.anywhere
+            begun.anywhere = [managed for managed in self._members.known() if managed in anywhere]
+        excluded = self._members.with_excluded_gradients()
+        begun.excluded = list(zip(excluded, begun.hypers, strict=True))
+        begun.pending = [*begun.updated, *pending]
+        return bool(begun.anywhere) or any(excluded) or self._is_counted_on()
+
+    def run(self, begun: BegunStep) -> None:
+        """Do what is left of a step."""
+        left = begun.left(self._updater.gradients.has_values)
+        if not begun.is_scaled:
+            self._scale(begun, left, self._members.optimizer.max_grad_norm)
+        if begun.overflows:
+            self._host.skip_step()
+            self._updater.gradients.use_up(set(left))
+        else:
+            self._update(begun, left)
+        self._updater.gradients.consumed(self._members.known())
+        self._updater.ahead.end_step()
+        self._updater.gradients.anywhere.difference_update(begun.anywhere)
+
+    def end(self) -> None:
+        """The step is over, or given up."""
+        self.begun = self._clipping = None
+        self._updater.ledger.end(self._members.known())
+        if self.in_backward:
+            self._updater.in_backward.end_step()
+
+    def end_if_begun(self, *, discards: bool = False) -> None:
+        """Give up what has failed and was to be continued, if there is any; `discards` its gradients."""
+        if self.begun is not None or self._clipping is not None:
+            if discards:
+                self._updater.gradients.use_up(set(self._members.known()))
+            self.end()
 
     def _hold(self, begun: BegunStep, *, weights: bool) -> None:
         """Have the step be continued if it fails; with `weights`, some of which are new, nothing else is right then."""
-        self._begun, begun.is_stepping = begun, True
+        self.begun, begun.is_stepping = begun, True
         ledger = self._updater.ledger
         if weights and not begun.holds_weights:
             begun.holds_weights = True
-            ledger.begun.update(dict.fromkeys(self._known(), begun))
+            ledger.begun.update(dict.fromkeys(self._members.known(), begun))
         elif not weights:
-            ledger.half_scaled.update(dict.fromkeys(self._known(), "optimizer.step()"))
+            ledger.half_scaled.update(dict.fromkeys(self._members.known(), "optimizer.step()"))
 
-    def _update_excluded(self, params: list[torch.Tensor], hyper: Any, *, multiplier: float | None) -> None:
-        update_excluded(params, self.state, self._rule, hyper, multiplier=multiplier)
+    # Gradients.
 
-    def _new_item(self, hyper: Any, *, ahead: bool = False) -> UpdateItem:
-        """Return what to update, without parameters so far; `ahead` of the step, in other memory."""
-        return UpdateItem(hyper, [], [], [])
+    def _gradients(self, pending: list[ManagedParameter]) -> PendingGradients:
+        host = self._host
+        return PendingGradients(
+            host.registry.in_order(self._members.params()),
+            pending,
+            self._updater,
+            is_lowered=host.is_lowered,
+            scaler=host.scaler,
+            ranks=host.ranks,
+            counted_elsewhere=host.registry.counted_elsewhere,
+        )
 
-    def _add_to(self, item: UpdateItem, managed: ManagedParameter, step: torch.Tensor, number: int) -> None:
-        item.params.append(managed)
-        item.steps.append(step)
-        item.numbers.append(number)
+    def _scale(self, begun: BegunStep, pending: list[ManagedParameter], max_norm: float) -> None:
+        """Clip where gradients are, as torch does: to the bit. Else find what updates multiply them by."""
+        if not self._host.is_lowered:
+            if max_norm > 0:
+                self._clip(self._gradients(pending), max_norm, begun)
+        else:
+            multiplier = self._gradients(pending).multiplier(max_norm)
+            begun.multiplier, begun.overflows = None if multiplier == 1.0 else multiplier, multiplier is None
+            if begun.overflows:
+                self._hold(begun, weights=False)  # the norm of some of them may be finite
+        begun.is_scaled = True
 
-    def _update_managed(self, begun: BegunStep, left: list[ManagedParameter]) -> None:
-        self._make_states(left, begun.hypers, begun.stateless, anywhere=begun.anywhere)
+    def _clip(self, gradients: PendingGradients, max_norm: float, begun: BegunStep | None) -> torch.Tensor:
+        """Clip for a step, or for a user if there is none; continue if that has failed before."""
+        clipping = gradients.clipping(max_norm) if self._clipping is None else self._clipping
+        self._clipping = clipping
+        if begun is not None and clipping.left:
+            self._hold(begun, weights=False)
+        elif clipping.left:
+            called = dict.fromkeys(self._members.known(), "optimizer.clip_grad_norm_()")
+            self._updater.ledger.half_scaled.update(called)
+        gradients.clip(clipping)
+        self._clipping = None
+        return clipping.norm
+
+    def require_clipped(self, call: str, *, max_norm: float | None = None) -> None:
+        """Raise a `StateError` if clipping has failed and is to be continued, but not with `max_norm`."""
+        if self._clipping is not None and self._clipping.max_norm != max_norm:
+            raise StateError(
+                f"{call} after an error in optimizer.clip_grad_norm_({self._clipping.max_norm}), which has "
+                f"{len(self._clipping.left)} gradients to scale yet: call that again, or optimizer.zero_grad()"
+            )
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """See `RuleOptimizer.clip_grad_norm_`."""
+        members, ledger = self._members, self._updater.ledger
+        if self.begun is not None:
+            ledger.require_over("clip_grad_norm_()", members.known())
+            self.begun.require_new("clip_grad_norm_()")
+        self.require_clipped(f"clip_grad_norm_({max_norm})", max_norm=max_norm)
+        with self._host.step(f"a norm of {max_norm}", updates=False, goes_on=self._clipping is not None):
+            pending = members.pending()
+            is_without = not pending and not members.is_trainable() and not any(members.with_excluded_gradients())
+            if is_without and not self._is_counted_on():
+                return torch.zeros((), device=self._host.device)
+            norm = self._clip(self._gradients(pending), max_norm, None)
+        ledger.end(members.known())
+        return norm
+
+    def _is_counted_on(self) -> bool:
+        """Tell whether other pipeline stages form a norm with this rank although it may have no gradients."""
+        return self._host.ranks.stages is not None and (self._host.is_shared or not self._members.is_trainable())
+
+    # Updates.
+
+    def _update(self, begun: BegunStep, left: list[ManagedParameter]) -> None:
+        if not self._host.ranks.are_one:  # the others update their groups without waiting for this rank
+            self._hold(begun, weights=True)
+        self.states.make(left, begun.hypers, begun.stateless, anywhere=begun.anywhere)
         by_group: dict[int, list[ManagedParameter]] = {}
         for managed in left:
             by_group.setdefault(managed.group, []).append(managed)
         for group in self._updater.in_order(by_group):
             self._update_group(group, by_group[group], begun, in_step=True)
-
-    def _number_parameters(self) -> None:
-        """Note the place of each parameter in the parameter groups as they are now."""
-        number = -1
-        for index, options in enumerate(self.param_groups):
-            for param in options["params"]:
-                number += 1
-                managed = self._host.registry.lookup(param)
-                if managed is not None:
-                    self._options_of[managed], self._numbers[managed] = index, number
+        while begun.excluded:
+            params, hyper = begun.excluded[0]
+            if params:
+                self._hold(begun, weights=True)
+                with self._updater.ledger.updating(f"{len(params)} parameters outside of chunks"):
+                    self.rule.update_excluded(params, self._state.excluded, hyper, multiplier=begun.multiplier)
+            del begun.excluded[0]
 
     def _update_group(self, group: int, params: Iterable[ManagedParameter], begun: BegunStep, *, in_step: bool) -> None:
         """Update parameters of one chunk group, which have their states, in the order of the parameter groups."""
         items: dict[int, UpdateItem] = {}
+        records = self.states.records
         for managed in params:
             index = self._options_of[managed]
             if index not in items:
-                items[index] = self._new_item(begun.hypers[index])
-            step = FIRST_STEP if managed in begun.stateless else self._states.steps[managed] + 1
-            self._add_to(items[index], managed, step, self._numbers[managed])
+                items[index] = UpdateItem(begun.hypers[index], [], [])
+            record = Record() if managed in begun.stateless else records[managed]
+            items[index].add(managed, self._numbers[managed], record)
         found = list(items.values())
         try:
-            self._updater.update(group, found, self._rule, multiplier=begun.multiplier)
+            self._updater.update(group, found, self.rule, multiplier=begun.multiplier)
         except BaseException:
             if self._updater.ledger.half_updated:
                 self._hold(begun, weights=True)
             raise
-        done = {m: step for item in found for m, step in zip(item.params, item.steps, strict=True)}
+        done = [managed for item in found for managed in item.params]
         begun.updated.update(dict.fromkeys(done))
         if in_step:
             self._hold(begun, weights=True)
         else:
             self._updater.ledger.begun.update(dict.fromkeys(done, begun))
-        self._states.steps.update((m, step) for m, step in done.items() if m not in begun.stateless)
+        for item in found:
+            for record, step in zip(item.records, item.steps, strict=True):
+                record.count = step
         self._updater.mark_updated(done)
-        self._updater.gradients.use_up(done.keys())  # last: it may raise, although they are gone then
+        self._updater.gradients.use_up(done)  # last: it may raise, although they are gone then
         self._updater.in_backward.begin_again(group)
 
     @torch.no_grad()
@@ -125,44 +271,30 @@ class GroupwiseOptimizer(StatefulOptimizer):
         Raises:
             CapacityError: its states fit neither tier.
         """
-        begun = self._begun
+        begun = self.begun
         if begun is None or not begun.updated:
-            begun = self._begun = self._new_begun(options_in_words(self.param_groups))
+            begun = self.begun = self.new_begun(options_in_words(self._members.groups()))
         params = sorted(self._updater.gradients.landed[group], key=self._numbers.__getitem__)
-        self._make_states(params, begun.hypers, begun.stateless, anywhere=params)
+        self.states.make(params, begun.hypers, begun.stateless, anywhere=params)
         self._update_group(group, params, begun, in_step=False)
 
-    def _stateless(self, hypers: Sequence[Hashable]) -> Collection[ManagedParameter]:
-        """Return the parameters whose options call for no state."""
-        rows = zip(self.param_groups, hypers, strict=True)
-        return set(self._wanted(group for group, hyper in rows if not self._rule.states(hyper)))
-
-    def _make_states(
-        self,
-        pending: list[ManagedParameter],
-        hypers: Sequence[Hashable],
-        stateless: Collection[ManagedParameter],
-        *,
-        anywhere: list[ManagedParameter],
-    ) -> None:
-        """Make the states that are missing, also those that options call for only now.
-
-        Args:
-            pending: what is about to be updated.
-            hypers: by parameter group, its options.
-            stateless: parameters that need none.
-            anywhere: the parameters of which a rank has a gradient.
-        """
-        needs = [self._rule.states(hyper) for hyper in hypers]
-        if needs != self._needs:  # else a look at each parameter would find nothing
-            self._claim_more(self._wanted(self.param_groups))
-            self._needs = needs
-        updated = pending
-        if stateless:
-            for group in {managed.group for managed in pending if managed in stateless}:
-                self._updater.make_master(group)
-            pending = [managed for managed in pending if managed not in stateless]
-            anywhere = [managed for managed in anywhere if managed not in stateless]
-        self._states.prepare(pending, others=updated)
-        self._states.note(anywhere)
-        self._updater.complete_states(updated)
+    def intent(self, group: int) -> Intent | None:
+        """Return what `step()` would do with a chunk group now if nothing is clipped; None if it cannot be told yet."""
+        if self.in_backward:  # in place, and for good
+            return None
+        groups, items = self._members.groups(), dict[int, UpdateItem]()
+        for managed in self._updater.gradients.landed.get(group, ()):
+            index = self._options_of.get(managed)
+            if index is None or index >= len(groups):
+                return None
+            if index not in items:
+                items[index] = UpdateItem(self.rule.hyper(groups[index]), [], [], drafts=[])
+            is_stateless = self.rule.is_stateless(items[index].hyper)
+            record = Record() if is_stateless else self.states.records.get(managed)
+            if record is None:
+                return None
+            items[index].add(managed, self._numbers[managed], record)
+        scaler = self._host.scaler
+        multiplier = None if scaler is None or scaler.loss_scale == 1.0 else 1.0 / scaler.loss_scale
+        needs_norm = scaler is not None or self._members.optimizer.max_grad_norm > 0
+        return Intent(self.rule, list(items.values()), multiplier, needs_norm=needs_norm)

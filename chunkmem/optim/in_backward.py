@@ -26,6 +26,7 @@ from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.begun import StepLedger
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
+from chunkmem.optim.speculative import Intent
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
 from chunkmem.types import ChunkId, Role
@@ -54,8 +55,8 @@ def require_possible(max_grad_norm: float, *, scaler: object | None, num_ranks: 
         )
 
 
-class BackwardUpdater(Protocol):
-    """An optimizer."""
+class Owner(Protocol):
+    """An optimizer, as the manager knows it that has its parameters."""
 
     @property
     def in_backward(self) -> bool:
@@ -64,6 +65,10 @@ class BackwardUpdater(Protocol):
 
     def update_in_backward(self, group: int) -> None:
         """Update a chunk group all of whose gradients have landed."""
+        ...
+
+    def intent(self, group: int) -> Intent | None:
+        """Return what it would do with a group if it stepped now; None if it cannot tell."""
         ...
 
 
@@ -76,14 +81,14 @@ class BackwardUpdates:
         gradients: GradientBook,
         ledger: StepLedger,
         *,
-        owner_of: Callable[[ManagedParameter], BackwardUpdater | None],
+        owner_of: Callable[[ManagedParameter], Owner | None],
     ) -> None:
         """Begin with no optimizer that does so; `owner_of` returns the one of a parameter, None if it has none."""
         self._pager = pager
         self._ledger = ledger
         self._gradients = gradients
         self._owner_of = owner_of
-        self.optimizers = WeakSet[BackwardUpdater]()
+        self.optimizers = WeakSet[Owner]()
         """Those that update inside backward."""
         self._complete: dict[int, None] = {}
         """Groups all of whose gradients have landed, and which something still reads."""
@@ -124,7 +129,7 @@ class BackwardUpdates:
         if group in self._unfinished and not self._gradients.landed.get(group):
             self._unfinished.discard(group)
 
-    def _owner(self, group: int) -> BackwardUpdater | None:
+    def _owner(self, group: int) -> Owner | None:
         """Return what updates a group now; None: the step does, as something is missing, or may still change."""
         if group in self._unfinished or not self._gradients.is_complete(group) or self._gradients.is_touched(group):
             return None

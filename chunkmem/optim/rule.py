@@ -7,8 +7,9 @@ plain PyTorch; one call over a whole flat chunk does not (its vector loop ends e
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -18,6 +19,7 @@ from chunkmem.layout.spec import ALIGN_NBYTES, Group, MasterCopy, Slot
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.lazy_tensor import copy_values
 from chunkmem.optim.codes import BlockCodes
+from chunkmem.optim.entries import FIRST_UPDATE, NO_UPDATES, Entry, EntryForm, NumberForm, Record, TensorForm
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.types import ChunkId, Role
@@ -44,11 +46,21 @@ class StateSpec:
         """Return the state that is kept as `codes`."""
         return cls(role, torch.uint8, codes.numel_of, codes)
 
-    def shape_for(self, param: torch.Tensor) -> torch.Size:
-        """Return the shape of a parameter's state, as it is shown."""
+    @property
+    def key(self) -> str:
+        """By which `optimizer.state[param]` has it."""
+        return self.role.value
+
+    def shown_form(self, weights: TensorForm) -> TensorForm:
+        """Return the form in which a parameter's state is shown, given that of the parameter in an update."""
+        dtype = weights.dtype if self.dtype is None or self.codes is not None else self.dtype
         if self.numel_of is None or self.codes is not None:
-            return param.shape
-        return torch.Size([self.numel_of(param.numel())])
+            return replace(weights, dtype=dtype)
+        return TensorForm((self.numel_of(math.prod(weights.shape)),), (1,), dtype)
+
+    def at(self, position: int) -> StateSpec:
+        """Return what a parameter claims that is in another place of its group now."""
+        return self
 
     def shown(self, stored: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
         """Return what a slot stands for: the slot itself, unless it holds codes."""
@@ -133,6 +145,18 @@ class UpdateItem:
     """The number of each one's update, from 1: 0-dim float32, on the CPU."""
     numbers: list[int] = field(default_factory=list)
     """Each one's place in the parameter groups of the optimizer, as in its `state_dict`: the same on all ranks."""
+    records: list[Record] = field(default_factory=list)
+    drafts: list[Record] | None = None
+    """Where new records are kept until the update is taken over; None: in `records`."""
+
+    def add(self, managed: ManagedParameter, number: int, record: Record) -> None:
+        """Add a parameter to what is updated; a new record is that of one without a state."""
+        self.params.append(managed)
+        self.steps.append(FIRST_UPDATE if record.count is NO_UPDATES else record.count + 1)
+        self.numbers.append(number)
+        self.records.append(record)
+        if self.drafts is not None:
+            self.drafts.append(Record())
 
     @property
     def positions(self) -> list[int]:
@@ -161,11 +185,17 @@ class UpdateRule(ABC, Generic[H]):
     """Every state it may keep."""
     counts_steps: ClassVar[bool] = True
     """`optimizer.state[param]` has the number of updates, as "step"."""
+    begins_at_zero: ClassVar[bool] = True
+    """States are zeros before the first update; else that makes them, and there are none before."""
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """What `optimizer.state[param]` may have."""
-        return (*(("step",) if self.counts_steps else ()), *(spec.role.value for spec in self.all_states))
+    def title(self) -> str:
+        """What is shown of it before the options."""
+        return ""
+
+    def required(self, group: Mapping[str, Any]) -> tuple[str, Collection[str]]:
+        """Return the name of what updates a parameter group, and the options that it has to have."""
+        return self.name, self.options
 
     @abstractmethod
     def check(self, group: Mapping[str, Any]) -> None:
@@ -186,11 +216,40 @@ class UpdateRule(ABC, Generic[H]):
         """Return the states that an update with `hyper` needs."""
         return self.all_states
 
-    def states_in(self, state: Mapping[str, Any]) -> tuple[StateSpec, ...]:
-        """Return those states that a parameter's saved state has."""
-        return tuple(spec for spec in self.all_states if spec.role in state)
+    def needs(self, hyper: H) -> Hashable:
+        """Return what the states of parameters with `hyper` depend on."""
+        return self.states(hyper)
 
-    @abstractmethod
+    def is_stateless(self, hyper: H) -> bool:
+        """Tell whether parameters with `hyper` are updated without any state, and updates are not counted."""
+        return not self.states(hyper)
+
+    def form(self, hyper: H, weights: TensorForm, *, name: str) -> EntryForm:
+        """Return what `optimizer.state` may have of a parameter; `name` is for messages.
+
+        Raises:
+            ConfigError: such a parameter cannot be updated.
+        """
+        numbers = {"step": NumberForm(torch.float32, follows=True)} if self.counts_steps else {}
+        tensors = {spec.key: spec.shown_form(weights) for spec in self.all_states}
+        keys = (*numbers, *tensors)
+        return EntryForm(keys, keys if self.counts_steps else (), tensors, numbers)
+
+    def specs(
+        self, hyper: H, weights: TensorForm, managed: ManagedParameter, *, saved: Mapping[str, Any] | None = None
+    ) -> tuple[StateSpec, ...]:
+        """Return the states that a parameter needs in an update with `hyper`, or for a state that was `saved` with it.
+
+        Raises:
+            ConfigError: it cannot be updated.
+        """
+        return self.states(hyper) if saved is None else tuple(one for one in self.all_states if one.key in saved)
+
+    def to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is loaded of a parameter's saved state."""
+        keys = (*(("step",) if self.counts_steps else ()), *(spec.key for spec in self.all_states))
+        return {key: state[key] for key in keys if state.get(key) is not None}
+
     def update_(
         self,
         weights: list[torch.Tensor],
@@ -208,6 +267,7 @@ class UpdateRule(ABC, Generic[H]):
             steps: the number of each one's update, from 1: 0-dim float32, on the CPU.
             hyper: what `hyper` has returned.
         """
+        raise NotImplementedError  # of rules that have their own `update_item_`
 
     def apply_(self, slots: SlotTensors, steps: Sequence[torch.Tensor], hyper: H, *, multiplier: float | None) -> None:
         """Update in place, with gradients times `multiplier`, in float32 if there are master weights; round those."""
@@ -219,6 +279,38 @@ class UpdateRule(ABC, Generic[H]):
     ) -> None:
         """Update the parameters of an item in place: `apply_` on their slots, of which there are `views` by role."""
         self.apply_(slot_tensors(views, item), item.steps, item.hyper, multiplier=multiplier)
+
+    def update_excluded(
+        self,
+        params: Sequence[torch.Tensor],
+        states: MutableMapping[torch.Tensor, Any],
+        hyper: H,
+        *,
+        multiplier: float | None,
+    ) -> None:
+        """Update parameters that no chunk holds as torch's own optimizer does, with their own `.grad`.
+
+        Args:
+            params: of one parameter group; each has a gradient.
+            states: by parameter, as torch.optim keeps them; made where there is none.
+            hyper: what `hyper` has returned.
+            multiplier: of the gradients; None: they are taken as they are.
+        """
+        roles = [spec.role for spec in self.states(hyper)]
+        steps = dict.fromkeys(params, FIRST_UPDATE)
+        for param in params if roles else ():
+            if not (state := states.get(param)):
+                state = states[param] = excluded_zeros(self.form(hyper, TensorForm.of(param), name=""), param)
+            elif not self.counts_steps:
+                steps[param] = FIRST_UPDATE + 1
+            if self.counts_steps:
+                state["step"] += 1
+                steps[param] = state["step"]
+        for dtype in dict.fromkeys(param.dtype for param in params):
+            alike = [param for param in params if param.dtype == dtype]
+            grads = [grad for param in alike if (grad := param.grad) is not None]
+            columns = {role: [states[param][role.value] for param in alike] for role in roles}
+            self.apply_(SlotTensors(alike, grads, columns, []), [steps[p] for p in alike], hyper, multiplier=multiplier)
 
     def take_over(self, items: Sequence[UpdateItem]) -> None:
         """What `update_into` has made of `items` is what their chunks hold from now on."""
@@ -250,6 +342,12 @@ class UpdateRule(ABC, Generic[H]):
         for item in items:
             views = {role: memory.views for role, memory in {**new, Role.GRAD: old[Role.GRAD]}.items()}
             self.update_item_(views, item, multiplier=multiplier)
+
+
+def excluded_zeros(form: EntryForm, param: torch.Tensor) -> Entry:
+    """Return a state of zeros for a parameter that no chunk holds."""
+    tensors = {key: tensor.empty(param.device).zero_() for key, tensor in form.tensors.items()}
+    return form.zeros(tensors, device=param.device)
 
 
 def slot_tensors(views: Mapping[Role, Sequence[torch.Tensor]], item: UpdateItem) -> SlotTensors:

@@ -11,22 +11,10 @@ import torch
 from chunkmem.errors import ConfigError
 from chunkmem.layout.spec import ALIGN_NBYTES, Group, Slot
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.entries import TensorForm
 from chunkmem.optim.rule import StateSpec
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.types import ChunkId
-
-
-@dataclass(frozen=True)
-class TensorForm:
-    """Shape, strides and dtype of a parameter or of a state."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def empty(self, device: str) -> torch.Tensor:
-        """Return a tensor of this form, contents undefined."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
 class SlotForm(NamedTuple):
@@ -51,10 +39,12 @@ class ShapedState(StateSpec):
     forms: tuple[SlotForm, ...] = ()
     """In ascending position."""
 
-    def shape_for(self, param: torch.Tensor) -> torch.Size:
-        """Return the shape of the one parameter that it was claimed for."""
+    def shown_form(self, weights: TensorForm) -> TensorForm:
         (form,) = self.forms
-        return torch.Size(form.shape)
+        return TensorForm(form.shape, form.stride, weights.dtype if self.dtype is None else self.dtype)
+
+    def at(self, position: int) -> ShapedState:
+        return replace(self, forms=tuple(form._replace(position=position) for form in self.forms))
 
     def form(self, weights: Group) -> Group:
         group = self.elements_of(weights)
@@ -72,11 +62,6 @@ class ShapedState(StateSpec):
             forms[position] = torch.Size(shape), stride
         label = f"{key}{param.label.removeprefix(str(param.id))}"
         return Chunk(key, form, getattr(torch, form.dtype), label, tuple(forms))
-
-
-def moved_to(managed: ManagedParameter, spec: ShapedState) -> ShapedState:
-    """Return what a parameter claims that is in another place of its group now."""
-    return replace(spec, forms=tuple(form._replace(position=managed.position) for form in spec.forms))
 
 
 def merged(claims: Sequence[tuple[ManagedParameter, StateSpec]]) -> StateSpec:

@@ -6,6 +6,7 @@ error; what is assigned (`optimizer.state[param]["exp_avg"] = tensor`) goes to t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -68,7 +69,7 @@ class ParameterState(MutableMapping[str, torch.Tensor]):
         return value.as_subclass(StateCopy) if isinstance(value, torch.Tensor) else value
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if key not in (may := self._states.keys_for(self._managed)):
+        if key not in (may := self._states.form(self._managed).keys):
             raise StateError(
                 f"optimizer.state of parameter {self._managed.name}: {key!r} cannot be kept, its chunks hold "
                 f"{', '.join(may)}; keep it in a dict of your own"
@@ -91,37 +92,33 @@ class ParameterState(MutableMapping[str, torch.Tensor]):
         return sum(1 for _ in self)
 
     def __repr__(self) -> str:
-        return repr(self.copies())
-
-    def copies(self) -> dict[str, torch.Tensor]:
-        """Return all of it as ordinary tensors."""
-        return self._states.read(self._managed)
-
-    def lazy(self) -> dict[str, torch.Tensor]:
-        """Return all of it, with moments that are read when they are used."""
-        return self._states.lazy(self._managed)
+        return repr(self._states.read(self._managed))
 
 
 class OptimizerState(MutableMapping[Any, Any]):
     """What `optimizer.state` is: by parameter, the entries that torch keeps for it."""
 
-    def __init__(
-        self, states: ChunkStates, excluded: MutableMapping[Any, Any], params: Callable[[], Iterable[torch.Tensor]]
-    ) -> None:
-        """Show states.
+    _states: ChunkStates
 
-        Args:
-            states: of managed parameters.
-            excluded: of others, as torch.optim keeps them: real entries, made when they are asked for.
-            params: returns all parameters of the optimizer, in order.
-        """
-        self._states = states
-        self.excluded = excluded
+    def __init__(self, params: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Begin without any; `params` returns all parameters of the optimizer, in order. See `show`, too."""
+        self.excluded: MutableMapping[Any, Any] = defaultdict(dict)
+        """Of parameters that no chunk holds, as torch.optim keeps them: real entries, made when they are asked for."""
         self._params = params
 
     def show(self, states: ChunkStates) -> None:
-        """Show other states of managed parameters from now on."""
+        """Show these states of managed parameters from now on."""
         self._states = states
+
+    def copies(self, *, lazily: bool) -> dict[Any, dict[str, Any]]:
+        """Return ordinary copies of all states on the CPU, or `LazyTensor`s of those in chunks."""
+        found = {}
+        for param in self:
+            if (managed := self._states.find(param)) is not None:
+                found[param] = self._states.lazy(managed) if lazily else self._states.read(managed)
+            elif entry := self.excluded[param]:
+                found[param] = tree_map_only(torch.Tensor, lambda value: value.to("cpu", copy=True), dict(entry))
+        return found
 
     def __getitem__(self, param: Any) -> Any:
         managed = self._states.find(param)
@@ -134,8 +131,7 @@ class OptimizerState(MutableMapping[Any, Any]):
         elif not isinstance(value, Mapping):
             raise StateError(
                 f"optimizer.state of parameter {managed.name} is a mapping of "
-                f"{', '.join(self._states.keys_for(managed))} to "
-                f"tensors, not a {type(value).__name__}"
+                f"{', '.join(self._states.form(managed).keys)} to tensors, not a {type(value).__name__}"
             )
         else:
             self._states.replace(managed, value)
@@ -155,7 +151,7 @@ class OptimizerState(MutableMapping[Any, Any]):
         yield from (key for key in self.excluded if key not in params)
 
     def __contains__(self, param: object) -> bool:
-        managed = self._states.find(param) if isinstance(param, torch.Tensor) else None
+        managed = self._states.find(param)
         return param in self.excluded if managed is None else managed in self._states
 
     def __len__(self) -> int:

@@ -15,13 +15,13 @@ from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.lazy_tensor import copy_values
 from chunkmem.optim.averages import AverageChunks, averages_number
-from chunkmem.optim.claims import Claims, Owner, Wanted
-from chunkmem.optim.in_backward import BackwardUpdates
+from chunkmem.optim.claims import Claims, Wanted
+from chunkmem.optim.entries import TensorForm
+from chunkmem.optim.in_backward import BackwardUpdates, Owner
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule, fill
-from chunkmem.optim.shaped_state import TensorForm
 from chunkmem.optim.speculative import SpeculativeUpdater
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, slot_views
 from chunkmem.runtime.device import runtime_mode

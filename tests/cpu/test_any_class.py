@@ -14,7 +14,8 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import chunkmem
-from chunkmem.optim.class_rule import add_to, new_item
+from chunkmem.optim.class_rule import ClassRule
+from chunkmem.optim.rule import UpdateItem
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.issued import LeftUpdate
 from chunkmem.types import Role, Tier
@@ -506,11 +507,12 @@ def test_numbers_are_on_the_device_where_the_class_has_them(kind: Any, options: 
         optimizer.step()
         managed = manager.runtime.registry.find(model.weight)
         assert managed is not None
-        record, specs = optimizer._states.record(managed), optimizer._states.specs_of(managed)
-        item = new_item(optimizer._rule.hyper(optimizer.param_groups[0]), ahead=False)
-        add_to(item, managed, torch.tensor(2.0), record, specs)
-        slots = {spec.role: [torch.empty(WIDTH, WIDTH)] * 2 for spec in specs.values()}
-        entry = optimizer._rule._entry_of(item, 0, slots, torch.device("meta"))
+        states, rule = optimizer.updates.states, optimizer.updates.rule
+        assert isinstance(rule, ClassRule)
+        item = UpdateItem(rule.hyper(optimizer.param_groups[0]), [], [])
+        item.add(managed, 0, states.records[managed])
+        slots = {spec.role: [torch.empty(WIDTH, WIDTH)] * 2 for spec in states.specs_of(managed).values()}
+        entry = rule.entry_of(item, 0, slots, torch.device("meta"))
         assert entry is not None
         assert {key: value.device.type for key, value in entry.items() if key in expected} == expected
         assert all(value.is_cpu for value in dict(optimizer.state[model.weight]).values())

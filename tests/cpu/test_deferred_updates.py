@@ -180,7 +180,7 @@ def test_one_that_fails_is_said_and_its_chunks_are_lost(monkeypatch: pytest.Monk
         raise MemoryError("no threads left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(run.optimizer._rule, "apply_", broken)
+        patch.setattr(run.optimizer.updates.rule, "apply_", broken)
         with pytest.raises(
             chunkmem.TierIOError, match=r"the update of group \d, which step\(\) had left to its lane, has"
         ):

@@ -227,7 +227,7 @@ def test_a_step_that_fails_can_be_tried_again(ours: Twin) -> None:
         held = twin.model.layers[0].weight.detach()  # updated by the step
         twin.loss(features(0)).backward()
         if twin is ours:
-            with NoRoom(ours.optimizer._updater, "update"), pytest.raises(chunkmem.CapacityError):
+            with NoRoom(ours.manager.runtime.updater, "update"), pytest.raises(chunkmem.CapacityError):
                 ours.optimizer.step()
         twin.optimizer.step()
         twin.optimizer.zero_grad()
@@ -237,7 +237,7 @@ def test_a_step_that_fails_can_be_tried_again(ours: Twin) -> None:
 
 def test_options_may_change_after_a_backward_that_has_updated_nothing(ours: Twin) -> None:
     plain = Twin(None, Layers)
-    with NoRoom(ours.optimizer._updater, "make_states"), pytest.raises(chunkmem.CapacityError):
+    with NoRoom(ours.manager.runtime.updater, "make_states"), pytest.raises(chunkmem.CapacityError):
         ours.loss(features(0)).backward()
     ours.optimizer.zero_grad()
     for twin in (plain, ours):

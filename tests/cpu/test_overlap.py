@@ -123,6 +123,16 @@ def test_threads_do_not_show(threads: int) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parameter_groups_that_decay_in_different_ways(precision: str) -> None:
+    """Of those in one chunk, all were updated with the way of the first."""
+    runs = pair(precision=precision)
+    for run in runs:
+        run.optimizer.param_groups[1].update(decoupled_weight_decay=False, weight_decay=0.1)
+    ahead, wrong = train(runs, range(7))
+    assert (ahead > 0, wrong) == (True, 0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_where_torch_has_other_bits_master_weights_are_updated_by_our_kernels_all_the_same(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,7 +336,7 @@ def test_what_fails_beside_backward_is_said_and_made_in_the_step(monkeypatch: py
         raise MemoryError("no threads left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs[0].optimizer._rule, "update_into", broken)
+        patch.setattr(runs[0].optimizer.updates.rule, "update_into", broken)
         with pytest.warns(
             UserWarning, match=r"overlapped with backward failed and is made now: MemoryError\('no threads left'"
         ):

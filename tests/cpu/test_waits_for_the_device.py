@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkmem.optim.adam_rule import _steps_on
 from chunkmem.optim.class_calls import OptimizerClass
-from chunkmem.optim.class_rule import ClassItem, ClassRule
+from chunkmem.optim.class_rule import ClassRule
 from chunkmem.optim.kernels import Kernels
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.ops import global_norm, number_on
 from chunkmem.optim.pending import Clipping, PendingGradients
+from chunkmem.optim.rule import UpdateItem
 from chunkmem.optim.speculative import NormParts
 from chunkmem.types import Role
 
@@ -145,12 +146,12 @@ def test_what_a_class_keeps_is_filled_on_a_device() -> None:
     """Adam of torch with `fused` has the number of its update on the device of the weights."""
     trial: Any = SimpleNamespace(following=frozenset(), made=OptimizerClass(torch.optim.AdamW, {}))
     rule = ClassRule([trial])
-    record: Any = SimpleNamespace(entry={"step": torch.tensor(4.0)}, is_blank=False)
-    hyper: Any = SimpleNamespace(index=0, options={"fused": True})
-    item = ClassItem(hyper, [], [], records=[record], specs=[{}])
+    record: Any = SimpleNamespace(entry={"step": torch.tensor(4.0)}, is_new=False)
+    hyper: Any = SimpleNamespace(trial=trial, options={"fused": True})
+    item = UpdateItem(hyper, [], [], records=[record])
     views: dict[Role, list[Tensor]] = {}
     with waits() as found, _Copies() as copies:
-        entry = rule._entry_of(item, 0, views, META)
+        entry = rule.entry_of(item, 0, views, META)
     assert entry is not None
     assert entry["step"].is_meta
     assert (found, copies.count) == ([], 0)

@@ -278,7 +278,7 @@ def pads_that_are_not_zero(manager: chunkmem.ChunkManager) -> list[str]:
 def states_of_nobody(training: Training) -> list[str]:
     """The states other than 0 of parameters that were never updated."""
     runtime, found = training.manager.runtime, []
-    counts = {managed for optimizer in training.optimizers for managed in optimizer.counts()}
+    counts = {managed for optimizer in training.optimizers for managed in optimizer.updates.states.held()}
     for managed in set(filter(runtime.owns, runtime.registry.parameters)) - counts:
         chunks = (chunk for key, chunk in runtime.memory.store.chunks.items() if key.group == managed.group)
         states = (chunk for chunk in chunks if chunk.id.role.is_state and not chunk.is_kept)

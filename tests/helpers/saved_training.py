@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
-from chunkmem.optim.saved import StatefulOptimizer
+from chunkmem.optim.optimizer import RuleOptimizer
 
 WIDTH = 48
 
@@ -101,7 +101,7 @@ class Training:
 
     manager: chunkmem.ChunkManager
     model: nn.Module
-    optimizer: StatefulOptimizer
+    optimizer: RuleOptimizer
     pipe: Any = None
 
     def run(self, steps: int, *, seed: int = 1) -> None:

@@ -1,0 +1,86 @@
+"""The parameters of an optimizer, as the manager that holds them knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.entries import TensorForm
+from chunkmem.optim.host import OptimizerHost
+
+
+class Optimized(Protocol):
+    """An optimizer, as a user has it."""
+
+    param_groups: list[dict[str, Any]]
+    max_grad_norm: float
+    """0 or less: gradients are not clipped."""
+
+
+class GroupMembers:
+    """Looks up those of its parameter groups, which may change between any two calls."""
+
+    def __init__(self, optimizer: Optimized, host: OptimizerHost) -> None:
+        """Look up those of an optimizer."""
+        self.optimizer = optimizer
+        self._host = host
+        self._registry = host.registry
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups as they are now."""
+        return self.optimizer.param_groups
+
+    def params(self) -> Iterator[torch.Tensor]:
+        """Yield all."""
+        return (param for group in self.groups() for param in group["params"])
+
+    def known(self) -> list[ManagedParameter]:
+        """Return the managed ones, on whichever rank."""
+        lookup = self._registry.lookup
+        return [managed for managed in map(lookup, self.params()) if managed is not None]
+
+    def owned(self) -> list[ManagedParameter]:
+        """Return the managed ones, over ranks those that this one owns: it has their states."""
+        owns = self._host.owns
+        return [managed for managed in self.known() if owns(managed)]
+
+    def is_trainable(self) -> bool:
+        """Tell whether a managed one, of any rank, may get a gradient."""
+        return any(managed.param.requires_grad for managed in self.known())
+
+    def with_excluded_gradients(self) -> list[list[torch.Tensor]]:
+        """Return by parameter group those that no chunk holds and that have a gradient."""
+        lookup = self._registry.lookup
+        return [[p for p in group["params"] if lookup(p) is None and p.grad is not None] for group in self.groups()]
+
+    def pending(self, *, besides: Collection[ManagedParameter] = ()) -> list[ManagedParameter]:
+        """Return the managed ones that this rank owns and that have a gradient; `besides` have had their update.
+
+        Raises:
+            StateError: plain PyTorch would use a gradient that is gone.
+        """
+        gradients = self._host.updater.gradients
+        others = (managed for managed in self.known() if managed not in besides)
+        gradients.require_known(others, has_new=bool(besides))
+        return [managed for managed in self.owned() if managed in gradients.landed.get(managed.group, ())]
+
+    def by_index(self, saved: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, ManagedParameter]]:
+        """Yield the managed ones with the index that each has in the parameter groups of a `state_dict`."""
+        for group, own in zip(saved, self.groups(), strict=True):
+            for index, param in zip(group["params"], own["params"], strict=True):
+                managed = self._registry.lookup(param)
+                if managed is not None:
+                    yield index, managed
+
+    def name(self, param: torch.Tensor, index: int) -> str:
+        """Return what messages call a parameter, also one that is in no model."""
+        managed = self._registry.find(param)
+        return f"parameter {index}" if managed is None else managed.name
+
+    def weights_of(self, param: torch.Tensor) -> TensorForm:
+        """Return what an update sees of a parameter: float32 where there are master weights, or going to be."""
+        managed = self._registry.find(param)
+        return TensorForm.of(param) if managed is None else self._host.updater.weight_form(managed)
