@@ -16,7 +16,7 @@ from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.names import indexed_state
 from chunkmem.checkpoints.odd_files import checkpoint_path, said
 from chunkmem.checkpoints.reading import CheckpointFiles
-from chunkmem.checkpoints.saving import require_averages, require_own
+from chunkmem.checkpoints.saving import require_own
 from chunkmem.errors import CheckpointError, ChunkmemError, RankError
 from chunkmem.nn.lazy_tensor import LazyTensor
 from chunkmem.nn.registry import check_fits
@@ -37,8 +37,7 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """See `ChunkManager.load`; `before_reading` is told what directory is about to be read."""
     root, ranks = runtime.root(model), runtime.ranks
-    require_own(optimizer, "manager.load()")
-    require_averages(ema, "manager.load()")
+    require_own(optimizer, ema, "manager.load()")
     ledger, owner = runtime.updater.ledger, runtime.updater.claims.owner
     everyone = ranks.everyone()
     problem = written = ""

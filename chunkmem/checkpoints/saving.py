@@ -44,8 +44,7 @@ def state_to_save(
     All ranks call it; see `ChunkManager.save`.
     """
     root = runtime.root(model)
-    require_own(optimizer, "manager.save()")
-    require_averages(ema, "manager.save()")
+    require_own(optimizer, ema, "manager.save()")
     if extra is not None and not isinstance(extra, Mapping):
         raise CheckpointError(f"manager.save() takes extra= as a dict, not a {type(extra).__name__}")
     with runtime.together("manager.save()"):
@@ -60,22 +59,17 @@ def state_to_save(
     return divide(state, OwnNames.of(root, runtime), runtime.ranks.everyone())
 
 
-def require_own(optimizer: object, call: str) -> None:
-    """Raise a `CheckpointError` for an optimizer whose states are not in chunks."""
-    if optimizer is not None and not isinstance(optimizer, StatefulOptimizer):
-        raise CheckpointError(
-            f"{call} takes an optimizer of chunkmem's, or None, not a {type(optimizer).__name__}; put the state_dict() "
-            "of another optimizer into extra="
-        )
-
-
-def require_averages(ema: object, call: str) -> None:
-    """Raise a `CheckpointError` for averages that are not in chunks."""
-    if ema is not None and not isinstance(ema, EMA):
-        raise CheckpointError(
-            f"{call} takes ema= as a chunkmem.EMA, or None, not a {type(ema).__name__}; put the state_dict() of "
-            "another one into extra="
-        )
+def require_own(optimizer: object, ema: object, call: str) -> None:
+    """Raise a `CheckpointError` for an optimizer, or averages, whose states are not in chunks."""
+    for given, own, said in (
+        (optimizer, StatefulOptimizer, "an optimizer of chunkmem's"),
+        (ema, EMA, "ema= as a chunkmem.EMA"),
+    ):
+        if given is not None and not isinstance(given, own):
+            raise CheckpointError(
+                f"{call} takes {said}, or None, not a {type(given).__name__}; put the state_dict() of another one into "
+                "extra="
+            )
 
 
 def save_now(state: dict[str, Any], path: Path, ranks: Ranks) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,14 +139,20 @@ class AdamRule(UpdateRule[AdamHyper]):
         numbers = numbers_of([(hyper, int(step)) for _, step, hyper in rows])
         how = self._pass(rows[0][2], multiplier)
         self._native.kernels.adamw_into(segments, outputs, numbers, how, num_threads=num_threads)
-        for role, memory in new.items():
-            source = old[weights if role is Role.PARAM else role].flat
-            fill(memory.flat, source, memory.layout, besides=positions if role in (Role.PARAM, *written) else ())
+        fill_others(old, new, positions)
 
     def _pass(self, hyper: AdamHyper, multiplier: float | None) -> SegmentPass:
         tail_width = self._native.tail_width or 0
         unscale = 1.0 if multiplier is None else multiplier
         return SegmentPass(unscale=unscale, decoupled=hyper.decoupled, tail_width=tail_width)
+
+
+def fill_others(old: Mapping[Role, ChunkMemory], new: Mapping[Role, ChunkMemory], updated: Collection[int]) -> None:
+    """Copy what an update of the slots at positions `updated` has not written from `old` chunks of a group to `new`."""
+    for role, memory in new.items():
+        is_written = role in (Role.PARAM, Role.MASTER, EXP_AVG, EXP_AVG_SQ)
+        source = old[role if role in old else Role.MASTER].flat
+        fill(memory.flat, source, memory.layout, besides=updated if is_written else ())
 
 
 def _steps_on(device: torch.device, steps: Sequence[torch.Tensor]) -> list[torch.Tensor]:

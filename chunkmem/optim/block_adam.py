@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from chunkmem.config import OptimizerParams
-from chunkmem.optim.adam_rule import EXP_AVG, EXP_AVG_SQ, AdamHyper, AdamRule, flat_views, numbers_of
+from chunkmem.optim.adam_rule import EXP_AVG, EXP_AVG_SQ, AdamHyper, AdamRule, fill_others, flat_views, numbers_of
 from chunkmem.optim.blocks import BlockUpdate, adamw_blocks
 from chunkmem.optim.codes import SIGNED, UNSIGNED, update_key
 from chunkmem.optim.native import NativeUpdate
-from chunkmem.optim.rule import ChunkMemory, SlotTensors, StateSpec, UpdateItem, fill
+from chunkmem.optim.rule import ChunkMemory, SlotTensors, StateSpec, UpdateItem
 from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
 from chunkmem.types import Role
 
@@ -97,9 +97,7 @@ class BlockAdamRule(AdamRule):
             numbers = numbers_of([(item.hyper, int(step)) for step in item.steps])
             self._run(update, numbers, item.hyper, multiplier, num_threads=num_threads)
         positions = [at for item in items for at in item.positions]
-        for role, memory in new.items():
-            source = old[weights if role is Role.PARAM else role].flat
-            fill(memory.flat, source, memory.layout, besides=positions if role in (Role.PARAM, *written) else ())
+        fill_others(old, new, positions)
 
     def _run(
         self,

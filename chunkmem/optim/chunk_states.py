@@ -14,7 +14,7 @@ from chunkmem.optim.checks import state_problems
 from chunkmem.optim.claims import Owner
 from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.rule import UpdateRule
-from chunkmem.optim.slot_source import SlotSource
+from chunkmem.optim.slot_source import lazy_state
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.types import Role
 
@@ -108,24 +108,9 @@ class ChunkStates:
         if managed not in self:
             return {}
         state = self.read(managed, ("step",)) if "step" in self.keys else {}
-        host, updater = self._host, self._updater
-        for spec in updater.claims.states_of(managed):
-
-            def stored(role: Role = spec.role) -> torch.Tensor:
-                host.require_open()
-                return updater.read(updater.state(role, managed), managed)
-
-            source = SlotSource(
-                managed,
-                spec.role,
-                updater.state_dtype(spec, managed),
-                find=partial(updater.state, spec.role, managed),
-                read=stored,
-                shown=partial(spec.shown, managed=managed),
-                owns=host.owns,
-                from_owner=host.from_owner,
-            )
-            state[spec.role.value] = source.tensor(tuple(spec.shape_for(managed.param)))
+        for spec in self._updater.claims.states_of(managed):
+            shape, shown = spec.shape_for(managed.param), partial(spec.shown, managed=managed)
+            state[spec.role.value] = lazy_state(self._host, spec, managed, shape, shown=shown)
         return state
 
     def _check(self, managed: ManagedParameter) -> None:

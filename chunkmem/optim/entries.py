@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from chunkmem.optim.class_rule import ClassRule, Place, Record, to_number
 from chunkmem.optim.class_trials import EntryForm, can_be_kept
 from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.shaped_state import ShapedState
-from chunkmem.optim.slot_source import SlotSource
+from chunkmem.optim.slot_source import lazy_state
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.types import Role
 
@@ -105,21 +104,8 @@ class EntryStates(ChunkStates):
                 state[key] = value
                 continue
             spec = specs[key]
-            source = SlotSource(
-                managed,
-                spec.role,
-                self._updater.state_dtype(spec, managed),
-                find=partial(self._updater.state, spec.role, managed),
-                read=partial(self._read_open, spec.role, managed),
-                owns=self._host.owns,
-                from_owner=self._host.from_owner,
-            )
-            state[key] = source.tensor(tuple(spec.forms[0].shape))
+            state[key] = lazy_state(self._host, spec, managed, spec.forms[0].shape)
         return state
-
-    def _read_open(self, role: Role, managed: ManagedParameter) -> torch.Tensor:
-        self._host.require_open()
-        return self._updater.read(self._updater.state(role, managed), managed)
 
     def write(self, managed: ManagedParameter, values: Mapping[str, Any]) -> None:
         """Set some of a parameter's state; the rest stays as it is.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -46,8 +46,28 @@ class HeldStates:
     """Of a class of torch's: the states that were claimed for it."""
 
 
+class StateHolder(Protocol):
+    """Has states of parameters in chunks, and takes them along where these are packed again: [Note: Repacking]."""
+
+    open_block: str
+    """The `with` block that has to be left before that; empty: none."""
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]: ...
+    @property
+    def excluded(self) -> MutableMapping[Any, Any]:
+        """States of parameters that no chunk holds, by parameter and name."""
+        ...
+
+    def counts(self) -> Mapping[ManagedParameter, HeldStates]: ...
+    def move_to(self, host: OptimizerHost) -> None: ...
+    def take_over(self, counts: Mapping[ManagedParameter, HeldStates]) -> None: ...
+
+
 class StatefulOptimizer(ChunkedOptimizer):
     """A real `torch.optim.Optimizer` whose states of managed parameters live in chunks."""
+
+    open_block = ""
 
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], *, rule: UpdateRule[Any], host: OptimizerHost
@@ -61,7 +81,7 @@ class StatefulOptimizer(ChunkedOptimizer):
         super().__init__(params, defaults)
         self._require_tiles_together()
         self._complete = True
-        host.add_optimizer(self)
+        host.add_holder(self)
 
     def _no_states(self) -> ChunkStates:
         return ChunkStates(self._host, self, self._rule, owned=self._managed)
@@ -210,12 +230,17 @@ class StatefulOptimizer(ChunkedOptimizer):
         self._host, self._updater = host, host.updater
         self._states = self._no_states()
         self._state.show(self._states)
-        host.add_optimizer(self)
+        host.add_holder(self)
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
         """All states that it may keep of a parameter."""
         return self._rule.all_states
+
+    @property
+    def excluded(self) -> MutableMapping[Any, Any]:
+        """See `StateHolder`."""
+        return self.state.excluded
 
     def counts(self) -> dict[ManagedParameter, HeldStates]:
         """Return the parameters whose states this rank has: each one's number of updates, and the states it has."""

@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours keep apart for colour-blind eyes; neighbours in the stack also differ in lightness, for print.
 _COLORS = {Role.PARAM: "#0072B2", Role.MASTER: "#F0E442", Role.GRAD: "#E69F00", Role.ACTIVATION: "#8C510A"}
-_STATE_COLORS = ("#56B4E9", "#009E73")
+_OTHER_COLORS = ("#56B4E9", "#009E73")
 _NON_MODEL_COLOR = "#DDDDDD"
 _CAP_COLOR = "#D55E00"
 _MEASURED_COLOR = "#CC79A7"
 _AGAIN_COLOR = "#999999"
-_NAMES = {Role.PARAM: "weights", Role.MASTER: "master weights", Role.GRAD: "gradients", Role.ACTIVATION: "activations"}
 _NON_MODEL = "non-model data"
 _PREDICTED, _MEASURED, _SAMPLED = "chunks, as planned", "chunks, as measured", "non-model data, as sampled"
 _SCALES = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
@@ -49,11 +48,9 @@ class _Columns:
     @cached_property
     def colors(self) -> dict[Role, str]:
         """By role, in the order they are stacked: what comes and goes lies on what stays."""
-        found = {role for roles in self.roles.values() for role in roles}
-        states = dict(zip(sorted(role for role in found if role.is_state), cycle(_STATE_COLORS), strict=False))
-        passing = (Role.GRAD, Role.ACTIVATION)
-        stack = {role: color for role, color in _COLORS.items() if role not in passing} | states
-        return stack | {role: _COLORS[role] for role in passing}
+        found, others = {role for roles in self.roles.values() for role in roles}, cycle(_OTHER_COLORS)
+        stack = sorted(found, key=lambda role: (role.kind.is_of_step, role.order))
+        return {role: _COLORS.get(role) or next(others) for role in stack}
 
     @classmethod
     def of(cls, run: Run) -> _Columns:
@@ -111,7 +108,7 @@ def memory_picture(run: Run) -> bytes:
     # One entry each, in the order they are stacked; a panel may lack some.
     patches = {text: patch for axes in panels for patch, text in zip(*axes.get_legend_handles_labels(), strict=True)}
     order = [
-        *(_NAMES.get(role, role.value) for role in columns.colors),
+        *(role.label for role in columns.colors),
         _NON_MODEL,
         _PREDICTED,
         _MEASURED,
@@ -215,8 +212,7 @@ def _draw_roles(axes: Axes, columns: _Columns, tier: Tier, scale: int) -> list[f
     for role in (role for role in columns.colors if role in columns.roles[tier]):
         nbytes = columns.roles[tier][role]
         above = [low + height / scale for low, height in zip(bottom, _held(nbytes), strict=True)]
-        name = _NAMES.get(role, role.value)
-        axes.fill_between(x, bottom, above, step="post", color=columns.colors[role], linewidth=0, label=name)
+        axes.fill_between(x, bottom, above, step="post", color=columns.colors[role], linewidth=0, label=role.label)
         bottom = above
     return bottom
 
