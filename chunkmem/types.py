@@ -47,25 +47,57 @@ def neighbor(tier: Tier, tiers: Collection[Tier] = TIERS) -> Tier:
     return below if below is not None and below in tiers else TIERS[place - 1]
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkKind:
+    """What the chunks of a role have in common: all that others than their maker ask of a role."""
+
+    label: str = ""
+    """What users call them; empty: the name of the role."""
+    is_weights: bool = False
+    """Modules compute with them, and hold them meanwhile. Over ranks an exchange brings their content from its owner to
+    all; that of others goes to the owner."""
+    is_of_call: bool = False
+    """Autograd saved them in one call of a region: the group is that call's own, the memory on DEVICE autograd's."""
+    is_of_step: bool = False
+    """Their content is made and used up within a step; that of others stays from step to step."""
+    is_of_update: bool = False
+    """Updates alone use them, modules do not compute with them."""
+    is_state: bool = False
+    """An optimizer or averages have them next to the weights, and take them along where these are packed again."""
+    stays: bool = False
+    """They stay on the tier where they were made. No step touches them, they are in no trace, and plans leave them
+    their room."""
+
+
+STATE: Final = ChunkKind(is_of_update=True, is_state=True)
+"""An optimizer's states, each named by its update rule."""
+AVERAGES: Final = ChunkKind("averages", is_state=True, stays=True)
+"""Of weights; see [Note: Averages] in `chunkmem.optim.averages`."""
+
+
 class Role(str):
-    """What a chunk holds: weights, gradients, master weights, activations, or an optimizer state that a rule names.
+    """What a chunk holds: weights, gradients, master weights, activations, or a state that a rule names.
 
     A string, since sets and tables of chunks hash and compare roles all the time. Those that every model has exist
     once, so that `is` finds them.
     """
 
-    __slots__ = ()
+    __slots__ = ("kind",)
+    kind: ChunkKind
     PARAM: ClassVar[Role]
     """Weights in the compute dtype; in fp32 training they are the master weights too."""
     GRAD: ClassVar[Role]
     MASTER: ClassVar[Role]
     """Weights in fp32, which those of PARAM are rounded from."""
     ACTIVATION: ClassVar[Role]
-    """What autograd saved in one call of a region. Its group is that call's own, beyond those of the layout."""
+    """What autograd saved in one call of a region."""
 
-    def __new__(cls, name: str) -> Role:
+    def __new__(cls, name: str, kind: ChunkKind = STATE) -> Role:
         """Return the role of a name: ``Role("exp_avg")`` is an optimizer state."""
-        return next((role for role in _OF_MODELS if role == name), None) or super().__new__(cls, name)
+        return _OF_MODELS.get(name) or _made(name, kind)
+
+    def __reduce__(self) -> tuple[type[Role], tuple[str, ChunkKind]]:
+        return Role, (str(self), self.kind)
 
     @property
     def value(self) -> str:
@@ -73,14 +105,19 @@ class Role(str):
         return str(self)
 
     @property
+    def label(self) -> str:
+        """What users call it."""
+        return self.kind.label or str(self)
+
+    @property
     def is_state(self) -> bool:
-        """An optimizer makes and updates it."""
-        return self not in _OF_MODELS
+        """An optimizer, or averages, have it next to the weights."""
+        return self.kind.is_state
 
     @property
     def order(self) -> tuple[int, str]:
-        """Sort key: PARAM, GRAD, MASTER, ACTIVATION, then optimizer states by name."""
-        return len(_OF_MODELS) if self.is_state else _OF_MODELS.index(self), self
+        """Sort key: PARAM, GRAD, MASTER, ACTIVATION, then others by name."""
+        return [*_OF_MODELS].index(self) if self in _OF_MODELS else len(_OF_MODELS), self
 
 
 class UpdateForm(enum.Enum):
@@ -98,8 +135,24 @@ class UpdateForm(enum.Enum):
     __hash__ = object.__hash__
 
 
-_OF_MODELS = tuple(str.__new__(Role, name) for name in ("param", "grad", "master", "activation"))
-Role.PARAM, Role.GRAD, Role.MASTER, Role.ACTIVATION = _OF_MODELS
+def _made(name: str, kind: ChunkKind) -> Role:
+    role = str.__new__(Role, name)
+    role.kind = kind
+    return role
+
+
+_OF_MODELS: Final = MappingProxyType(
+    {
+        name: _made(name, kind)
+        for name, kind in {
+            "param": ChunkKind("weights", is_weights=True),
+            "grad": ChunkKind("gradients", is_of_step=True),
+            "master": ChunkKind("master weights", is_of_update=True),
+            "activation": ChunkKind("activations", is_of_call=True, is_of_step=True),
+        }.items()
+    }
+)
+Role.PARAM, Role.GRAD, Role.MASTER, Role.ACTIVATION = _OF_MODELS.values()
 
 
 class ChunkId(NamedTuple):

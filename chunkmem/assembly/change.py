@@ -1,7 +1,8 @@
 """From the old parts of a manager to new ones, over the same tiers and optimizers, between two steps.
 
 [Note: Repacking] All parts of a manager that know of ranks, layouts or modules are made again, and only these stay:
-tiers with what is on them, the loss scale, the model, the optimizers with their options, and averages of weights.
+tiers with what is on them, the loss scale, the model, and what has states of parameters in chunks: optimizers with
+their options, averages of weights.
 
     check           what is refused has changed nothing; is there room?
     stop            the old parts: copies are over, writes of users count, nothing is pinned
@@ -13,10 +14,9 @@ tiers with what is on them, the loss scale, the model, the optimizers with their
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeVar
 
-import torch
 from torch import nn
 
 from chunkmem.assembly.inventory import Contents, agreed_moves, free_copies, require_room, take_inventory
@@ -27,70 +27,7 @@ from chunkmem.errors import StateError
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.binding import ManagedParameter, dense_stride
 from chunkmem.optim.chunk_states import HeldStates
-from chunkmem.optim.rule import StateSpec
 from chunkmem.types import Role
-
-
-class CarriedAverages:
-    """Each `chunkmem.EMA` of a manager; what is in chunks moves as optimizer states do."""
-
-    def __init__(
-        self, before: Runtime, ranks: Ranks, *, numbers: Mapping[int, int], of_all: Callable[[Any, str], list[Any]]
-    ) -> None:
-        """Find out what all ranks average; give back chunks of averages that nobody has any more.
-
-        Args:
-            before: the parts that have them so far.
-            ranks: those that have one replica.
-            numbers: by the identity of a Parameter, its number on all ranks.
-            of_all: returns what each rank passes.
-        """
-        self._numbers = numbers
-        self._averages = before.averages
-        roles = [ema.role for ema in self._averages]
-        ranks.agree("the averages of a manager", ", ".join(roles))
-        store = before.memory.store
-        for chunk in [chunk for chunk in store.chunks.values() if chunk.is_kept and chunk.id.role not in roles]:
-            store.remove(chunk)
-        self.specs = {role: StateSpec(role) for role in roles}
-        self._ordinary = [dict(ema.ordinary) for ema in self._averages]
-        """By parameter that no chunk holds: its average, as far as this rank has it."""
-        self._everywhere: list[set[int]] = []
-        """Numbers of the parameters that any rank averages."""
-        for ema, ordinary in zip(self._averages, self._ordinary, strict=True):
-            own = [numbers[id(param)] for param in (*(managed.param for managed in ema.own), *ordinary)]
-            self._everywhere.append({number for found in of_all(own, "what is averaged") for number in found})
-
-    def enter(self, states: dict[ManagedParameter, tuple[Role, ...]]) -> None:
-        """Add the roles of averages to the states that parameters of this rank have."""
-        for ema in self._averages:
-            states.update({managed: (*states.get(managed, ()), ema.role) for managed in ema.own})
-
-    def ordinary(self) -> list[dict[int, torch.Tensor]]:
-        """Return averages of parameters that no chunk holds, by number, on the CPU."""
-        return [{self._numbers[id(param)]: value.cpu() for param, value in own.items()} for own in self._ordinary]
-
-    def take(self, found: Sequence[Mapping[int, torch.Tensor]], params: Sequence[torch.Tensor]) -> None:
-        """Take in what `ordinary` has returned on another rank; `params` are those of the model by number."""
-        for own, values in zip(self._ordinary, found, strict=False):
-            for number, value in values.items():
-                own.setdefault(params[number], value)
-
-    def move_to(self, after: Runtime, params: Sequence[torch.Tensor]) -> None:
-        """Have chunks in other parts, without content so far."""
-        for ema, numbers, ordinary in zip(self._averages, self._everywhere, self._ordinary, strict=True):
-            ema.move_to(after, [params[number] for number in sorted(numbers)], ordinary)
-
-    def come_home(self) -> None:
-        """All content has arrived."""
-        for ema in self._averages:
-            ema.come_home()
-
-
-def is_swapped(runtime: Runtime) -> bool:
-    """Tell whether averages are the weights now."""
-    return any(ema.is_swapped for ema in runtime.averages)
-
 
 T = TypeVar("T")
 
@@ -119,19 +56,22 @@ class Repacking:
         self.params = list(params)
         self.numbers = {id(param): number for number, param in enumerate(params)}
         gc.collect()  # on all ranks, the same optimizers are left
-        self.optimizers = before.optimizers
-        ranks.agree("the optimizers of a manager", ", ".join(type(one).__name__ for one in self.optimizers))
-        self._specs = {spec.role: spec for optimizer in self.optimizers for spec in optimizer.updates.rule.all_states}
-        counts = [optimizer.updates.states.held() for optimizer in self.optimizers]
-        states = {managed: held.roles for each in counts for managed, held in each.items()}
-        self.averages = CarriedAverages(before, ranks, numbers=self.numbers, of_all=self.of_all)
-        self.averages.enter(states)
-        self._specs |= self.averages.specs
+        self.holders = before.holders
+        ranks.agree("what has states in the chunks of a manager", ", ".join(type(one).__name__ for one in self.holders))
+        self._specs = {spec.role: spec for holder in self.holders for spec in holder.state_specs}
+        store = before.memory.store
+        for chunk in [chunk for key, chunk in store.chunks.items() if key.role.kind.stays]:
+            if chunk.id.role not in self._specs:  # nobody has them any more
+                store.remove(chunk)
+        counts = [holder.held() for holder in self.holders]
+        states = dict[ManagedParameter, tuple[Role, ...]]()
+        for each in counts:
+            states |= {managed: (*states.get(managed, ()), *held.roles) for managed, held in each.items()}
         inventory = take_inventory(before, self.numbers, states, rounded=[self.numbers[id(p)] for p in rounded])
         self._own_nbytes = sum(inventory.nbytes.values())
-        self._contents = Contents(self.of_all(inventory, "what ranks have"), averages=self.averages.specs)
+        self._contents = Contents(self.of_all(inventory, "what ranks have"))
         self._counts: list[dict[int, HeldStates]] = []
-        """By optimizer and number of a parameter: see `ChunkStates.held`."""
+        """By holder and number of a parameter: see `StateHolder.held`."""
         for each in counts:
             own = {self.numbers[id(managed.param)]: found for managed, found in each.items()}
             together = {number: found for one in self.of_all(own, "counts of updates") for number, found in one.items()}
@@ -160,9 +100,8 @@ class Repacking:
         copies_nbytes = sum(group.nbytes for group, _ in found if group.is_on_host and not owns(group.id))
         own = self._contents.wanted(groups, self._specs, rank=self.ranks.rank)
         moves = agreed_moves(self._contents, own, ranks=self.ranks, reader=self._reader)
-        chunks = [chunk for key, chunk in before.memory.store.chunks.items() if key.role is not Role.ACTIVATION]
-        chunks = [chunk for chunk in chunks if chunk.id.group >= 0]  # others stay
-        freed_nbytes = sum(chunk.nbytes * len(chunk.replicas) for chunk in chunks) - self._own_nbytes - copies_nbytes
+        packed = (c for c in before.memory.store.chunks.values() if c.id.group >= 0 and not c.id.role.kind.is_of_call)
+        freed_nbytes = sum(chunk.nbytes * len(chunk.replicas) for chunk in packed) - self._own_nbytes - copies_nbytes
         ranks, reader = self.ranks, self._reader
         require_room(self._contents, moves, before.tiers, ranks=ranks, reader=reader, freed_nbytes=freed_nbytes)
 
@@ -193,13 +132,12 @@ class Repacking:
 
     def claim(self, after: Runtime) -> None:
         """Have optimizers claim their states, and averages theirs, in the new parts, whose models are packed."""
-        for optimizer, counts in zip(self.optimizers, self._counts, strict=True):
-            optimizer.move_to(after)
+        for holder, counts in zip(self.holders, self._counts, strict=True):
+            holder.move_to(after)
+            for param in [one for one in holder.excluded if after.registry.is_elsewhere(one)]:
+                del holder.excluded[param]
             found = ((after.registry.find(self.params[number]), count) for number, count in counts.items())
-            optimizer.updates.states.take_over({managed: count for managed, count in found if managed is not None})
-            for param in [one for one in optimizer.state.excluded if after.registry.is_elsewhere(one)]:
-                del optimizer.state.excluded[param]
-        self.averages.move_to(after, self.params)
+            holder.take_over({managed: count for managed, count in found if managed is not None})
 
     def move(self, after: Runtime) -> None:
         """Move what chunks hold."""
@@ -212,7 +150,6 @@ class Repacking:
             numbers=self.numbers,
             reader=self._reader,
         ).run()
-        self.averages.come_home()
 
     def fail(self, error: Exception) -> None:
         """Tell the other ranks of an error, and free all memory: some values are on no rank any more."""
@@ -245,8 +182,8 @@ def require_let_go(runtime: Runtime, *, call: str, why: str, is_spent: bool = Fa
     gradients, access = runtime.gradients, runtime.modules.access
     if runtime.entry_points.gathers_open:
         raise StateError(f"{call} inside manager.gather(): leave the block first")
-    if is_swapped(runtime):
-        raise StateError(f"{call} inside ema.swapped(): leave the block first")
+    if block := next((holder.open_block for holder in runtime.holders if holder.open_block), None):
+        raise StateError(f"{call} inside {block}: leave the block first")
     gradients.discard_unset()
     params = list(runtime.registry.parameters)
     waiting = next((m for m in params if m.grad is not None or gradients.any_landed((m,))), None)

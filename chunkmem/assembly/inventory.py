@@ -19,7 +19,7 @@ from chunkmem.plan.moves import HeldGroup, Moves, WantedGroup, extra_nbytes, pla
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.sizes import format_nbytes
-from chunkmem.types import TIERS, ChunkId, Role, Tier
+from chunkmem.types import TIERS, Role, Tier
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def take_inventory(
         states: the optimizer states that parameters of this rank have.
         rounded: numbers of parameters whose master weights hold no more than their weights, and are given up.
     """
-    chunks = runtime.memory.store.chunks
+    store = runtime.memory.store
     groups: dict[int, tuple[int, ...]] = {}
     masters: set[int] = set()
     dtypes: dict[int, torch.dtype] = {}
@@ -65,13 +65,13 @@ def take_inventory(
     for group, members in runtime.gradients.members.items():
         if runtime.owns(members[0]):
             params = groups[group] = tuple(numbers[id(managed.param)] for managed in members)
-            param = chunks[ChunkId(Role.PARAM, group)]
+            param = store.weights(group)
             has_master = param.master is not None and param.master.version != NO_CONTENT
             weights = param.master if has_master and param.master is not None else param
             masters.update(params if has_master else ())
             dtypes.update(dict.fromkeys(params, weights.dtype))
             nbytes[group, Role.PARAM] = weights.nbytes
-    for key, chunk in chunks.items():
+    for key, chunk in store.chunks.items():
         if key.role.is_state and key.group in groups and chunk.version != NO_CONTENT:
             nbytes[key.group, key.role] = chunk.nbytes
     found = {numbers[id(managed.param)]: tuple(roles) for managed, roles in states.items()}
@@ -92,10 +92,10 @@ def free_copies(runtime: Runtime) -> None:
     """Free what is there twice, can be made again, or is of no use any more, once the runtime has stopped."""
     store = runtime.memory.store
     for chunk in list(store.chunks.values()):
-        is_dead = chunk.id.role is Role.ACTIVATION and chunk.version == NO_CONTENT
-        if is_dead or chunk.id.role is Role.GRAD or chunk.is_remote or chunk.is_copy:
+        kind, is_dead = chunk.id.role.kind, chunk.version == NO_CONTENT
+        if (kind.is_of_step and (is_dead or not kind.is_of_call)) or chunk.is_remote or chunk.is_copy:
             store.remove(chunk)
-        elif chunk.id.role is not Role.ACTIVATION:
+        elif not kind.is_of_call:
             kept = None if chunk.can_be_rounded else tier_of(chunk)
             for tier in [tier for tier in chunk.replicas if tier is not kept]:
                 store.drop(chunk, tier)
@@ -105,10 +105,8 @@ def free_copies(runtime: Runtime) -> None:
 class Contents:
     """What all ranks of a replica have together."""
 
-    def __init__(self, inventories: Sequence[Inventory], *, averages: Collection[Role] = ()) -> None:
-        """Put together what each rank has; `averages` are roles whose chunks stay on one tier."""
-        self.averages = frozenset(averages)
-        """Roles whose chunks stay on HOST, where there are two tiers."""
+    def __init__(self, inventories: Sequence[Inventory]) -> None:
+        """Put together what each rank has."""
         self.masters = frozenset().union(*(each.masters - each.rounded for each in inventories))
         """Parameters with master weights that stay."""
         self.dtypes = {
@@ -216,12 +214,13 @@ def require_room(
         nbytes
         for group in moves.order
         for phase, nbytes in zip(contents.phases, group.nbytes, strict=True)
-        if group.rank == ranks.rank and phase in contents.averages
+        if group.rank == ranks.rank and phase.kind.stays
     )
     lacking = max(extra + largest * is_split - spare_nbytes, (kept_nbytes - tiers.host.limit_nbytes) * is_split)
     (most,) = ranks.max_over([float(lacking)], label=f"{reader}: comparing room")
     if most > 0:
-        said = f", and its averages are to take {format_nbytes(kept_nbytes)} of HOST" if kept_nbytes else ""
+        kept = " and ".join({phase.label for phase in contents.phases if phase.kind.stays})
+        said = f", and its {kept} are to take {format_nbytes(kept_nbytes)} of HOST" if kept_nbytes else ""
         cap_nbytes = ledgers[0].limit_nbytes or ledgers[1].limit_nbytes
         needed_nbytes = cap_nbytes + int(most)
         raise CapacityError(

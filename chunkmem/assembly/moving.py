@@ -95,14 +95,15 @@ class ChunkMover:
                 sources = {source for _, source in self._moves.of(wanted) if source.rank == self._ranks.rank}
                 self._free([source for source in sources if not left[source]], phase)
         self._begin_remote()
+        self._settle()
         give_back_freed_ram()
 
     def _chunks(self, group: int, phase: Role) -> list[Chunk]:
         """Return the chunks of a new group that get content in a phase; the first of them is that which is sent."""
-        chunks, params = self._after.memory.store.chunks, self._params[group]
+        store, params = self._after.memory.store, self._params[group]
         if phase is not Role.PARAM:
-            return [chunks[ChunkId(phase, group)]] if self._contents.has_state(phase, params) else []
-        param = chunks[ChunkId(Role.PARAM, group)]
+            return [store.chunks[ChunkId(phase, group)]] if self._contents.has_state(phase, params) else []
+        param = store.weights(group)
         if param.master is None or not self._contents.has_master(param.group, params):
             return [param]
         return [param.master, param] if param.compute_tier is Tier.HOST else [param.master]
@@ -112,7 +113,7 @@ class ChunkMover:
         filled = self._chunks(wanted.group, phase)
         for chunk in filled:
             pager = self._after.memory.pager
-            replica = (pager.place_anywhere if chunk.is_kept else pager.place)(chunk, reader=self._reader)
+            replica = pager.place(chunk, reader=self._reader)
             if phase is not Role.PARAM:
                 with runtime_mode():
                     replica.flat.zero_()
@@ -123,7 +124,7 @@ class ChunkMover:
         if phase is not Role.PARAM:
             return
         store = self._after.memory.store
-        param = store.chunks[ChunkId(Role.PARAM, group)]
+        param = store.weights(group)
         filled = self._chunks(group, phase)
         if param not in filled:
             param.version = FIRST_CONTENT
@@ -181,7 +182,7 @@ class ChunkMover:
         """Have the chunks of other ranks count as there; send what is computed with on HOST to all."""
         after = self._after
         for group, params in self._params.items():
-            param = after.memory.store.chunks[ChunkId(Role.PARAM, group)]
+            param = after.memory.store.weights(group)
             if param.is_copy:
                 after.memory.pager.place(param, reader=self._reader)
             elif param.is_remote:
@@ -190,6 +191,20 @@ class ChunkMover:
                 param.master.version = FIRST_CONTENT
         if after.sharding.shards is not None:
             after.sharding.shards.send_on_host(reader=self._reader)
+
+    def _settle(self) -> None:
+        """Have what stays on one tier there: HOST has room for it by now.
+
+        Raises:
+            CapacityError: it has not.
+        """
+        pager = self._after.memory.pager
+        home = pager.store.staying_tier
+        for chunk in [chunk for key, chunk in pager.store.chunks.items() if key.role.kind.stays]:
+            for tier in [tier for tier in chunk.replicas if tier is not home]:
+                pager.pin(chunk, home, reader=self._reader, elastic=True)
+                pager.unpin(chunk, home)
+                pager.store.drop(chunk, tier)
 
 
 def _flat_slots(chunk: Chunk) -> list[torch.Tensor]:

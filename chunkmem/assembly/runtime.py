@@ -44,7 +44,7 @@ from chunkmem.nn.module_policy import ModulePolicies
 from chunkmem.nn.registry import ModelRegistry, check_fits
 from chunkmem.nn.wrappers import WrapperCheck
 from chunkmem.optim.by_form import updates_by_form
-from chunkmem.optim.ema import EMA
+from chunkmem.optim.chunk_states import StateHolder
 from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.places import StatePlaces
@@ -112,8 +112,7 @@ class Runtime:
     built: BuiltModels
     foreign_steps: ForeignStepCheck
     foreign_wrappers: WrapperCheck
-    _optimizers: list[weakref.ref[torch.optim.Optimizer]] = field(default_factory=list)
-    _averages: list[weakref.ref[EMA]] = field(default_factory=list)
+    _holders: weakref.WeakKeyDictionary[StateHolder, None] = field(default_factory=weakref.WeakKeyDictionary)
 
     @property
     def registry(self) -> ModelRegistry:
@@ -213,13 +212,13 @@ class Runtime:
 
     # What optimizers see: `chunkmem.optim.host`.
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Know of an optimizer, as long as somebody has it."""
-        self._optimizers.append(weakref.ref(optimizer))
+    def add_holder(self, holder: StateHolder) -> None:
+        """Know of what has states in chunks, as long as somebody has it."""
+        self._holders[holder] = None
 
-    def add_averages(self, averages: EMA) -> None:
-        """Know of averages, as long as somebody has them."""
-        self._averages.append(weakref.ref(averages))
+    def drop_holder(self, holder: StateHolder) -> None:
+        """It has none any more."""
+        self._holders.pop(holder, None)
 
     def adopt(self, params: Iterable[torch.Tensor]) -> None:
         """Take in those parameters that were added to models after these were packed, as rank 0 has them."""
@@ -231,16 +230,14 @@ class Runtime:
             self.entry_points.adopt(added)
 
     @property
-    def optimizers(self) -> list[RuleOptimizer]:
-        """Those that somebody has, in the order in which they were made."""
-        alive = (ref() for ref in self._optimizers)
-        return [optimizer for optimizer in alive if isinstance(optimizer, RuleOptimizer)]
+    def holders(self) -> list[StateHolder]:
+        """Those that somebody has: optimizers, then others, each in the order in which they were made."""
+        return sorted(self._holders, key=lambda holder: not isinstance(holder, RuleOptimizer))
 
     @property
-    def averages(self) -> list[EMA]:
-        """Those that somebody has and has not closed, in the order in which they were made."""
-        alive = (ref() for ref in self._averages)
-        return [averages for averages in alive if averages is not None and not averages.is_closed]
+    def optimizers(self) -> list[RuleOptimizer]:
+        """Those among them."""
+        return [holder for holder in self.holders if isinstance(holder, RuleOptimizer)]
 
     def forget_plans(self) -> None:
         """There are other chunks than in the steps that were recorded."""

@@ -57,17 +57,16 @@ def state_to_save(
 
 
 def require_own(optimizer: object, ema: object, call: str) -> None:
-    """Raise a `CheckpointError` for an optimizer or averages that are not in chunks."""
-    if optimizer is not None and not isinstance(optimizer, RuleOptimizer):
-        raise CheckpointError(
-            f"{call} takes an optimizer of chunkmem's, or None, not a {type(optimizer).__name__}; put the state_dict() "
-            "of another optimizer into extra="
-        )
-    if ema is not None and not isinstance(ema, EMA):
-        raise CheckpointError(
-            f"{call} takes ema= as a chunkmem.EMA, or None, not a {type(ema).__name__}; put the state_dict() of "
-            "another one into extra="
-        )
+    """Raise a `CheckpointError` for an optimizer, or averages, whose states are not in chunks."""
+    for given, own, said in (
+        (optimizer, RuleOptimizer, "an optimizer of chunkmem's"),
+        (ema, EMA, "ema= as a chunkmem.EMA"),
+    ):
+        if given is not None and not isinstance(given, own):
+            raise CheckpointError(
+                f"{call} takes {said}, or None, not a {type(given).__name__}; put the state_dict() of another one into "
+                "extra="
+            )
 
 
 def save_now(state: dict[str, Any], path: Path, ranks: Ranks) -> None:

@@ -96,13 +96,6 @@ if TYPE_CHECKING:
 
 DTYPES = MappingProxyType({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
 """Names of torch's dtypes by the precision a user asks for."""
-_ROLES = MappingProxyType(
-    {
-        Role.PARAM: "weights",
-        Role.GRAD: "gradients",
-        Role.MASTER: "master weights",
-    }
-)
 
 
 def yes(
@@ -278,14 +271,14 @@ def _subject_text(question: Question, rehearsal: Rehearsal, other: Rehearsal | N
     params = max(1, rehearsal.num_params)
     rows = [
         (
-            "gradients, at one time" if question.in_backward and role is Role.GRAD else _ROLES.get(role, role.value),
+            "gradients, at one time" if question.in_backward and role is Role.GRAD else role.label,
             format_nbytes(nbytes),
             f"{nbytes / params:.2f}",
         )
         for role, nbytes in rehearsal.role_nbytes.items()
-        if role is not Role.ACTIVATION
+        if not role.kind.is_of_call
     ]
-    in_chunks = rehearsal.role_nbytes.get(Role.ACTIVATION, 0)
+    in_chunks = sum(nbytes for role, nbytes in rehearsal.role_nbytes.items() if role.kind.is_of_call)
     total = sum(rehearsal.role_nbytes.values()) - in_chunks
     rows.append(("model data", format_nbytes(total), f"{total / params:.2f}"))
     if in_chunks:

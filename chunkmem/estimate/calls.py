@@ -28,9 +28,7 @@ from chunkmem.runtime.store import ChunkStore
 from chunkmem.shard.shards import ShardStore
 from chunkmem.shard.units import Unit, Units
 from chunkmem.trace.model import Region
-from chunkmem.types import Role, Tier
-
-_LOGGED = (Role.PARAM, Role.ACTIVATION)
+from chunkmem.types import Tier
 
 
 class Asked(enum.Enum):
@@ -151,25 +149,29 @@ class LoggedPager(Pager):
         self.log = log
 
     def pin(self, chunk: Chunk, tier: Tier, *, reader: object, elastic: bool = False) -> Replica:
-        if chunk.id.role in _LOGGED:
+        if _is_logged(chunk):
             self.log.add(Asked.PIN, chunk.id.group, reader=reader)
         return super().pin(chunk, tier, reader=reader, elastic=elastic)
 
     def unpin(self, chunk: Chunk, tier: Tier) -> None:
-        if chunk.id.role in _LOGGED:
+        if _is_logged(chunk):
             self.log.add(Asked.UNPIN, chunk.id.group)
         super().unpin(chunk, tier)
 
     def create(self, chunk: Chunk, tier: Tier, *, reader: object, zero: bool, **options: Any) -> Replica:
-        if chunk.id.role is Role.ACTIVATION:
+        if chunk.id.role.kind.is_of_call:
             self.log.add(Asked.CREATE, chunk.id.group, reader=reader)
             self.log.activations[chunk.id.group] = Activations(chunk.label, chunk.nbytes)
         return super().create(chunk, tier, reader=reader, zero=zero, **options)
 
     def consume(self, chunk: Chunk) -> None:
-        if chunk.id.role is Role.ACTIVATION:
+        if chunk.id.role.kind.is_of_call:
             self.log.add(Asked.CONSUME, chunk.id.group)
         super().consume(chunk)
+
+
+def _is_logged(chunk: Chunk) -> bool:
+    return chunk.id.role.kind.is_weights or chunk.id.role.kind.is_of_call
 
 
 class LoggedGradients(GradientBook):

@@ -105,7 +105,7 @@ def _living(trace: Trace) -> Iterator[int]:
         here |= new
         now += _nbytes(trace, new)
         yield now
-        is_over = moment.kind in (Kind.RELEASE, Kind.UPDATE) and moment.chunk.role is Role.PARAM
+        is_over = moment.kind in (Kind.RELEASE, Kind.UPDATE) and moment.chunk.role.kind.is_weights
         can_be_had = trace.is_remote(moment.chunk) or trace.is_rounded(moment.chunk)
         if (is_over and can_be_had) or moment.kind is Kind.CONSUME:
             here.discard(moment.chunk)

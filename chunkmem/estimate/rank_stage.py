@@ -29,7 +29,7 @@ from chunkmem.runtime.timestamps import HostClock
 from chunkmem.shard.units import Unit, Units
 from chunkmem.trace.model import Kind, Mode, Moments, Region, Trace
 from chunkmem.tracing.recorder import Recorder
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import Role, Tier
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,9 @@ class RankStage:
         Raises:
             CapacityError: there is no room for the weights, or for what training adds to them.
         """
-        self._calls, self._activations, self._regions = step.calls, step.activations, step.regions
-        self._calls = step.calls
+        self._calls, self._regions = step.calls, step.regions
+        self._activations = {n: activation_chunk(n, kept.label, kept.nbytes) for n, kept in step.activations.items()}
+        """By group."""
         self._host_Bps = step.host_Bps
         kept = dict.fromkeys(step.parameters, step.states) if step.kept is None else step.kept
         self._states = cast(Mapping[ManagedParameter, tuple[StateSpec, ...]], kept)
@@ -167,8 +168,8 @@ class RankStage:
             packer.make_chunks(group, inside, is_own=shards is None or shards.owns(group.id))
         if shards is not None:
             shards.drop_unowned(group.id for group in step.layout.groups)
-        for number, kept in step.activations.items():
-            self._store.add(activation_chunk(number, kept.label, kept.nbytes))
+        for chunk in self._activations.values():
+            self._store.add(chunk)
         self._slots.add(self._parameters)
         self.units.add(step.units)
         self._updater.claims.require_room(self._states, self._optimizer)
@@ -217,8 +218,7 @@ class RankStage:
     def _serve(self, call: Call) -> None:
         subject = call.subject
         if isinstance(subject, int):
-            role = Role.ACTIVATION if subject in self._activations else Role.PARAM
-            chunk = self._store.chunks[ChunkId(role, subject)]
+            chunk = self._activations.get(subject) or self._store.weights(subject)
             if call.asked is Asked.PIN:
                 self._pager.pin(chunk, chunk.compute_tier, reader=call.reader)
             elif call.asked is Asked.UNPIN:

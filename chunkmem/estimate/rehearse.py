@@ -183,7 +183,7 @@ class Rehearsal:
         """Return those of `world` ranks that own something, the one with most bytes first."""
         owned = Counter({0: 0})
         for chunk, nbytes in self.trace.chunk_nbytes.items():
-            if chunk.role is not Role.ACTIVATION:
+            if not chunk.role.kind.is_of_call:
                 owned[chunk.group % world] += nbytes
         for group in self.layout.groups:
             owned[group.id % world] += group.nbytes if group.is_on_host else 0

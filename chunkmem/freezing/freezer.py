@@ -35,7 +35,6 @@ from chunkmem.runtime.chunk import NO_CONTENT
 from chunkmem.sizes import format_nbytes
 from chunkmem.steps.plan_cache import Key
 from chunkmem.trace.model import Trace
-from chunkmem.types import Role, Tier
 
 
 def expect_step(runtime: Runtime) -> None:
@@ -74,18 +73,14 @@ def _follow_again(runtime: Runtime, key: Key) -> bool:
     chunks = [
         chunk
         for chunk in runtime.memory.store.chunks.values()
-        if chunk.id.group in groups and _is_of_update(chunk.id.role) and not (chunk.is_remote or chunk.is_kept)
+        if chunk.id.group in groups and chunk.id.role.kind.is_of_update and not (chunk.is_remote or chunk.stays)
     ]
-    now = {chunk.id for chunk in chunks if chunk.version != NO_CONTENT and chunk.compute_tier is Tier.DEVICE}
+    now = {chunk.id for chunk in chunks if chunk.version != NO_CONTENT}
 
     def is_current(trace: Trace) -> bool:
-        return now == {chunk for chunk in trace.chunk_nbytes if chunk.group in groups and _is_of_update(chunk.role)}
+        return now == {chunk for chunk in trace.chunk_nbytes if chunk.group in groups and chunk.role.kind.is_of_update}
 
     return runtime.controller.known.follow_again(key, is_current)
-
-
-def _is_of_update(role: Role) -> bool:
-    return role is Role.MASTER or role.is_state
 
 
 @dataclass(frozen=True)
@@ -306,7 +301,6 @@ def _left_nbytes(runtime: Runtime, frozen: Iterable[ManagedParameter]) -> int:
     for managed in frozen:
         chunks = runtime.updater.claims.chunks(managed.group) if managed.group in runtime.updater.claims else []
         for chunk in chunks:
-            is_left = chunk.id.role is Role.MASTER or chunk.id.role.is_state
-            if is_left and chunk.version != NO_CONTENT and not chunk.is_remote:
+            if chunk.id.role.kind.is_of_update and chunk.version != NO_CONTENT and not chunk.is_remote:
                 found += chunk.nbytes * managed.slot.numel // chunk.group.numel
     return found

@@ -13,7 +13,7 @@ against it: all ranks decide alike. The next step is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -31,7 +31,7 @@ from chunkmem.optim.rule import StateSpec
 from chunkmem.packing.built import PutOff
 from chunkmem.packing.packer import groups_by_role
 from chunkmem.sizes import format_nbytes
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import Role, Tier
 
 _CALL = "manager.freeze()"
 _PACKED = "manager.freeze() has packed its chunks again since; take state_dict() or optimizer.state[param] again"
@@ -56,13 +56,13 @@ class PackingAgain:
     def __init__(self, runtime: Runtime) -> None:
         """Look at what is frozen, whose states and master weights have been forgotten."""
         self._runtime = runtime
-        chunks = runtime.memory.store.chunks
+        store = runtime.memory.store
         self._rounded: list[nn.Parameter] = []
         """Frozen, with master weights that hold no more than the weights."""
         self._masters: dict[int, MasterCopy] = {}
         """By the identity of a parameter."""
         for managed in runtime.registry.parameters:
-            master = chunks[ChunkId(Role.PARAM, managed.group)].group.master
+            master = store.weights(managed.group).group.master
             if managed.requires_grad:
                 master = MasterCopy.PACKED
             elif managed in runtime.updater.rounded:
@@ -270,14 +270,12 @@ def _is_half_frozen(params: Collection[nn.Parameter]) -> bool:
 
 
 def _training_nbytes(group: Group, specs: Iterable[StateSpec]) -> int:
-    roles: Mapping[Role, Group] = groups_by_role(group)
-    return sum(form.nbytes for role, form in roles.items() if role is not Role.PARAM) + sum(
-        spec.form(group).nbytes for spec in specs
-    )
+    forms = (*groups_by_role(group).values(), *(spec.form(group) for spec in specs))
+    return sum(form.nbytes for form in forms) - group.nbytes
 
 
 def training_nbytes(runtime: Runtime) -> int:
     """Return the bytes of gradients, states and master weights that this rank has, on all tiers."""
     chunks = runtime.memory.store.chunks.values()
-    of_training = (c for c in chunks if c.id.role is not Role.PARAM and c.id.role is not Role.ACTIVATION)
-    return sum(chunk.nbytes * len(chunk.replicas) for chunk in of_training if not chunk.is_kept)
+    of_training = (chunk for chunk in chunks if chunk.id.role is Role.GRAD or chunk.id.role.kind.is_of_update)
+    return sum(chunk.nbytes * len(chunk.replicas) for chunk in of_training)

@@ -31,7 +31,6 @@ from chunkmem.nn.transforms import check_transforms
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.types import ChunkId, Role
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
@@ -70,7 +69,7 @@ class AccessTracker:
     def add(self, parameters: Iterable[ManagedParameter]) -> None:
         """Take in the parameters of a model that was packed."""
         for managed in parameters:
-            self.chunks[managed.group] = self._pager.store.chunks[ChunkId(Role.PARAM, managed.group)]
+            self.chunks[managed.group] = self._pager.store.weights(managed.group)
 
     def look_up(self, managed: ManagedParameter) -> None:
         """Serve a lookup: inside of modules the parameter is on DEVICE when this returns. Raises what `read` does."""

@@ -8,12 +8,12 @@ are one piece of RAM it is on DEVICE, like everything else.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
+from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.claims import Claims
 from chunkmem.optim.rule import StateSpec
 from chunkmem.runtime.chunk import Chunk, slot_views
@@ -21,9 +21,8 @@ from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.disk_pool import DiskSlab
 from chunkmem.runtime.failed import lost_error
 from chunkmem.runtime.pager import Pager
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import Role
 
-EMA = "ema"
 _READER = "averages of weights"
 
 
@@ -37,16 +36,15 @@ class AverageChunks:
             pager: of the chunks.
             claims: tell which groups are trained.
             groups: of the weights.
-            role: the same on all ranks; see `averages_number`.
+            role: of kind `AVERAGES`, the same on all ranks.
 
         Raises:
             CapacityError: the tiers have no room for them; nothing has been made.
         """
         self._pager = pager
         self._store = store = pager.store
-        self.role = role
-        self.tier = _tier(pager)
-        new = [self._new(store.chunks[ChunkId(Role.PARAM, group)]) for group in groups]
+        self.tier = store.staying_tier
+        new = [StateSpec(role).chunk(store.weights(group)) for group in groups]
         claims.require_room({}, kept={self.tier: sum(chunk.nbytes for chunk in new)}, name="averages")
         self._of: dict[int, Chunk] = {}
         """By group."""
@@ -70,28 +68,6 @@ class AverageChunks:
             self.close()
             raise
 
-    def come_home(self) -> None:
-        """Have content that has arrived from other ranks where averages stay.
-
-        Raises:
-            CapacityError: there is no room for it.
-        """
-        for chunk in self._of.values():
-            for tier in [tier for tier in chunk.replicas if tier is not self.tier]:
-                self._pager.pin(chunk, self.tier, reader=_READER, elastic=True)
-                self._pager.unpin(chunk, self.tier)
-                self._store.drop(chunk, tier)
-
-    def _new(self, param: Chunk) -> Chunk:
-        chunk = StateSpec(self.role).chunk(param)
-        chunk.is_kept = True
-        chunk.group = replace(chunk.group, is_on_host=self.tier is not Tier.DEVICE)
-        return chunk
-
-    def of(self, group: int) -> Chunk:
-        """Return the chunk of a group."""
-        return self._of[group]
-
     def close(self) -> None:
         """Give the memory back."""
         for chunk in self._of.values():
@@ -99,15 +75,14 @@ class AverageChunks:
         self._of = {}
 
     @contextmanager
-    def opened(self, group: int, *, writes: bool) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield one tensor a slot, to be read or, with `writes`, to be written, too; of DISK they are a copy meanwhile.
+    def opened(self, group: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield one tensor a slot, to be read and written; of DISK they are a copy meanwhile.
 
         Raises:
             TierIOError: DISK cannot be read or written.
         """
         chunk, store = self._of[group], self._store
-        if writes:
-            store.before_change(chunk)
+        store.before_change(chunk)
         if not chunk.ready(self.tier):
             raise lost_error(_READER, chunk)
         slab = chunk.replicas[self.tier].slab
@@ -119,29 +94,9 @@ class AverageChunks:
                 slab.read(flat)
                 slots = slot_views(chunk, flat)
             yield slots
-            if writes:
-                slab.write(flat)
-        if writes:
-            store.mark_written(chunk, self.tier)
+            slab.write(flat)
+        store.mark_written(chunk, self.tier)
 
-    def read(self, group: int, position: int) -> torch.Tensor:
-        """Return a CPU copy of a slot."""
-        return self._store.read_slot(self._of[group], position)
-
-
-def averages_number(known: Collection[ChunkId]) -> int:
-    """Return a number whose role no chunk has: over ranks, the largest one is free on all of them."""
-    roles = {key.role for key in known}
-    return 1 + max((number for number in range(1, len(roles) + 1) if averages_role(number) in roles), default=0)
-
-
-def averages_role(number: int) -> Role:
-    """Return the role of averages of this number: another one where some weights are averaged twice."""
-    return Role(EMA if number == 1 else f"{EMA}_{number}")
-
-
-def _tier(pager: Pager) -> Tier:
-    limits: Mapping[Tier, int] = {tier: pool.ledger.limit_nbytes for tier, pool in pager.store.pools.items()}
-    if pager.store.has_disk:
-        return Tier.DISK
-    return Tier.HOST if limits[Tier.HOST] else Tier.DEVICE
+    def read(self, managed: ManagedParameter) -> torch.Tensor:
+        """Return a CPU copy of the average of a parameter."""
+        return self._store.read_slot(self._of[managed.group], managed.position)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,7 +16,7 @@ from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.in_backward import Owner
 from chunkmem.optim.members import GroupMembers
 from chunkmem.optim.rule import StateSpec, UpdateRule
-from chunkmem.optim.slot_source import SlotSource
+from chunkmem.optim.slot_source import lazy_state
 from chunkmem.types import Role
 
 Specs = tuple[StateSpec, ...]
@@ -37,6 +37,24 @@ class HeldStates:
     def roles(self) -> tuple[Role, ...]:
         """Of the chunks that have some of it."""
         return tuple(role for role in (self.entry or {}).values() if isinstance(role, Role))
+
+
+class StateHolder(Protocol):
+    """Has states of parameters in chunks, and takes them along where these are packed again: [Note: Repacking]."""
+
+    open_block: str
+    """The `with` block that has to be left before that; empty: none."""
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]: ...
+    @property
+    def excluded(self) -> MutableMapping[Any, Any]:
+        """States of parameters that no chunk holds, by parameter and name."""
+        ...
+
+    def held(self) -> Mapping[ManagedParameter, HeldStates]: ...
+    def move_to(self, host: OptimizerHost) -> None: ...
+    def take_over(self, held: Mapping[ManagedParameter, HeldStates]) -> None: ...
 
 
 class ChunkStates:
@@ -217,22 +235,11 @@ class ChunkStates:
             return {}
         self._check(managed)
         state = self._host.from_owner(managed, lambda: self._copied_entry(managed))
-        host, updater = self._host, self._updater
         for key, role in state.items():
-            if not isinstance(role, Role):
-                continue
-            spec = self.specs_of(managed)[key]
-            source = SlotSource(
-                managed,
-                role,
-                updater.state_dtype(spec, managed),
-                find=partial(updater.state, role, managed),
-                read=partial(self._stored, role, managed),
-                shown=partial(spec.shown, managed=managed),
-                owns=host.owns,
-                from_owner=host.from_owner,
-            )
-            state[key] = source.tensor(spec.shown_form(updater.weight_form(managed)).shape)
+            if isinstance(role, Role):
+                spec = self.specs_of(managed)[key]
+                shape = spec.shown_form(self._updater.weight_form(managed)).shape
+                state[key] = lazy_state(self._host, spec, managed, shape, shown=partial(spec.shown, managed=managed))
         return state
 
     def _check(self, managed: ManagedParameter) -> None:

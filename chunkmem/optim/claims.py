@@ -113,7 +113,7 @@ class Claims:
         """Raise if averages have the name of a state."""
         for spec in specs:
             chunk = self._store.chunks.get(ChunkId(spec.role, group))
-            if chunk is not None and chunk.is_kept:
+            if chunk is not None and chunk.id.role.kind.stays:
                 raise ConfigError(
                     f"an optimizer has a state named {spec.role}, as a chunkmem.EMA names its averages: make the "
                     "optimizer before the EMA, which then takes another name"
@@ -138,7 +138,7 @@ class Claims:
 
     def _set_states(self, group: int, specs: tuple[StateSpec, ...], replaced: Callable[[Chunk, Chunk], None]) -> None:
         store = self._store
-        param = store.chunks[ChunkId(Role.PARAM, group)]
+        param = store.weights(group)
         new = {spec.role: spec for spec in specs}
         for spec in set(self._specs.get(group, ())).difference(specs):
             if (chunk := store.chunks.get(ChunkId(spec.role, group))) is None:
@@ -181,7 +181,7 @@ class Claims:
         trained = {managed.group for managed in owners if managed.requires_grad}
         waiting = {managed.group for managed, own in owners.items() if own is None or not own.in_backward}
         specs = self._specs | self._after(wanted)
-        params = {group: self._store.chunks[ChunkId(Role.PARAM, group)] for group in specs}
+        params = {group: self._store.weights(group) for group in specs}
         states_nbytes = {
             group: [spec.form(param.group).nbytes for spec in specs[group]]
             for group, param in params.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -31,12 +31,9 @@ class ClassHyper:
     """Copies."""
 
 
-_NAMES_OF_MODELS: Final = ("param", "grad", "master", "activation")
-
-
 def role_of(key: str, dtype: torch.dtype | None) -> Role:
     """Return the role of a state: its key, with the dtype where that is not the one of the weights."""
-    name = f"{key} state" if key in _NAMES_OF_MODELS else key
+    name = key if Role(key).is_state else f"{key} state"
     return Role(name if dtype is None else f"{name}.{str(dtype).removeprefix('torch.')}")
 
 

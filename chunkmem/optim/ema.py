@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,17 +12,20 @@ import torch
 from chunkmem.errors import CheckpointError, ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.lazy_tensor import copy_values
-from chunkmem.optim.averages import averages_role
+from chunkmem.optim.averages import AverageChunks
+from chunkmem.optim.chunk_states import HeldStates
 from chunkmem.optim.host import HasOptimizerHost, OptimizerHost
-from chunkmem.optim.plain_averages import Mix, PlainAverages
 from chunkmem.optim.rule import StateSpec
-from chunkmem.optim.slot_source import SlotSource
+from chunkmem.optim.slot_source import lazy_state
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.types import Role
+from chunkmem.types import AVERAGES, Role
 
+_NAME = "ema"
 _COUNT = "n_averaged"
 PREFIX = "module."
 """As `torch.optim.swa_utils.AveragedModel` names them."""
+_Mix = Callable[[list[torch.Tensor], list[torch.Tensor]], object]
+"""Writes to averages, given them and the weights."""
 
 
 class EMA:
@@ -52,29 +55,33 @@ class EMA:
         """Of the averages, at each update."""
         self.num_updates = 0
         """The first one takes the weights as they are, as in torch."""
-        self._is_swapped = False
+        self.open_block = ""
+        """`ema.swapped()` while the weights are averages."""
         self._unrounded: dict[ManagedParameter, torch.Tensor] = {}
         """While they are swapped: averages in fp32 of parameters that have no fp32 weights to be swapped with."""
         self._is_closed = False
         wanted = self._wanted(params)
-        ordinary = self._find(wanted)
+        self._find(wanted)
         if not wanted and host.ranks.stages is None:
             raise StateError("there is no parameter to average: build the model first, and unfreeze what is trained")
         with host.together("making averages"):
             host.forget_plans()  # they leave no room for these
-            self._plain = PlainAverages(ordinary)
-            self._chunks = host.updater.make_averages(self._own, self._free_role())
+            self.excluded = {param: {_NAME: param.detach().clone()} for param in self._ordinary.values()}
+            """Averages of parameters that no chunk holds, in their dtype and on their device."""
+            self._role = self._free_role()
+            self._chunks = AverageChunks(host.updater.pager, host.updater.claims, self._own, self._role)
             self._chunks.begin()
             self._average(torch._foreach_copy_)
-        host.add_averages(self)
+        host.add_holder(self)
 
     def _free_role(self) -> Role:
-        """Return a role that no averages have on any rank."""
-        number = self._host.updater.free_averages_number()
+        """Return a role that no chunk has on any rank: another one where some weights are averaged twice."""
+        known = {key.role for key in self._host.updater.pager.store.chunks}
+        number = 1 + max((number for number in range(1, len(known) + 1) if _role(number) in known), default=0)
         for ranks in (self._host.ranks.stages, self._host.ranks):
             if ranks is not None and ranks.size > 1:
                 number = int(*ranks.max_over([number], label="making averages"))
-        return averages_role(number)
+        return _role(number)
 
     def _wanted(self, params: Iterable[torch.Tensor] | None) -> set[torch.Tensor]:
         """Return what is averaged, of the parameters that this rank has."""
@@ -88,8 +95,12 @@ class EMA:
                 registry.lookup(param)
         return {param for param in given if not registry.is_elsewhere(param)}
 
-    def _find(self, wanted: Collection[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Look up those parameters that are in chunks; return the others by name."""
+    def _find(self, wanted: Collection[torch.Tensor]) -> None:
+        """Look up parameters that are averaged from now on.
+
+        Raises:
+            StateError: two have one name, one is in no model, or is in no chunk and has no floating dtype.
+        """
         host, names = self._host, dict[str, torch.Tensor]()
         for name, param in host.named_parameters():
             if param in wanted and names.setdefault(name, param) is not param:
@@ -109,12 +120,17 @@ class EMA:
         for managed in sorted(dict.fromkeys(self._named.values()), key=lambda managed: managed.group):
             if host.owns(managed):
                 self._own.setdefault(managed.group, []).append(managed)
-        return {name: param for name, param in names.items() if name not in self._named}
+        self._ordinary = {name: param for name, param in names.items() if name not in self._named}
+        for name, other in self._ordinary.items():
+            if not (other.is_floating_point() or other.is_complex()):
+                raise StateError(
+                    f"parameter {name} is in {other.dtype}, of which there are no averages; give chunkmem.EMA params= "
+                    "without it, or none for those that require gradients"
+                )
 
     def __repr__(self) -> str:
-        held = (
-            f"{len(self._named) + len(self._plain.params)} parameters, decay={self.decay}, {self.num_updates} updates"
-        )
+        num_params = len(self._named) + len(self.excluded)
+        held = f"{num_params} parameters, decay={self.decay}, {self.num_updates} updates"
         return f"EMA({held}{', closed' if self._is_closed else f' on {self._chunks.tier.name}'})"
 
     @torch.no_grad()
@@ -133,14 +149,15 @@ class EMA:
                 self._average(torch._foreach_copy_)
         self.num_updates += 1
 
-    def _average(self, mix: Mix) -> None:
+    def _average(self, mix: _Mix) -> None:
         """Have `mix` write to averages, given lists of them and of weights in their dtype, where they are."""
         for group, members in self._own.items():
-            with self._chunks.opened(group, writes=True) as slots, runtime_mode():
+            with self._chunks.opened(group) as slots, runtime_mode():
                 averages = [slots[managed.position] for managed in members]
                 weights = [self._host.updater.weight(managed) for managed in members]
                 mix(averages, [w.to(a.device, a.dtype) for w, a in zip(weights, averages, strict=True)])
-        self._plain.average(mix)
+        for param, entry in self.excluded.items():
+            mix([entry[_NAME]], [param.detach()])
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -153,13 +170,13 @@ class EMA:
         """
         self._require_usable("ema.swapped()")
         self._swap()
-        self._is_swapped = True
+        self.open_block = "ema.swapped()"
         try:
             yield
         finally:
             if not self._host.is_closed:
                 self._swap()
-            self._is_swapped = False
+            self.open_block = ""
 
     @torch.no_grad()
     def _swap(self) -> None:
@@ -167,86 +184,68 @@ class EMA:
         with self._host.together("ema.swapped()"):
             updater.ahead.forget()  # an update overlapped with backward has read what is replaced here
             for group, members in self._own.items():
-                with self._chunks.opened(group, writes=True) as slots:
+                with self._chunks.opened(group) as slots:
                     for managed in members:
                         before, average = updater.read_weight(managed), slots[managed.position]
                         # Without master weights, as if frozen, or frozen next to others that are trained.
                         is_narrower = before.dtype is not average.dtype or managed in updater.rounded
-                        if is_narrower and not self._is_swapped:
+                        if is_narrower and not self.open_block:
                             self._unrounded[managed] = average.clone()
                         updater.write_weight(managed, average)
                         with runtime_mode():
-                            average.copy_(self._unrounded.pop(managed, before) if self._is_swapped else before)
+                            average.copy_(self._unrounded.pop(managed, before) if self.open_block else before)
                 updater.mark_written(members)
             self._host.send_on_host("averages")
-            self._plain.swap()
+            for param, entry in self.excluded.items():
+                weight = param.detach().clone()
+                param.copy_(entry[_NAME])
+                entry[_NAME] = weight
 
     def close(self) -> None:
         """Give the memory back; idempotent."""
         if not self._is_closed and not self._host.is_closed:
-            if self._is_swapped:
+            if self.open_block:
                 raise StateError("ema.close() inside ema.swapped(): leave the block first")
             self._host.forget_plans()
             self._chunks.close()
-        self._plain = PlainAverages({})
+            self._host.drop_holder(self)
+        self.excluded = {}
         self._is_closed = True
 
     def _require_usable(self, call: str) -> None:
         self._host.require_open()
         if self._is_closed:
             raise StateError(f"{call}: these averages are closed")
-        if self._is_swapped:
+        if self.open_block:
             raise StateError(f"{call} inside ema.swapped(): the weights are averages there; leave the block first")
 
-    # Of a pipeline that is divided into another number of stages.
+    # `chunkmem.optim.chunk_states.StateHolder`.
 
     @property
-    def is_closed(self) -> bool:
-        """The memory was given back."""
-        return self._is_closed
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """The one of its chunks; the same on all ranks."""
+        return (StateSpec(self._role),)
 
-    @property
-    def is_swapped(self) -> bool:
-        """The weights are averages now."""
-        return self._is_swapped
+    def held(self) -> dict[ManagedParameter, HeldStates]:
+        """Return what this rank averages in chunks."""
+        held = HeldStates(self._count(), {_NAME: self._role}, self.state_specs)
+        return {managed: held for members in self._own.values() for managed in members}
 
-    @property
-    def role(self) -> Role:
-        """Of its chunks, the same on all ranks."""
-        return self._chunks.role
+    def move_to(self, host: OptimizerHost) -> None:
+        """Have the same Parameters in other chunks from now on; `take_over` tells which."""
+        self._host = host
+        host.add_holder(self)
 
-    @property
-    def own(self) -> list[ManagedParameter]:
-        """What this rank averages in chunks."""
-        return [managed for members in self._own.values() for managed in members]
-
-    @property
-    def ordinary(self) -> dict[torch.Tensor, torch.Tensor]:
-        """By parameter that no chunk holds: its average; not copies."""
-        return self._plain.of_parameters()
-
-    def move_to(
-        self, host: OptimizerHost, params: Collection[torch.Tensor], ordinary: Mapping[torch.Tensor, torch.Tensor]
-    ) -> None:
-        """Average these parameters of a model that was packed again; what is in their chunks comes later.
-
-        Args:
-            host: of the manager from now on.
-            params: that any rank averages.
-            ordinary: averages of those that no chunk holds.
+    def take_over(self, held: Mapping[ManagedParameter, HeldStates]) -> None:
+        """Average what any rank has averaged, of the parameters that this one has; what is in chunks comes later.
 
         Raises:
             CapacityError: there is no room for the averages.
         """
-        self._host = host
-        found = self._find({param for param in params if not host.registry.is_elsewhere(param)})
-        self._plain = PlainAverages(found, ordinary)
-        self._chunks = host.updater.make_averages(self._own, self.role)
-        host.add_averages(self)
-
-    def come_home(self) -> None:
-        """All averages have arrived after `move_to`."""
-        self._chunks.come_home()
+        self._find({*(managed.param for managed in held), *self.excluded})
+        for param, entry in self.excluded.items():
+            entry[_NAME] = entry[_NAME].to(param.device)
+        self._chunks = AverageChunks(self._host.updater.pager, self._host.updater.claims, self._own, self._role)
 
     # Saved.
 
@@ -258,39 +257,26 @@ class EMA:
         self._require_usable("ema.state_dict()")
         with self._host.together("ema.state_dict()"):
             found = {
-                f"{PREFIX}{name}": self._host.from_owner(managed, partial(self._read, managed))
+                f"{PREFIX}{name}": self._host.from_owner(managed, partial(self._chunks.read, managed))
                 for name, managed in self._named.items()
             }
-            found |= self._plain_copies()
+            found |= self._ordinary_copies()
             found = self._host.ranks.over_stages(found, label="sending the averages of a stage")
         return {_COUNT: self._count(), **found}
 
     def lazy_state_dict(self) -> dict[str, torch.Tensor]:
         """Return `state_dict()` with values in chunks that are read when they are used; of this pipeline stage."""
         self._require_usable("ema.lazy_state_dict()")
-        spec, updater = StateSpec(self._chunks.role), self._host.updater
-        found = {_COUNT: self._count()}
-        for name, managed in self._named.items():
-            source = SlotSource(
-                managed,
-                self._chunks.role,
-                updater.state_dtype(spec, managed),
-                find=partial(self._chunks.of, managed.group),
-                read=partial(self._read, managed),
-                owns=self._host.owns,
-                from_owner=self._host.from_owner,
-            )
-            found[f"{PREFIX}{name}"] = source.tensor(tuple(managed.shape))
-        return found | self._plain_copies()
+        (spec,) = self.state_specs
+        found = {f"{PREFIX}{name}": lazy_state(self._host, spec, m, m.shape) for name, m in self._named.items()}
+        return {_COUNT: self._count(), **found, **self._ordinary_copies()}
 
-    def _plain_copies(self) -> dict[str, torch.Tensor]:
-        return {f"{PREFIX}{name}": value for name, value in self._plain.copies().items()}
+    def _ordinary_copies(self) -> dict[str, torch.Tensor]:
+        found = ((name, self.excluded[param][_NAME]) for name, param in self._ordinary.items())
+        return {f"{PREFIX}{name}": value.to("cpu", copy=True) for name, value in found}
 
     def _count(self) -> torch.Tensor:
         return torch.tensor(self.num_updates, dtype=torch.long, device="cpu")
-
-    def _read(self, managed: ManagedParameter) -> torch.Tensor:
-        return self._chunks.read(managed.group, managed.position)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise what `load_state_dict` would.
@@ -302,7 +288,7 @@ class EMA:
             raise CheckpointError(f"a state of averages has {_COUNT}, and {PREFIX}NAME for each parameter")
         wrong = []
         shapes = {name: managed.shape for name, managed in self._named.items()}
-        shapes |= {name: param.shape for name, param in self._plain.params.items()}
+        shapes |= {name: param.shape for name, param in self._ordinary.items()}
         for name, shape in shapes.items():
             value = state_dict.get(f"{PREFIX}{name}")
             if not isinstance(value, torch.Tensor):
@@ -323,11 +309,16 @@ class EMA:
         self.check_state_dict(state_dict)
         with self._host.together("ema.load_state_dict()"):
             for group, members in self._own.items():
-                with self._chunks.opened(group, writes=True) as slots, runtime_mode():
+                with self._chunks.opened(group) as slots, runtime_mode():
                     for managed in members:
                         copy_values(slots[managed.position], state_dict[f"{PREFIX}{self._name_of[managed]}"])
-            self._plain.load({name: state_dict[f"{PREFIX}{name}"] for name in self._plain.params})
+            for name, param in self._ordinary.items():
+                self.excluded[param][_NAME].copy_(state_dict[f"{PREFIX}{name}"])
         self.num_updates = int(state_dict[_COUNT])
+
+
+def _role(number: int) -> Role:
+    return Role(_NAME if number == 1 else f"{_NAME}_{number}", AVERAGES)
 
 
 def _checked(decay: object) -> float:

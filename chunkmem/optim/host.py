@@ -73,12 +73,12 @@ class OptimizerHost(Protocol):
         """Raise a `StateError` if the manager is closed."""
         ...
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Know of an optimizer that is made over these parameters."""
+    def add_holder(self, holder: Any) -> None:
+        """Know of a `StateHolder` of these parameters, as long as somebody has it."""
         ...
 
-    def add_averages(self, averages: Any) -> None:
-        """Know of averages of these parameters."""
+    def drop_holder(self, holder: Any) -> None:
+        """Forget it: it has no states any more."""
         ...
 
     def adopt(self, params: Iterable[torch.Tensor]) -> None:

@@ -27,9 +27,7 @@ from chunkmem.nn.begun import StepLedger
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.optim.speculative import Intent
-from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.types import ChunkId, Role
 
 
 def require_possible(max_grad_norm: float, *, scaler: object | None, num_ranks: int) -> None:
@@ -117,7 +115,7 @@ class BackwardUpdates:
                 del self._complete[group]
             elif not graph_references.get(group) and not self._is_pinned(group):
                 del self._complete[group]
-                self._pager.notice_writes(self._param_chunk(group))  # of modules, in forward
+                self._pager.notice_writes(self._pager.store.weights(group))  # of modules, in forward
                 owner.update_in_backward(group)
 
     def landed_for_now(self, managed: ManagedParameter) -> None:
@@ -142,10 +140,7 @@ class BackwardUpdates:
 
         A graph may have saved them in ways that lead to no gradient, as `weight.detach()` and `weight.data` do.
         """
-        return any(replica.pins for replica in self._param_chunk(group).replicas.values())
-
-    def _param_chunk(self, group: int) -> Chunk:
-        return self._pager.store.chunks[ChunkId(Role.PARAM, group)]
+        return any(replica.pins for replica in self._pager.store.weights(group).replicas.values())
 
     def require_none(self, call: str) -> None:
         """Raise if there is an optimizer that updates inside backward.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NoReturn
 
 import torch
@@ -10,13 +10,15 @@ from torch.optim.optimizer import ParamsT
 
 from chunkmem.errors import StateError
 from chunkmem.nn.begun import BegunStep, options_in_words
+from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.checks import check_number
+from chunkmem.optim.chunk_states import HeldStates
 from chunkmem.optim.groupwise import GroupwiseStep
 from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.in_backward import require_possible
 from chunkmem.optim.masters import MASTER_KEY
 from chunkmem.optim.members import GroupMembers
-from chunkmem.optim.rule import UpdateRule
+from chunkmem.optim.rule import StateSpec, UpdateRule
 from chunkmem.optim.saved import SavedStates
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.optim.state import OptimizerState
@@ -25,6 +27,8 @@ from chunkmem.optim.tiles import require_together
 
 class RuleOptimizer(torch.optim.Optimizer):
     """A torch optimizer over managed and excluded parameters, which an `UpdateRule` updates."""
+
+    open_block = ""
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._is_made = False
         super().__init__(params, defaults)
         self._is_made = True
-        host.add_optimizer(self)
+        host.add_holder(self)
         self.updates.begin()
 
     def _make_parts(self, host: OptimizerHost, rule: UpdateRule[Any], *, in_backward: bool) -> None:
@@ -82,7 +86,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             CapacityError: weights, gradients and states do not fit DEVICE and HOST together.
         """
         self._make_parts(host, self.updates.rule, in_backward=self.in_backward)
-        host.add_optimizer(self)
+        host.add_holder(self)
         self.updates.require_room()
         self.updates.begin()
 
@@ -95,6 +99,26 @@ class RuleOptimizer(torch.optim.Optimizer):
     def loss_scaler(self) -> LossScaler | None:
         """Scales losses in fp16, by its `loss_scale`; None in other precisions."""
         return self._host.scaler
+
+    # `StateHolder`: chunks are packed again.
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """All states that it may keep of a parameter."""
+        return self.updates.rule.all_states
+
+    @property
+    def excluded(self) -> MutableMapping[Any, Any]:
+        """States of parameters that no chunk holds, by parameter and name."""
+        return self.state.excluded
+
+    def held(self) -> Mapping[ManagedParameter, HeldStates]:
+        """Return the parameters whose states this rank has, and what these are."""
+        return self.updates.states.held()
+
+    def take_over(self, held: Mapping[ManagedParameter, HeldStates]) -> None:
+        """Have the states of parameters that `held` has returned on other ranks; see `ChunkStates.take_over`."""
+        self.updates.states.take_over(held)
 
     def __getstate__(self) -> NoReturn:
         raise StateError(

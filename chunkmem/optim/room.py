@@ -49,7 +49,10 @@ def require_room(
     # What is computed with on HOST never leaves it: it takes room of HOST, and none is needed to move it.
     on_host_nbytes = _in_training(on_host, groups, states_nbytes, store)
     limits = {tier: ledger.limit_nbytes for tier, ledger in ledgers.items()}
-    averages = {tier: _averages_nbytes(store, tier) + kept.get(tier, 0) for tier in limits}
+    averages = {
+        tier: sum(chunk.nbytes for chunk in chunks.values() if chunk.id.role.kind.stays) + kept.get(tier, 0)
+        for tier, chunks in store.resident.items()
+    }
     for_good = averages | {Tier.HOST: averages[Tier.HOST] + on_host_nbytes}
     taken_nbytes = 0
     for tier, nbytes in for_good.items():
@@ -88,10 +91,6 @@ def _in_training(
     )
     trained = [group for group in groups if ChunkId(Role.GRAD, group) in sizes]
     return sum(weights) + sum(sizes[ChunkId(Role.GRAD, group)] + sum(states_nbytes[group]) for group in trained)
-
-
-def _averages_nbytes(store: ChunkStore, tier: Tier) -> int:
-    return sum(chunk.nbytes for chunk in store.resident[tier].values() if chunk.is_kept)
 
 
 def room_for(need_nbytes: int, *, sizes: Collection[int], limits: Collection[int]) -> tuple[int, int]:

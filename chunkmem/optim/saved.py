@@ -23,6 +23,8 @@ from chunkmem.optim.state import OptimizerState
 class SavedStates:
     """What torch's `state_dict` has, and does not know to be in chunks."""
 
+    open_block = ""
+
     def __init__(
         self, host: OptimizerHost, members: GroupMembers, updates: GroupwiseStep, state: OptimizerState
     ) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Source
+from chunkmem.optim.host import OptimizerHost
+from chunkmem.optim.rule import StateSpec
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.types import Role
 
@@ -82,3 +85,31 @@ class SlotSource(Source):
     def tensor(self, shape: Extent) -> LazyTensor:
         """Return all of it, lazily; in the shape of what is read."""
         return LazyTensor.of(self, shape, self._dtype)
+
+
+def lazy_state(
+    host: OptimizerHost,
+    spec: StateSpec,
+    managed: ManagedParameter,
+    shape: Sequence[int],
+    *,
+    shown: Callable[[torch.Tensor], torch.Tensor] = lambda slot: slot,
+) -> LazyTensor:
+    """Return a state of a parameter, in a shape, that is read when it is used; `shown` is that of `SlotSource`."""
+    updater = host.updater
+
+    def read() -> torch.Tensor:
+        host.require_open()
+        return updater.read(updater.state(spec.role, managed), managed)
+
+    source = SlotSource(
+        managed,
+        spec.role,
+        updater.state_dtype(spec, managed),
+        find=partial(updater.state, spec.role, managed),
+        read=read,
+        shown=shown,
+        owns=host.owns,
+        from_owner=host.from_owner,
+    )
+    return source.tensor(tuple(shape))

@@ -206,10 +206,10 @@ class SpeculativeUpdater:
             return None
         slabs: dict[Role, Slab] = {}
         for role, chunk in chunks.items():
-            slab = None if role is Role.GRAD else self._log.take(chunk.nbytes)
+            slab = None if role.kind.is_of_step else self._log.take(chunk.nbytes)
             if slab is not None:
                 slabs[role] = slab
-            elif role is not Role.GRAD:
+            elif not role.kind.is_of_step:
                 self._give_back(slabs)
                 return None
         return _Job(

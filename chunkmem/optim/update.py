@@ -14,7 +14,6 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.lazy_tensor import copy_values
-from chunkmem.optim.averages import AverageChunks, averages_number
 from chunkmem.optim.claims import Claims, Wanted
 from chunkmem.optim.entries import TensorForm
 from chunkmem.optim.in_backward import BackwardUpdates, Owner
@@ -53,7 +52,7 @@ class GroupUpdater:
         places: StatePlaces,
         parts: UpdateParts,
     ) -> None:
-        self._pager = pager
+        self.pager = pager
         self._store = pager.store
         self._places = places
         self.gradients = gradients
@@ -90,7 +89,7 @@ class GroupUpdater:
         """
         slots: dict[int, torch.Tensor] = {}
         if old.version != NO_CONTENT:
-            self._pager.policy.drain()
+            self.pager.policy.drain()
             alike = (at for at, form in enumerate(new.forms) if form == old.forms[at] and new.group.slots[at].numel)
             slots = {at: self._store.read_slot(old, at) for at in alike}
         self._store.remove(old)
@@ -107,12 +106,12 @@ class GroupUpdater:
         found = sorted(groups, key=lambda group: not self.is_on_host(group))
         on_host = [group for group in found if self.is_on_host(group)]
         others = found[len(on_host) :]
-        planned = self._pager.policy.update_order(others)
+        planned = self.pager.policy.update_order(others)
         return [*on_host, *(planned or in_order_of_update(others, landing=list(self.gradients.landed)))]
 
     def is_on_host(self, group: int) -> bool:
         """Tell whether modules compute with a group on HOST, for good."""
-        return self._chunk(Role.PARAM, group).compute_tier is Tier.HOST
+        return self._store.weights(group).compute_tier is Tier.HOST
 
     def place(self, params: Iterable[ManagedParameter]) -> None:
         """Decide where the groups of `params` are updated, once; a decided group keeps its place."""
@@ -154,21 +153,21 @@ class GroupUpdater:
 
     def _begin_state(self, chunk: Chunk) -> Replica:
         tier = self._places.tier_for(chunk)
-        return self._pager.create(chunk, tier, reader="optimizer states", zero=True, elastic=True, is_of_step=False)
+        return self.pager.create(chunk, tier, reader="optimizer states", zero=True, elastic=True, is_of_step=False)
 
     def make_master(self, group: int) -> None:
         """Let a group that was frozen when it was packed have its master copy; see [Note: Master copies]."""
-        param = self._chunk(Role.PARAM, group)
+        param = self._store.weights(group)
         master = param.master
         if master is None or master.version != NO_CONTENT:
             return
-        self._pager.notice_writes(param)
+        self.pager.notice_writes(param)
         tier = self._places.tier_for(master)
-        source = self._pager.in_memory(param, reader="master weights")
+        source = self.pager.in_memory(param, reader="master weights")
         assert source is not None
         param.replicas[source].pins += 1  # room is made for the other
         try:
-            self._pager.create(master, tier, reader="master weights", zero=False, elastic=True, is_of_step=False)
+            self.pager.create(master, tier, reader="master weights", zero=False, elastic=True, is_of_step=False)
         finally:
             param.replicas[source].pins -= 1
             self._store.on_sooner(param, source)
@@ -185,19 +184,19 @@ class GroupUpdater:
             The bytes given back, on all tiers.
         """
         self.ahead.forget()
-        self._pager.policy.drain()
+        self.pager.policy.drain()
         param, *others = self.claims.chunks(group)
         freed_nbytes = sum(self._empty(chunk) for chunk in others if chunk.id.role is not Role.MASTER)
         self.claims.incomplete.add(group)
         master = param.master
         if master is not None and master.version != NO_CONTENT:
-            self._pager.notice_writes(param)
-            freed_nbytes += self._empty(master) if self._pager.restore(param) else 0
+            self.pager.notice_writes(param)
+            freed_nbytes += self._empty(master) if self.pager.restore(param) else 0
         return freed_nbytes
 
     def round_master(self, managed: ManagedParameter) -> None:
         """Let the master weights of a parameter, if there are any, be what is computed with."""
-        master = self._chunk(Role.PARAM, managed.group).master
+        master = self._store.weights(managed.group).master
         if master is not None and master.version != NO_CONTENT and not master.is_remote:
             rounded = self.read_weight(managed).to(managed.placeholder.dtype)
             self.write(master, managed, rounded)
@@ -211,7 +210,7 @@ class GroupUpdater:
         for managed in params:
             group = managed.group
             is_known = group in self.claims and not self._places.undecided({group})
-            if not is_known or self._chunk(Role.PARAM, group).is_remote:
+            if not is_known or self._store.weights(group).is_remote:
                 continue
             roles = {chunk.id.role for chunk in self.claims.chunks(group)[2:] if chunk.id.role.is_state}
             self.make_states([managed], roles)
@@ -235,15 +234,15 @@ class GroupUpdater:
         """
         chunks = self.claims.chunks(group)
         home = Tier.HOST if self._places.updates_on_host(group) else Tier.DEVICE
-        with self._pager.updating(chunks, reader="optimizer step", stateless_tier=home) as tier, runtime_mode():
+        with self.pager.updating(chunks, reader="optimizer step", stateless_tier=home) as tier, runtime_mode():
             if not self.ahead.take_over(group, tier, items, multiplier):
-                work, policy = self._work(chunks, tier, items, rule, multiplier), self._pager.policy
+                work, policy = self._work(chunks, tier, items, rule, multiplier), self.pager.policy
                 if tier is not Tier.HOST or not policy.defer(work, chunks):
                     policy.await_update()
                     with self.ledger.updating(chunks[0].label):
                         work()
         for chunk in chunks:
-            if chunk.id.role is not Role.GRAD:
+            if not chunk.id.role.kind.is_of_step:
                 self._store.mark_written(chunk, tier)
 
     def _work(
@@ -286,19 +285,19 @@ class GroupUpdater:
 
     def settle(self) -> None:
         """Wait for updates that were left to HOST_UPDATE."""
-        self._pager.policy.drain()
+        self.pager.policy.drain()
 
     def weight_form(self, managed: ManagedParameter) -> TensorForm:
         """Return what an update sees of a parameter: float32 where there are master weights, or going to be."""
-        group = self._chunk(Role.PARAM, managed.group).group
+        group = self._store.weights(managed.group).group
         dtype = group.dtype if group.master is MasterCopy.NONE else "float32"
         return TensorForm(tuple(managed.shape), tuple(managed.stride), getattr(torch, dtype))
 
     def read(self, chunk: Chunk, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's slot in `chunk`, in the parameter's shape."""
         self.ledger.require_over(f"reading {chunk.label}", (managed,))
-        self._pager.policy.drain()
-        self._pager.notice_writes(chunk)
+        self.pager.policy.drain()
+        self.pager.notice_writes(chunk)
         if chunk.newest_tier() is None:
             raise lost_error("reading", chunk)
         return self._store.read_slot(chunk, managed.position)
@@ -310,9 +309,9 @@ class GroupUpdater:
 
     def _set(self, chunk: Chunk, managed: ManagedParameter, value: torch.Tensor) -> None:
         self._blank.discard(managed)
-        self._pager.policy.before_demand()
-        self._pager.notice_writes(chunk)
-        tier = self._pager.in_memory(chunk, reader="loading") if chunk.newest_tier() is not None else None
+        self.pager.policy.before_demand()
+        self.pager.notice_writes(chunk)
+        tier = self.pager.in_memory(chunk, reader="loading") if chunk.newest_tier() is not None else None
         if tier is None and chunk.can_be_rounded:
             return  # it will be rounded from what is written to its master copy
         if tier is None:
@@ -325,8 +324,8 @@ class GroupUpdater:
     def weight(self, managed: ManagedParameter) -> torch.Tensor:
         """Return what `read_weight` does, where it is, to be read only; of DISK a copy."""
         self.ledger.require_over(f"reading parameter {managed.name}", (managed,))
-        self._pager.policy.drain()
-        self._pager.notice_writes(self._chunk(Role.PARAM, managed.group))
+        self.pager.policy.drain()
+        self.pager.notice_writes(self._store.weights(managed.group))
         chunk = self.weight_chunk(managed)
         tier = Tier.HOST if chunk.ready(Tier.HOST) else chunk.newest_tier()
         if tier is None:
@@ -335,17 +334,9 @@ class GroupUpdater:
             return self._store.read_slot(chunk, managed.position)
         return self._store.views(chunk, tier)[managed.position]
 
-    def free_averages_number(self) -> int:
-        """Return the number of averages that are made next on this rank."""
-        return averages_number(self._store.chunks)
-
-    def make_averages(self, groups: Collection[int], role: Role) -> AverageChunks:
-        """Return chunks for averages of the weights of groups, without content so far."""
-        return AverageChunks(self._pager, self.claims, groups, role)
-
     def read_weight(self, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's values, of the float32 master copy if there is one."""
-        self._pager.notice_writes(self._chunk(Role.PARAM, managed.group))
+        self.pager.notice_writes(self._store.weights(managed.group))
         return self.read(self.weight_chunk(managed), managed)
 
     def weight_dtype(self, managed: ManagedParameter) -> torch.dtype:
@@ -366,33 +357,33 @@ class GroupUpdater:
     def sync_masters(self, groups: Iterable[int]) -> None:
         """Let master copies follow what a user wrote to their parameters; elements that were not keep all bits."""
         for group in groups:
-            self._pager.policy.drain()
-            chunk = self._chunk(Role.PARAM, group)
-            tier = self._pager.in_memory(chunk, reader="master weights")
+            self.pager.policy.drain()
+            chunk = self._store.weights(group)
+            tier = self.pager.in_memory(chunk, reader="master weights")
             if tier is not None:
                 self._store.follow(chunk, tier)
 
     def _weights(self, group: int) -> list[Chunk]:
         """Return the PARAM chunk and, if there is one with content on this rank, its MASTER."""
-        param = self._chunk(Role.PARAM, group)
+        param = self._store.weights(group)
         master = param.master
         return [param] if master is None or master.version == NO_CONTENT or master.is_remote else [param, master]
 
     def state(self, role: Role, managed: ManagedParameter) -> Chunk:
         """Return the chunk of `role` that holds the parameter's state."""
-        return self._chunk(role, managed.group)
+        return self._store.chunks[ChunkId(role, managed.group)]
 
     def state_dtype(self, spec: StateSpec, managed: ManagedParameter) -> torch.dtype:
         """Return the dtype of a parameter's state as it is shown; it may be on another rank."""
         if spec.codes is not None:
             return torch.float32
-        dtype: torch.dtype = getattr(torch, spec.form(self._chunk(Role.PARAM, managed.group).group).dtype)
+        dtype: torch.dtype = getattr(torch, spec.form(self._store.weights(managed.group).group).dtype)
         return dtype
 
     def gradient(self, managed: ManagedParameter) -> torch.Tensor:
         """Return the slot of a gradient that has landed, where it is now, to be read; of DISK a copy of it."""
-        self._pager.policy.drain()
-        chunk = self._chunk(Role.GRAD, managed.group)
+        self.pager.policy.drain()
+        chunk = self._store.chunks[ChunkId(Role.GRAD, managed.group)]
         tier = chunk.newest_tier()
         assert tier is not None
         if tier is Tier.DISK:
@@ -404,14 +395,11 @@ class GroupUpdater:
 
         A change is made in all of them: they stay what a plan takes them for.
         """
-        self._pager.policy.drain()
+        self.pager.policy.drain()
         self.ahead.forget()
-        chunk = self._chunk(Role.GRAD, managed.group)
-        tiers = self._pager.to_write(chunk, reader="the gradient")
+        chunk = self._store.chunks[ChunkId(Role.GRAD, managed.group)]
+        tiers = self.pager.to_write(chunk, reader="the gradient")
         slots = [self._store.views(chunk, tier)[managed.position] for tier in tiers]
         grad = managed.param.grad
         # A tensor that a user has assigned, and still uses, is one more replica.
         return slots if grad is None or isinstance(grad, LazyGradient) else [*slots, grad]
-
-    def _chunk(self, role: Role, group: int) -> Chunk:
-        return self._store.chunks[ChunkId(role, group)]

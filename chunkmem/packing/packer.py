@@ -269,7 +269,7 @@ class Packer:
             if role is Role.PARAM:
                 chunk.home = self._make_home(dtype, chunk.compute_tier)
             store.add(chunk)
-        chunk = store.chunks[ChunkId(Role.PARAM, group.id)]
+        chunk = store.weights(group.id)
         chunk.master = store.chunks.get(ChunkId(Role.MASTER, group.id))
         return chunk
 

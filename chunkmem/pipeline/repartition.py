@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from chunkmem.assembly.change import Repacking, require_let_go
 from chunkmem.assembly.runtime import Runtime
@@ -159,14 +160,12 @@ def _require_stages(runtime: Runtime, options: PipelineOptions, num_stages: int,
 
 @dataclass(frozen=True)
 class _Ordinary:
-    """What a stage has outside of chunks: buffers, and parameters of excluded modules with states and averages."""
+    """What a stage has outside of chunks: buffers, and parameters of excluded modules with their states."""
 
     tensors: Mapping[tuple[str, str], torch.Tensor]
     """By the name of the module, and its own."""
     states: Sequence[Mapping[int, Mapping[str, Any]]]
-    """By optimizer and number of a parameter."""
-    averages: Sequence[Mapping[int, torch.Tensor]]
-    """By `chunkmem.EMA` and number of a parameter."""
+    """By optimizer or averages, and number of a parameter."""
 
 
 class _Change(Repacking):
@@ -229,7 +228,7 @@ class _Change(Repacking):
         """Return those of this stage, on its first rank: others have the same."""
         before = self.before
         if before.ranks.shard.rank > 0:
-            return _Ordinary({}, [], [])
+            return _Ordinary({}, [])
         away, excluded = set(before.built.elsewhere.modules), set(self.added.excluded)
         sent: dict[int, torch.Tensor] = {}  # what two modules share, they share where it arrives
         tensors = {}
@@ -239,10 +238,10 @@ class _Change(Repacking):
                 if tensor is not None:
                     tensors[name, key] = sent.setdefault(id(tensor), tensor.detach().cpu())
         states = [
-            {self.numbers[id(p)]: entry for p, entry in each.state.excluded.items() if id(p) in self.numbers}
-            for each in self.optimizers
+            {self.numbers[id(p)]: dict(entry) for p, entry in holder.excluded.items() if id(p) in self.numbers}
+            for holder in self.holders
         ]
-        return _Ordinary(tensors, states, self.averages.ordinary())
+        return _Ordinary(tensors, tree_map_only(torch.Tensor, lambda value: value.cpu(), states))
 
     def _take(self, found: _Ordinary, away: AbstractSet[nn.Module]) -> None:
         """Have in modules that were away what another stage had."""
@@ -254,10 +253,7 @@ class _Change(Repacking):
             elif module in away and (param := module._parameters[key]) is not None:
                 with runtime_mode():
                     move_to(param, tensor)
-        for optimizer, states in zip(self.optimizers, found.states, strict=False):
+        for holder, states in zip(self.holders, found.states, strict=False):
             for number, entry in states.items():
-                here = {
-                    key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in entry.items()
-                }
-                optimizer.state.excluded.setdefault(self.params[number], here)
-        self.averages.take(found.averages, self.params)
+                here = tree_map_only(torch.Tensor, lambda value: value.to(device), entry)
+                holder.excluded.setdefault(self.params[number], here)

@@ -120,7 +120,7 @@ def _needs_host(action: Action) -> bool:
 
 def _problem(trace: Trace, program: Program, slots: Sequence[range]) -> Problem:
     lives = _lives(trace, program, slots)
-    chunks = tuple(sorted(lives, key=lambda chunk: (chunk.group, chunk.role.value)))
+    chunks = tuple(sorted(lives, key=lambda chunk: (chunk.group, chunk.role)))
     nbytes = tuple(trace.chunk_nbytes[chunk] for chunk in chunks)
     # A moment's actions are issued, and then it runs.
     durations_s = [0.0] * slots[-1].stop if slots else []

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from chunkmem.plan.gaps import budgets
 from chunkmem.plan.machine import Machine
 from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Role
+from chunkmem.types import ChunkId
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def disk_bound(trace: Trace, machine: Machine) -> DiskBound:
         return DiskBound()
     room_nbytes = machine.host_nbytes + max(0, min(budgets(trace, machine), default=0))
     updated = {moment.chunk.group for moment in trace.moments if moment.kind is Kind.UPDATE}
-    used = {moment.chunk for moment in trace.moments if moment.chunk.role is Role.PARAM}
+    used = {moment.chunk for moment in trace.moments if moment.chunk.role.kind.is_weights}
     changed: set[ChunkId] = set()
     for group in updated:
         update = trace.update(group)
@@ -48,5 +48,4 @@ def disk_bound(trace: Trace, machine: Machine) -> DiskBound:
 
 
 def _lasts(chunk: ChunkId, trace: Trace) -> bool:
-    is_of_a_step = chunk.role in (Role.GRAD, Role.ACTIVATION)
-    return not (is_of_a_step or trace.is_rounded(chunk) or trace.is_remote(chunk))
+    return not (chunk.role.kind.is_of_step or trace.is_rounded(chunk) or trace.is_remote(chunk))

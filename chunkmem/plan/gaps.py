@@ -15,9 +15,10 @@ from functools import cached_property
 
 from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.machine import Machine
+from chunkmem.plan.semantics import arrives
 from chunkmem.sizes import format_nbytes
 from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Role, Tier, neighbor
+from chunkmem.types import ChunkId, Tier, neighbor
 
 
 class After(enum.Enum):
@@ -195,7 +196,7 @@ def find_gaps(
     Raises:
         PlanError: the trace updates a group that `update_tiers` has no tier for.
     """
-    chunks = tuple(sorted(trace.chunk_nbytes, key=lambda chunk: (chunk.group, chunk.role.value)))
+    chunks = tuple(sorted(trace.chunk_nbytes, key=lambda chunk: (chunk.group, chunk.role)))
     index = {chunk: at for at, chunk in enumerate(chunks)}
     nbytes = tuple(trace.chunk_nbytes[chunk] for chunk in chunks)
     uses, renewed, needed = _read_uses(trace, update_tiers, index, one_tier=one_tier)
@@ -225,8 +226,8 @@ def _read_uses(
     for at, moment in enumerate(trace.moments):
         own = index[moment.chunk]
         if moment.kind is Kind.HOLD:
-            arrives = trace.is_remote(moment.chunk) and moment.chunk.role is Role.PARAM
-            uses[own].append(Use(at, -1, creates=arrives, writes=arrives))
+            comes = arrives(moment.chunk, trace)
+            uses[own].append(Use(at, -1, creates=comes, writes=comes))
         elif moment.kind is Kind.RELEASE:
             uses[own][-1].stop = at
         elif moment.kind in (Kind.CREATE, Kind.WRITE):
@@ -247,7 +248,7 @@ def _read_uses(
             # Until then the content is there, on DEVICE where the update was there, else on HOST. Nobody but backward
             # reads activations: where they are used up as soon as it has, they need not be written back before.
             last = uses[own][-1] if uses[own] else None
-            is_read_last = last is not None and moment.chunk.role is Role.ACTIVATION and at - last.stop <= 1
+            is_read_last = last is not None and moment.chunk.role.kind.is_of_call and at - last.stop <= 1
             stays = one_tier or trace.is_remote(moment.chunk) or is_read_last
             if last is not None and (stays or trace.moments[last.start].kind is Kind.UPDATE):
                 last.stop = at + 1

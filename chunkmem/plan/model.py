@@ -32,7 +32,7 @@ from chunkmem.errors import PlanError
 from chunkmem.plan.machine import Machine
 from chunkmem.trace.codec import Integer, Mark
 from chunkmem.trace.saved import Saved
-from chunkmem.types import ChunkId, Link, Role, Tier, neighbor
+from chunkmem.types import ChunkId, Link, Tier, neighbor
 
 
 class Lane(enum.Enum):
@@ -146,7 +146,7 @@ def rounding_of(chunk: ChunkId) -> str:
 
 def is_reused(chunk: ChunkId, tier: Tier) -> bool:
     """Tell whether a slab that is freed waits for the next `Alloc` of its size: all do but activations on DEVICE."""
-    return tier is not Tier.DEVICE or chunk.role is not Role.ACTIVATION
+    return tier is not Tier.DEVICE or not chunk.role.kind.is_of_call
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class FullPlacements:
         self._trace = trace
         self._budget = budget
         self._updated = sorted({moment.chunk.group for moment in trace.moments if moment.kind is Kind.UPDATE})
-        own = {c.group for c in trace.chunk_nbytes if c.role is not Role.ACTIVATION} - trace.remote_groups
+        own = {c.group for c in trace.chunk_nbytes if not c.role.kind.is_of_call} - trace.remote_groups
         # Weights that nothing updates only pass, unless HOST is too small for them: keeping them spares least.
         self._order = [*self._updated, *sorted(own - set(self._updated))]
         self._known_left: dict[int, int] = {}
@@ -149,7 +149,7 @@ class FullPlacements:
         every = len(self._updated)
         if self._left(every) >= 0:
             return every
-        aside_nbytes = _aside_nbytes([n for c, n in self._trace.chunk_nbytes.items() if c.role is Role.PARAM])
+        aside_nbytes = _aside_nbytes([n for c, n in self._trace.chunk_nbytes.items() if c.role.kind.is_weights])
         counts = range(min(every, self._limit))
         return bisect_right(counts, False, key=lambda at: self._left(at + 1) < aside_nbytes)
 
@@ -246,7 +246,7 @@ def _remote_nbytes(trace: Trace) -> int:
         if trace.is_remote(chunk) and moment.kind in (Kind.HOLD, Kind.CREATE) and chunk not in there:
             there.add(chunk)
             now += trace.chunk_nbytes[chunk]
-        elif chunk in there and moment.kind is (Kind.RELEASE if chunk.role is Role.PARAM else Kind.CONSUME):
+        elif chunk in there and moment.kind is (Kind.RELEASE if chunk.role.kind.is_weights else Kind.CONSUME):
             there.remove(chunk)
             now -= trace.chunk_nbytes[chunk]
         peak = max(peak, now)
@@ -259,5 +259,5 @@ def _states_nbytes(trace: Trace, group: int) -> int:
 
 def _group_bytes(trace: Trace, group: int) -> GroupBytes:
     chunks = trace.update(group).chunks
-    model = sum(trace.chunk_nbytes[c] for c in chunks if c.role in (Role.PARAM, Role.GRAD))
+    model = sum(trace.chunk_nbytes[c] for c in chunks if not c.role.kind.is_of_update)
     return GroupBytes(group, model, sum(trace.chunk_nbytes[c] for c in chunks) - model)

@@ -229,4 +229,4 @@ class _Way:
 
 
 def _order(chunk: ChunkId) -> tuple[int, str]:
-    return chunk.group, chunk.role.value
+    return chunk.group, chunk.role

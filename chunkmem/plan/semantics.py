@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Plan, Round, Update
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import PLACE, TIERS, ChunkId, Role, Tier
+from chunkmem.types import PLACE, TIERS, ChunkId, Tier
 
 
 class ReplicaState(enum.IntEnum):
@@ -167,7 +167,7 @@ class State:
 
 def arrives(chunk: ChunkId, trace: Trace) -> bool:
     """Tell whether an exchange brings a chunk's content, each time it is held."""
-    return chunk.role is Role.PARAM and trace.is_remote(chunk)
+    return chunk.role.kind.is_weights and trace.is_remote(chunk)
 
 
 def residency_before(plan: Plan, trace: Trace, moment: int) -> Residency:

@@ -318,7 +318,7 @@ class Reader:
 
     def _exchange(self, chunk: ChunkId, device: int) -> None:
         """Issue an exchange behind all that was computed; the ARRIVE waits for it."""
-        writes = self._trace.is_remote(chunk) is (chunk.role is Role.PARAM)
+        writes = self._trace.is_remote(chunk) is chunk.role.kind.is_weights
         nbytes = self._trace.chunk_nbytes[chunk]
         self._entries.append(Await(COLLECTIVE, COMPUTE, self.num_issued[COMPUTE]))
         replicas = (device,)

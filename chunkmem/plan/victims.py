@@ -55,7 +55,7 @@ _Key = tuple[int, int, int, str]
 
 def _leaving_key(resident: Resident) -> _Key:
     chunk, _, last_use, standing, _ = resident
-    return standing, last_use, chunk.group, chunk.role.value
+    return standing, last_use, chunk.group, chunk.role
 
 
 class LeavingOrder:

@@ -174,7 +174,7 @@ class _Reader:
         nothing else is done with a held chunk, so COLLECTIVE itself needs no waits.
         """
         is_remote = self.trace.is_remote(moment.chunk)
-        if moment.chunk.role is Role.PARAM:
+        if moment.chunk.role.kind.is_weights:
             return moment.kind is Kind.HOLD and is_remote
         return moment.kind is Kind.ARRIVE and not is_remote
 

@@ -44,7 +44,7 @@ def blocks_of(trace: Trace, *, numels: Mapping[str, int] | None = None) -> tuple
     if not costs:
         raise TraceError("the trace names no modules, so there are no blocks to cut; record a training step")
     owned, latest = _owned(trace, costs), next(iter(costs))
-    for group in sorted({chunk.group for chunk in trace.chunk_nbytes if chunk.role is Role.PARAM}):
+    for group in sorted({chunk.group for chunk in trace.chunk_nbytes if chunk.role.kind.is_weights}):
         # What no forward has read, such as an expert, was packed next to what its layer reads.
         readers = [name for name, cost in costs.items() if group in cost.groups] or [latest]
         owners = owned.get(group) or {name: set[str]() for name in readers}
@@ -68,7 +68,7 @@ def _timed(trace: Trace) -> dict[str, _Cost]:
         moment = trace.moments[at]
         name = said if (said := layer_named(moment)) in costs else name
         now, before = (phase if phase != before else now), phase
-        if phase == FORWARD and moment.kind is Kind.HOLD and moment.chunk.role is Role.PARAM:
+        if phase == FORWARD and moment.kind is Kind.HOLD and moment.chunk.role.kind.is_weights:
             costs[name].groups.add(moment.chunk.group)
         passed = 0.0
         for entry in (*moment.entered, None):
@@ -115,7 +115,7 @@ def _charge(
     """Add the bytes of a group's chunks to the layers that have them."""
     chunks = trace.update(group).chunks
     total_nbytes = sum(trace.chunk_nbytes[chunk] for chunk in chunks)
-    of_weights = sum(trace.chunk_nbytes[chunk] for chunk in chunks if chunk.role is Role.PARAM)
+    of_weights = sum(trace.chunk_nbytes[chunk] for chunk in chunks if chunk.role.kind.is_weights)
     parts = {name: total_nbytes * share // sum(shares.values()) for name, share in shares.items()}
     first = next(iter(parts))
     parts[first] += total_nbytes - sum(parts.values())  # what rounding leaves

@@ -7,7 +7,6 @@ from itertools import groupby
 from chunkmem.plan.model import Lane
 from chunkmem.plan.timeline import Timeline
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import Role
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
 AGAIN = "forward again"
@@ -66,7 +65,7 @@ def recomputations(trace: Trace) -> list[tuple[int, int]]:
 
 def _phase(moment: Moment, trace: Trace) -> str:
     """Return the phase that a moment shows it is in; empty if it shows nothing, as most releases do not."""
-    is_activation = moment.chunk.role is Role.ACTIVATION
+    is_activation = moment.chunk.role.kind.is_of_call
     if moment.kind in (Kind.UPDATE, Kind.CONSUME):
         # Of others' gradients, when they have been reduced.
         return "" if is_activation or trace.is_remote(moment.chunk) else STEP

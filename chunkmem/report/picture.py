@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours keep apart for colour-blind eyes; neighbours in the stack also differ in lightness, for print.
 _COLORS = {Role.PARAM: "#0072B2", Role.MASTER: "#F0E442", Role.GRAD: "#E69F00", Role.ACTIVATION: "#8C510A"}
-_STATE_COLORS = ("#56B4E9", "#009E73")
+_OTHER_COLORS = ("#56B4E9", "#009E73")
 _NON_MODEL_COLOR = "#DDDDDD"
 _CAP_COLOR = "#D55E00"
 _MEASURED_COLOR = "#CC79A7"
 _AGAIN_COLOR = "#999999"
-_NAMES = {Role.PARAM: "weights", Role.MASTER: "master weights", Role.GRAD: "gradients", Role.ACTIVATION: "activations"}
 _NON_MODEL = "non-model data"
 _PREDICTED, _MEASURED, _SAMPLED = "chunks, as planned", "chunks, as measured", "non-model data, as sampled"
 _SCALES = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
@@ -44,10 +43,9 @@ class _Columns:
         self.caps = machine.cap_nbytes
         self.is_charged = machine.charges_non_model
         """The cap on DEVICE covers non-model data, too."""
-        found = {role for roles in self.roles.values() for role in roles}
-        states = dict(zip(sorted(role for role in found if role.is_state), cycle(_STATE_COLORS), strict=False))
-        passing = {role: _COLORS[role] for role in (Role.GRAD, Role.ACTIVATION)}
-        self.colors = {role: color for role, color in _COLORS.items() if role not in passing} | states | passing
+        found, others = {role for roles in self.roles.values() for role in roles}, cycle(_OTHER_COLORS)
+        stack = sorted(found, key=lambda role: (role.kind.is_of_step, role.order))
+        self.colors = {role: _COLORS.get(role) or next(others) for role in stack}
         """By role, in the order they are stacked: what comes and goes lies on what stays."""
 
     def peak(self, tier: Tier) -> int:
@@ -77,7 +75,7 @@ class _Panel:
         """Stack the roles; return the stack's upper edge."""
         edge = [0.0] * len(columns.non_model)
         for role in (role for role in columns.colors if role in columns.roles[tier]):
-            edge = self.stack(columns.roles[tier][role], _name(role), columns.colors[role], on=edge)
+            edge = self.stack(columns.roles[tier][role], role.label, columns.colors[role], on=edge)
         return edge
 
     def line(self, nbytes: Sequence[float], **look: Any) -> None:
@@ -145,7 +143,7 @@ def memory_picture(run: Run) -> bytes:
     # One entry each, in the order they are stacked; a panel may lack some.
     patches = {text: patch for axes in panels for patch, text in zip(*axes.get_legend_handles_labels(), strict=True)}
     order = [
-        *map(_name, columns.colors),
+        *(role.label for role in columns.colors),
         _NON_MODEL,
         _PREDICTED,
         _MEASURED,
@@ -212,10 +210,6 @@ def _draw_below(axes: Axes, columns: _Columns, tier: Tier) -> None:
     panel = _Panel(axes, tier.name, 1.25 * columns.peak(tier))
     panel.roles(columns, tier)
     panel.cap(columns.caps[tier])
-
-
-def _name(role: Role) -> str:
-    return _NAMES.get(role, role.value)
 
 
 def _plain(name: str) -> str:

@@ -34,15 +34,13 @@ class PlainPyTorch:
     @classmethod
     def of(cls, trace: Trace) -> PlainPyTorch:
         sizes = trace.chunk_nbytes
-        activation_nbytes = sum(n for chunk, n in sizes.items() if chunk.role is Role.ACTIVATION)
+        activation_nbytes = sum(n for chunk, n in sizes.items() if chunk.role.kind.is_of_call)
         total = sum(sizes.values()) - activation_nbytes
-        trained = [chunk for chunk in sizes if chunk.role is Role.PARAM and ChunkId(Role.GRAD, chunk.group) in sizes]
+        trained = [chunk for chunk in sizes if chunk.role.kind.is_weights and ChunkId(Role.GRAD, chunk.group) in sizes]
         remote_nbytes = sum(sizes[chunk] for chunk in trained if trace.is_remote(chunk))
         owned_nbytes = sum(sizes[chunk] for chunk in trained if not trace.is_remote(chunk))
         if remote_nbytes and owned_nbytes:
-            states_nbytes = sum(
-                n for chunk, n in sizes.items() if chunk.role not in (Role.PARAM, Role.GRAD, Role.ACTIVATION)
-            )
+            states_nbytes = sum(n for chunk, n in sizes.items() if chunk.role.kind.is_of_update)
             total += states_nbytes * remote_nbytes // owned_nbytes
         return cls(total, trace.non_model_peak_nbytes, activation_nbytes)
 

@@ -31,7 +31,7 @@ from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import disk_transfer
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import ChunkId, Link, Role, Tier
+from chunkmem.types import Link, Tier
 
 
 class PlanActions(ABC):
@@ -139,7 +139,7 @@ class PlanActions(ABC):
             self._order.speculative_began()
             moment = self._update_moment(group)
             assert moment is not None
-            self.step_log.updated(moment, self._store.chunks[ChunkId(Role.PARAM, group)], event)
+            self.step_log.updated(moment, self._store.weights(group), event)
 
     def _begin_update(self, chunk: Chunk) -> Step:
         def begin() -> None:
@@ -161,7 +161,7 @@ class PlanActions(ABC):
         if not (is_next and self._order.defers_updates and self._order.is_exact):
             return False
         slabs = {chunk: chunk.replicas[Tier.HOST].slab for chunk in chunks}
-        written = (slab for chunk, slab in slabs.items() if chunk.id.role is not Role.GRAD)
+        written = (slab for chunk, slab in slabs.items() if not chunk.id.role.kind.is_of_step)
         update = LeftUpdate(work, chunks[0].id.group, tuple(slabs.values()), tuple(written))
         after = self._order.before_update()
         event = self._order.lanes.work(update.run, after=after, label=f"update of group {chunks[0].id.group}")

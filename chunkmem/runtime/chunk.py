@@ -117,8 +117,6 @@ class Chunk:
     """Modules write to it in a way that autograd's version counters do not tell of (`self.weight.data.clamp_()`)."""
     is_written_inside: bool = False
     """Modules have written to it while they ran, in a way that nothing tells of before."""
-    is_kept: bool = False
-    """It stays on the tier where it was made, and no step touches it: plans leave it its room."""
     settled: bool = False
     """Complete, and wanted next where it is updated, not on DEVICE."""
     replicas: dict[Tier, Replica] = field(default_factory=dict)
@@ -131,6 +129,11 @@ class Chunk:
     def compute_tier(self) -> Tier:
         """Where modules compute with it, gradients land in it, and `home` is."""
         return Tier.HOST if self.group.is_on_host else Tier.DEVICE
+
+    @property
+    def stays(self) -> bool:
+        """It never leaves the tier where it was made: plans do not move it, and leave it its room."""
+        return self.group.is_on_host or self.id.role.kind.stays
 
     def on(self, tier: Tier) -> ReplicaState:
         """What there is of it on a tier, as plans see it."""

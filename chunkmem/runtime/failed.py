@@ -12,13 +12,13 @@ from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.issued import IssuedCopy, LeftUpdate
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.types import Role, Tier
+from chunkmem.types import Tier
 
 
 def lost_error(reader: object, chunk: Chunk) -> TierIOError:
     """Return the error for `reader`, which needs a chunk that has no content any more."""
     cause, advice = "copy or update", "load what was saved last into a new manager"
-    if chunk.id.role in (Role.GRAD, Role.ACTIVATION):
+    if chunk.id.role.kind.is_of_step:
         cause, advice = (
             "copy",
             "call optimizer.zero_grad(), and repeat the step; where that is refused, load what was saved last",

@@ -45,7 +45,7 @@ class Leaving:
 
 def _resident(chunk: Chunk, tier: Tier) -> Resident | None:
     replica = chunk.replicas[tier]
-    if replica.pins > 0 or chunk.compute_tier is Tier.HOST:
+    if replica.pins > 0 or chunk.stays:
         return None
     return Resident(chunk.id, chunk.nbytes, replica.last_use, _standing(chunk, tier), chunk.is_last(tier))
 

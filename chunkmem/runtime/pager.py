@@ -357,14 +357,12 @@ class Pager:
         return replica
 
     def place(self, chunk: Chunk, *, reader: object) -> Replica:
-        """Begin content on HOST, or on DEVICE where HOST has no room left: how a model is packed."""
-        if chunk.compute_tier is Tier.DEVICE and not self.store.has_disk:
-            return self.place_anywhere(chunk, reader=reader)
-        return self.create(chunk, Tier.HOST, reader=reader, zero=False, elastic=True, is_of_step=False)
+        """Begin content on HOST, or on DEVICE where HOST has no room left and modules compute with nothing of it there.
 
-    def place_anywhere(self, chunk: Chunk, *, reader: object) -> Replica:
-        """Begin content on HOST, or on DEVICE where HOST has no room left, wherever the chunk stays afterwards."""
-        tier = self._tier_with_room(chunk)
+        That is how a model is packed. With a disk there is room on HOST.
+        """
+        is_of_host = chunk.compute_tier is Tier.HOST and not chunk.id.role.kind.stays
+        tier = Tier.HOST if is_of_host or self.store.has_disk else self._tier_with_room(chunk)
         return self.create(chunk, tier, reader=reader, zero=False, elastic=True, is_of_step=False)
 
     def in_memory(self, chunk: Chunk, *, reader: object) -> Tier | None:

@@ -11,7 +11,7 @@ from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.pool import SlabPool
 from chunkmem.sizes import format_nbytes
-from chunkmem.types import Role, Tier
+from chunkmem.types import Tier
 
 
 def shortage_error(
@@ -102,7 +102,9 @@ def _enough_for_access(chunks: Sequence[Chunk]) -> int:
 
     What is pinned are weights, and while a gradient lands its chunk. Updates run on HOST where DEVICE has no room.
     """
-    return sum(chunk.nbytes for chunk in chunks if chunk.id.role is Role.PARAM) + max(chunk.nbytes for chunk in chunks)
+    return sum(chunk.nbytes for chunk in chunks if chunk.id.role.kind.is_weights) + max(
+        chunk.nbytes for chunk in chunks
+    )
 
 
 def _also(needed_nbytes: int, enough_nbytes: int, *, later: bool = False) -> str:

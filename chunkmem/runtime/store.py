@@ -19,7 +19,7 @@ from chunkmem.runtime.issued import IssuedCopy, LeftUpdate
 from chunkmem.runtime.pool import DevicePool, Slab, SlabPool
 from chunkmem.runtime.snapshot import Snapshot
 from chunkmem.runtime.timestamps import Clock, Interval
-from chunkmem.types import LINKS, ChunkId, Link, Role, Tier
+from chunkmem.types import LINKS, TIERS, ChunkId, Link, Role, Tier
 
 _MANY_COPIES = 32
 """So many are kept account of before those that are done are looked for."""
@@ -52,6 +52,15 @@ class ChunkStore:
         """Register a chunk; it has no content yet."""
         assert chunk.id not in self.chunks
         self.chunks[chunk.id] = chunk
+
+    @property
+    def staying_tier(self) -> Tier:
+        """Where chunks are made that stay on one tier: the last of the chain that may hold something."""
+        return next(tier for tier in reversed(TIERS) if tier in self.pools and self.pools[tier].ledger.limit_nbytes)
+
+    def weights(self, group: int) -> Chunk:
+        """Return the PARAM chunk of a group."""
+        return self.chunks[ChunkId(Role.PARAM, group)]
 
     def empty(self, chunk: Chunk) -> None:
         """Give all memory of a chunk back; its content is lost."""
@@ -299,7 +308,7 @@ class ChunkStore:
         """Return the bytes, by role, of chunks that are on a tier for good: computed with on HOST, or averages."""
         found = Counter[Role]()
         for chunk in self.resident[tier].values():
-            found[chunk.id.role] += chunk.nbytes * (chunk.is_kept or chunk.compute_tier is tier is Tier.HOST)
+            found[chunk.id.role] += chunk.nbytes * chunk.stays
         return +found
 
     def close(self) -> None:

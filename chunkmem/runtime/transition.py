@@ -31,7 +31,7 @@ def actions_to(
         PlanError: that is not possible; says what is in the way.
     """
     store = pager.store
-    chunks = [chunk for chunk in store.chunks.values() if chunk.compute_tier is Tier.DEVICE]
+    chunks = [chunk for chunk in store.chunks.values() if not chunk.stays]
     for chunk in chunks:
         pager.notice_writes(chunk)
         if wanted.has_content(chunk.id) and not pager.restore(chunk):

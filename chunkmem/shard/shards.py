@@ -24,8 +24,6 @@ T = TypeVar("T")
 _MEASURING = "measuring the links between ranks"
 _JOINING = "taking part in what other ranks exchange"
 _NUM_TRIALS = 3
-_KEPT_ROLES = (Role.PARAM, Role.MASTER)
-"""Of these only the owner has content between uses; every rank has gradients of its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,11 +89,11 @@ class ShardStore:
         """Every rank has built all of these groups: keep the own ones only, and weights computed with on HOST."""
         for group in groups:
             if not self.owns(group):
-                for role in _KEPT_ROLES:
-                    chunk = self._store.chunks.get(ChunkId(role, group))
-                    if chunk is not None and role is Role.PARAM and chunk.compute_tier is Tier.HOST:
-                        chunk.is_copy = True
-                    elif chunk is not None:
+                # Every rank has gradients of its own, though.
+                weights = self._store.weights(group)
+                weights.is_copy = weights.compute_tier is Tier.HOST
+                for chunk in (None if weights.is_copy else weights, weights.master):
+                    if chunk is not None:
                         chunk.is_remote = True
                         for tier in list(chunk.replicas):
                             self._store.drop(chunk, tier)
@@ -111,7 +109,7 @@ class ShardStore:
         held: list[int] = []
         try:
             for group in groups:
-                chunk = self._weights(group)
+                chunk = self._store.weights(group)
                 if chunk.is_remote:
                     self._pager.pin_remote(chunk, reader=reader)
                 else:
@@ -129,7 +127,7 @@ class ShardStore:
             if not self._holds[group]:
                 del self._holds[group]
                 self._present.discard(group)
-            self._pager.unpin(self._weights(group), Tier.DEVICE)
+            self._pager.unpin(self._store.weights(group), Tier.DEVICE)
 
     def send(self, groups: Iterable[int], *, reader: object, can: bool = True) -> bool:
         """Begin to have every rank see the owners' weights of groups that all ranks `hold`; `arrive` ends it.
@@ -150,7 +148,7 @@ class ShardStore:
         lists = self.together(set(groups) - self._present)
         if not lists:
             return can
-        chunks = [self._weights(group) for together in lists for group in together]
+        chunks = [self._store.weights(group) for together in lists for group in together]
         operation = Operation(f"{reader}: gather of {_listed(chunks)}", joinable=("gather", lists), can=can)
         if not self.ranks.begin(operation):
             return False
@@ -178,7 +176,7 @@ class ShardStore:
                 self.release(together)
 
     def _issue(self, together: Sequence[int], *, reader: object) -> None:
-        chunks = [self._weights(group) for group in together]
+        chunks = [self._store.weights(group) for group in together]
         self._pager.exchange(chunks, reader=reader)
         issued = self._store.clock.timestamp()
         with runtime_mode():
@@ -233,7 +231,7 @@ class ShardStore:
         Raises what `send` does.
         """
         wanted = None if groups is None else set(groups)
-        weights = (chunk for chunk in self._store.chunks.values() if chunk.id.role is Role.PARAM)
+        weights = (chunk for chunk in self._store.chunks.values() if chunk.id.role.kind.is_weights)
         on_host = [chunk for chunk in weights if chunk.compute_tier is Tier.HOST]
         sent = [chunk for chunk in on_host if wanted is None or chunk.id.group in wanted]
         self.gather_chunks(sent, reader=reader)
@@ -306,7 +304,7 @@ class ShardStore:
         return needed <= self._store.pools[Tier.DEVICE].ledger.cap_nbytes
 
     def _nbytes(self, groups: Iterable[int]) -> int:
-        return sum(self._weights(group).nbytes for group in groups)
+        return sum(self._store.weights(group).nbytes for group in groups)
 
     def agree_to_reduce(self, groups: Iterable[int], *, reader: object, can: bool) -> bool:
         """Return once all ranks are about to reduce gradients of the same groups, and whether all of them can.
@@ -345,9 +343,6 @@ class ShardStore:
     def _is_on_host(self, group: int) -> bool:
         chunk = self._store.chunks.get(ChunkId(Role.PARAM, group))
         return chunk is not None and chunk.compute_tier is Tier.HOST
-
-    def _weights(self, group: int) -> Chunk:
-        return self._store.chunks[ChunkId(Role.PARAM, group)]
 
 
 def _listed(chunks: Iterable[Chunk]) -> str:

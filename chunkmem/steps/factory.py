@@ -53,9 +53,7 @@ class CachedPlanFactory:
         resident = self._pager.store.resident
         return {
             tier: sum(
-                chunk.nbytes
-                for chunk in chunks.values()
-                if chunk.id not in trace.chunk_nbytes and chunk.compute_tier is Tier.DEVICE and not chunk.is_kept
+                chunk.nbytes for chunk in chunks.values() if chunk.id not in trace.chunk_nbytes and not chunk.stays
             )
             for tier, chunks in resident.items()
         }

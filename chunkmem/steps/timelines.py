@@ -43,7 +43,7 @@ class LastTimelines:
         peaks = {ledger.tier: (ledger.chunk_peak_nbytes, dict(ledger.role_peak)) for ledger in self._ledgers}
         for tier, (peak_nbytes, by_role) in list(peaks.items()):
             for_good = self._store.kept_nbytes(tier)
-            by_role |= {role.value: by_role[role.value] - nbytes for role, nbytes in for_good.items()}
+            by_role |= {role: by_role[role] - nbytes for role, nbytes in for_good.items()}
             peaks[tier] = peak_nbytes - for_good.total(), by_role
         caps = {ledger.tier: ledger.limit_nbytes for ledger in self._ledgers}
         on_device_nbytes = self._store.kept_nbytes(Tier.DEVICE).total()

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Role
+from chunkmem.types import ChunkId
 
 
 class Content(enum.Enum):
@@ -53,7 +53,7 @@ def activation_contents(trace: Trace) -> dict[ChunkId, ActivationContents]:
     held: set[ChunkId] = set()
     for moment in trace.moments:
         chunk, kind = moment.chunk, moment.kind
-        if chunk.role is not Role.ACTIVATION:
+        if not chunk.role.kind.is_of_call:
             continue
         if kind is Kind.CREATE:
             name, _, when = moment.label.rpartition(" ")

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import ChunkId, Role
 
-_ENDS = (Kind.RELEASE, Kind.CONSUME)
-
 
 @dataclass
 class _ExchangeBlock:
@@ -25,6 +23,11 @@ class _ExchangeBlock:
     """HOLD and EXCHANGE."""
     ends: list[Moment] = field(default_factory=list)
     """ARRIVE; of a reduction, also what gives the gradients up."""
+
+    @property
+    def is_gather(self) -> bool:
+        """Of weights, not a reduction of gradients."""
+        return self.begins[0].chunk.role.kind.is_weights
 
 
 def overlapped(trace: Trace) -> Trace:
@@ -58,7 +61,8 @@ def _block_at(moments: Sequence[Moment], at: int) -> tuple[_ExchangeBlock | None
         at += 1
     if not any(moment.kind is Kind.EXCHANGE for moment in block.begins):
         return None, at
-    while at < len(moments) and (moments[at].kind is Kind.ARRIVE or (role is Role.GRAD and moments[at].kind in _ENDS)):
+    ends = (Kind.ARRIVE,) if role.kind.is_weights else (Kind.ARRIVE, Kind.RELEASE, Kind.CONSUME)
+    while at < len(moments) and moments[at].kind in ends:
         block.ends.append(moments[at])
         at += 1
     return block, at
@@ -66,14 +70,14 @@ def _block_at(moments: Sequence[Moment], at: int) -> tuple[_ExchangeBlock | None
 
 def _moved(parts: Sequence[_ExchangeBlock | Moment]) -> list[Moment]:
     """Return moments, the beginnings of gathers earlier and the ends of reductions later."""
-    gathers = [part for part in parts if isinstance(part, _ExchangeBlock) and part.begins[0].chunk.role is Role.PARAM]
+    gathers = [part for part in parts if isinstance(part, _ExchangeBlock) and part.is_gather]
     following = dict(zip(map(id, gathers), gathers[1:], strict=False))
     moments: list[Moment] = []
     reduced: list[Moment] = []
     """Ends of the reduction that is under way."""
     is_same_reduction = False
     for part in parts:
-        if isinstance(part, _ExchangeBlock) and part.begins[0].chunk.role is Role.GRAD:
+        if isinstance(part, _ExchangeBlock) and not part.is_gather:
             if not is_same_reduction:
                 moments += reduced
                 reduced = []

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from chunkmem.errors import TraceError
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import ChunkId, Role
+from chunkmem.types import ChunkId
 
 _ALIKE = 0.5
 """Steps with less in common, as a share of their moments, are of different kinds."""
@@ -103,7 +103,7 @@ def _split(moments: Moments) -> tuple[Moments, Moments]:
 
 def _is_saved(moment: Moment) -> bool:
     """Tell whether a moment is of activations, which backward uses up."""
-    return moment.chunk.role is Role.ACTIVATION
+    return moment.chunk.role.kind.is_of_call
 
 
 def _with_updates(known: Moments, found: Moments) -> list[Moment]:
@@ -156,7 +156,7 @@ def _are_used_in_order(moments: Moments) -> bool:
     """Tell whether activations are created once before they are used, and used up once after that."""
     live: set[ChunkId] = set()
     for moment in moments:
-        if moment.chunk.role is not Role.ACTIVATION:
+        if not _is_saved(moment):
             continue
         if (moment.chunk in live) is (moment.kind is Kind.CREATE):
             return False

@@ -204,7 +204,7 @@ class Trace(
 
     def _check_region(self, region: Region) -> None:
         where = f"region {region.name} ({region.chunk})"
-        if region.chunk.role is not Role.ACTIVATION:
+        if not region.chunk.role.kind.is_of_call:
             raise TraceError(f"{where}: its chunk has to be one of activations")
         if region.nbytes < 0 or self.chunk_nbytes.get(region.chunk, region.nbytes) != region.nbytes:
             raise TraceError(f"{where}: {region.nbytes} bytes are saved, the chunk has another size")
@@ -252,7 +252,7 @@ class Trace(
             group: GroupUpdate(
                 chunks=tuple(chunks),
                 reads=tuple(chunk for chunk in chunks if not self.is_rounded(chunk)),
-                writes=tuple(chunk for chunk in chunks if chunk.role is not Role.GRAD),
+                writes=tuple(chunk for chunk in chunks if not chunk.role.kind.is_of_step),
             )
             for group, chunks in found.items()
         }

@@ -25,7 +25,7 @@ from itertools import accumulate
 
 from chunkmem.trace.model import Kind, Moment, Moments, Region, Trace
 from chunkmem.trace.shared import Shared
-from chunkmem.types import ChunkId, Role
+from chunkmem.types import ChunkId
 
 _OF_READING = (Kind.HOLD, Kind.EXCHANGE, Kind.ARRIVE, Kind.RELEASE)
 
@@ -198,7 +198,7 @@ class _Edit:
                     moments[-1] = moments[-1].longer(entry.duration_s, peak_nbytes=entry.non_model_peak_nbytes)
         regions = tuple(self._moved(index, places) for index in range(len(self.trace.regions)))
         used = {moment.chunk for moment in moments}
-        sizes = {key: n for key, n in self.sizes.items() if key.role is not Role.ACTIVATION or key in used}
+        sizes = {key: n for key, n in self.sizes.items() if not key.role.kind.is_of_call or key in used}
         return replace(self.trace, chunk_nbytes=sizes, moments=tuple(moments), regions=regions)
 
     def _moved(self, index: int, places: Sequence[int]) -> Region:
@@ -240,7 +240,7 @@ def _read_in(moments: Sequence[Moment], span: Iterable[int], *, held: Collection
     begun: dict[ChunkId, list[int]] = {}
     for at in span:
         kind, chunk = moments[at].kind, moments[at].chunk
-        if chunk.role is Role.ACTIVATION or chunk in held or kind not in _OF_READING:
+        if chunk.role.kind.is_of_call or chunk in held or kind not in _OF_READING:
             continue
         if kind is Kind.HOLD:
             begun[chunk] = []

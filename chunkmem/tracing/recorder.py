@@ -120,13 +120,12 @@ class Recorder(OnDemand):
         )
         wanted = {moment.chunk for moment in moments}
         if self.mode is Mode.TRAIN:
-            on_device = (chunk for chunk in chunks.values() if chunk.compute_tier is Tier.DEVICE)
-            known = (chunk for chunk in on_device if not (chunk.is_remote or chunk.is_kept))
+            known = (chunk for chunk in chunks.values() if not (chunk.is_remote or chunk.stays))
             wanted |= {chunk.id for chunk in known if chunk.version != NO_CONTENT}
         trace = Trace(
             self.mode,
             layout,
-            {key: chunks[key].nbytes for key in sorted(wanted, key=lambda key: (key.group, key.role.value))},
+            {key: chunks[key].nbytes for key in sorted(wanted, key=lambda key: (key.group, key.role))},
             moments,
             self._sampling_interval_s,
             frozenset(c.id.group for c in chunks.values() if c.is_remote and c.compute_tier is Tier.DEVICE),

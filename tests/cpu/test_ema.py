@@ -232,12 +232,12 @@ def repartition_on(rank: int, precision: str, memory: dict[str, int]) -> None:
             found = ema.state_dict()
             assert int(found.pop("n_averaged")) == step + 1
             assert_same(found, reference.averages)
-        roles = {chunk.id.role for chunk in manager.runtime.memory.store.chunks.values() if chunk.is_kept}
+        roles = {chunk.id.role for chunk in manager.runtime.memory.store.chunks.values() if chunk.id.role.kind.stays}
         assert roles == {Role("ema")}
         if manager.runtime.tiers.caps.host_nbytes:
             assert manager.memory().device.by_role.get("ema", (0, 0))[0] == 0
         ema.close()
-        assert all(not chunk.is_kept for chunk in manager.runtime.memory.store.chunks.values())
+        assert all(not chunk.id.role.kind.stays for chunk in manager.runtime.memory.store.chunks.values())
 
 
 @pytest.mark.few(1)

@@ -281,7 +281,7 @@ def states_of_nobody(training: Training) -> list[str]:
     counts = {managed for optimizer in training.optimizers for managed in optimizer.updates.states.held()}
     for managed in set(filter(runtime.owns, runtime.registry.parameters)) - counts:
         chunks = (chunk for key, chunk in runtime.memory.store.chunks.items() if key.group == managed.group)
-        states = (chunk for chunk in chunks if chunk.id.role.is_state and not chunk.is_kept)
+        states = (chunk for chunk in chunks if chunk.id.role.is_state and not chunk.id.role.kind.stays)
         for chunk in (chunk for chunk in states if chunk.newest_tier() is not None):
             values = runtime.memory.store.views(chunk, chunk.newest_tier())[managed.position]
             found += [f"{chunk.id.role} of {managed}"] * bool(values.ne(0).any())

@@ -30,7 +30,7 @@ THREADS = {
     "speculative updates": (r"specul|shadow|roll_back", "runtime", 14),
     "modules on HOST": (r"compute_tier|on_host\b|is_on_host|HostModules|cpu_embedding", "nn packing", 50),
     "tiles": (r"[Tt]iled|\btiles?\b|tile_numel|untile", "optim", 18),
-    "averages": (r"EMA\b|is_kept|[Aa]verages", "optim", 21),
+    "averages": (r"EMA\b|AVERAGES|[Aa]verages", "optim", 21),
     "disk": (r"[Dd]isk|DISK", "cli", 52),
     "regions and recompute": (r"[Rr]egion|recomput", "nn", 51),
     "freezing": (r"freez(?!e\()|Freez", "freezing", 9),

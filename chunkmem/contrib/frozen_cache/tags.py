@@ -24,7 +24,6 @@ from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.comm.ranks import Ranks
-from chunkmem.types import ChunkId, Role
 
 
 class ModuleTags:
@@ -166,7 +165,7 @@ def _change_count(tensor: torch.Tensor, runtime: Runtime) -> int:
     managed = runtime.registry.find(tensor)
     if managed is None:
         return hash((tensor._version, tensor.data_ptr()))
-    return hash((runtime.memory.store.chunks[ChunkId(Role.PARAM, managed.group)].version, managed.group))
+    return hash((runtime.memory.store.weights(managed.group).version, managed.group))
 
 
 def _checksum(tensor: torch.Tensor, runtime: Runtime) -> int:
@@ -176,6 +175,6 @@ def _checksum(tensor: torch.Tensor, runtime: Runtime) -> int:
     if managed is None:
         values = tensor.detach().to("cpu")
     else:  # in the dtype that is computed with, to which a frozen master weight was rounded: it may be gone elsewhere
-        dtype = runtime.memory.store.chunks[ChunkId(Role.PARAM, managed.group)].dtype
+        dtype = runtime.memory.store.weights(managed.group).dtype
         values = runtime.updater.read_weight(managed).to(dtype)
     return zlib.crc32(values.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
