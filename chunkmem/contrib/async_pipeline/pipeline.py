@@ -40,7 +40,7 @@ from chunkmem.pipeline.schedules import RankSchedule, make_schedule
 from chunkmem.pipeline.stage import PackedStage, StageStep
 from chunkmem.pipeline.staged import StagedPipeline
 from chunkmem.pipeline.width import Pipeline
-from chunkmem.plan.pipeline_schedule import Pass
+from chunkmem.plan.timeline import StageWork
 
 
 @dataclass(frozen=True)
@@ -276,8 +276,8 @@ class AsynchronousPipeline(StagedPipeline):
             if forward is not None:
                 self._generations.note(first)
             late = False
-            for kind, part in round_calls(*counts, is_grouped=self._versions.is_grouped):
-                if kind is Pass.FORWARD:
+            for work, part in round_calls(*counts, is_grouped=self._versions.is_grouped):
+                if work is StageWork.FORWARD:
                     place = self._place(first, part)
                     stage.forward_one_chunk(place, ())
                     stage.get_fwd_send_ops(place)
