@@ -87,7 +87,7 @@ class Rank:
         stage = nn.Sequential(*parts[half * rank : half * (rank + 1)])
         self._optimizer: Any = torch.optim.AdamW(stage.parameters(), fused=True, **ADAMW)
         on_rank = PipelineStage(stage, rank, NUM_RANKS, torch.device("cpu"))
-        schedule: Any = SCHEDULES[setup.schedule](on_rank, setup.num, loss_fn=loss_of)  # type: ignore[abstract]
+        schedule: Any = SCHEDULES[setup.schedule](on_rank, setup.num, loss_fn=loss_of)
 
         def run(batch: Tensor) -> float | None:
             if rank == 0:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from chunkmem.comm.neighbours import Message, Neighbours, Waiting
 from chunkmem.comm.ranks import Ranks
-from chunkmem.pipeline.forms import BorderForm, form_of
+from chunkmem.pipeline.forms import BorderForm
 
 _FIRST_TAG = 1 << 28
 """Above those of activations, below those of tied parameters."""
@@ -26,18 +25,13 @@ _FIRST_TAG = 1 << 28
 class AnnouncedForms:
     """Sends and receives what is about to be sent and received."""
 
-    def __init__(self, ranks: Ranks, *, dtype: torch.dtype, waiting: Waiting) -> None:
-        """Exchange with `ranks`, one of each stage, what models that compute in `dtype` give to each other."""
+    def __init__(self, ranks: Ranks, *, waiting: Waiting) -> None:
+        """Exchange with `ranks`, one of each stage."""
         self._neighbours = Neighbours(ranks, torch.device("cpu"), waiting=waiting)
-        self._dtype = dtype
-
-    def form(self, value: Any, *, name: str) -> BorderForm:
-        """Return what a stage gives to the next one. Raises what `form_of` does."""
-        return form_of(value, name, dtype=self._dtype)
 
     def send(self, form: BorderForm, message: Message) -> None:
         """Say what is sent next; `message` is that. Raises a `RankError` if the peer is missing."""
-        content = torch.frombuffer(bytearray(pickle.dumps((form.name, form.value))), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8)
         length = torch.tensor([len(content)], dtype=torch.int64, device="cpu")
         for number, tensor in enumerate((length, content)):
             self._neighbours.send([tensor], _ahead(message, number))
@@ -48,8 +42,8 @@ class AnnouncedForms:
         self._receive(length, _ahead(message, 0))
         content = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         self._receive(content, _ahead(message, 1))
-        name, value = pickle.loads(bytes(content.tolist()))
-        return BorderForm.of(name, value)
+        form: BorderForm = pickle.loads(bytes(content.tolist()))
+        return form
 
     def settle(self) -> None:
         """Wait until all has been sent. Raises what `send` does."""

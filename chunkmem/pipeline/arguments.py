@@ -6,16 +6,19 @@ they are given begin with copies where they are going to be recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from chunkmem.errors import StateError
+from chunkmem.nn.borders import cast_floats
 from chunkmem.nn.values import storage_id, tensors_in
+from chunkmem.pipeline.micro_batches import loss_of
+from chunkmem.pipeline.options import PipelineOptions
 
 
 def arguments_of(value: Any) -> tuple[Any, ...]:
@@ -30,27 +33,42 @@ class _Slot:
     index: int
 
 
+class Structure:
+    """A value without its tensors, in tuples, lists and dicts. The same tensor twice is one."""
+
+    def __init__(self, leaves: list[Any], spec: TreeSpec) -> None:
+        self._leaves = leaves
+        self._spec = spec
+
+    @classmethod
+    def of(cls, value: Any) -> tuple[Structure, list[torch.Tensor]]:
+        """Return that of a value, and its tensors."""
+        leaves, spec = tree_flatten(value)
+        known = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        slots = {key: _Slot(index) for index, key in enumerate(known)}
+        return cls([slots.get(id(leaf), leaf) for leaf in leaves], spec), list(known.values())
+
+    @property
+    def others(self) -> list[Any]:
+        """What is in the value besides tensors."""
+        return [leaf for leaf in self._leaves if not isinstance(leaf, _Slot)]
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the value with these tensors."""
+        leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self._leaves]
+        return tree_unflatten(leaves, self._spec)
+
+
 class OfTensors(nn.Module):
     """Calls a module, given all tensors in its arguments in place of those."""
 
-    def __init__(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Call `module` as with `arguments`. The same tensor twice is given once."""
+    def __init__(self, module: nn.Module, arguments: Structure) -> None:
         super().__init__()
         self.module = module
-        leaves, self._spec = tree_flatten(arguments)
-        known = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        slots = {key: _Slot(index) for index, key in enumerate(known)}
-        self._leaves = [slots.get(id(leaf), leaf) for leaf in leaves]
-        self._tensors = tuple(known.values())
-
-    def take_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors, which are not kept."""
-        tensors, self._tensors = self._tensors, ()
-        return tensors
+        self._arguments = arguments
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self._leaves]
-        return self.module(*tree_unflatten(leaves, self._spec))
+        return self.module(*self._arguments.filled(tensors))
 
 
 class Given:
@@ -81,27 +99,63 @@ class Given:
         return bool(written)
 
 
-class OnCopies(nn.Module):
-    """Calls a block with copies of what it is given, unless it turned out that the block does not write to that."""
+class LossItem(nn.Module):
+    """What comes after the blocks, and the loss."""
+
+    def __init__(self, options: PipelineOptions, *, casts: bool) -> None:
+        super().__init__()
+        self.module = options.last
+        self.loss_fn = options.loss_fn
+        self._casts = casts
+
+    def forward(self, given: Any, target: Any, divisor: float) -> torch.Tensor:
+        output = given if self.module is None else self.module(*arguments_of(given))
+        if self._casts:
+            output = cast_floats(output, torch.float32)
+        return loss_of(self.loss_fn, output, target, divisor)
+
+
+class Item(nn.Module):
+    """A block, or what comes before or after the blocks, which may be a `LossItem`.
+
+    It is called itself where the block is going to be called again in backward, and may write in place to what it is
+    given: then the block is given copies.
+    """
 
     def __init__(self, module: nn.Module, *, name: str) -> None:
         super().__init__()
         self.module = module
         self.name = name
-        self.writes: bool | None = None
+        self._writes: bool | None = None
         """Whether the block has written to what it was given; None: it was not called yet."""
+
+    @property
+    def own(self) -> nn.Module | None:
+        """What the user has given; None: there is the loss alone."""
+        return self.module.module if isinstance(self.module, LossItem) else self.module
+
+    @property
+    def unit(self) -> nn.Module:
+        """What is exchanged between ranks before it runs."""
+        return self.module if self.own is None else self.own
 
     @property
     def again(self) -> nn.Module:
         """What to call where it is going to be called again in backward."""
-        return self.module if self.writes is False else self
+        return self.module if self._writes is False else self
+
+    def run(self, arguments: tuple[Any, ...]) -> Any:
+        """Call the block, which is not called again."""
+        return self._run(arguments, Given(arguments))
 
     def forward(self, *arguments: Any) -> Any:
         copies: dict[int, torch.Tensor] = {}
         copied = tree_map_only(torch.Tensor, lambda tensor: _copy(tensor, copies), arguments)
-        given = Given(arguments, copies)
-        result = self.module(*copied)
-        self.writes = given.is_written(self.name) or bool(self.writes)
+        return self._run(copied, Given(arguments, copies))
+
+    def _run(self, arguments: tuple[Any, ...], given: Given) -> Any:
+        result = self.module(*arguments)
+        self._writes = given.is_written(self.name) or bool(self._writes)
         return result
 
 

@@ -8,10 +8,11 @@ and optimizer states stay on DEVICE. So a block is taken to compute a micro-batc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from torch import nn
 
+from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.plan.balance import Block
 from chunkmem.plan.pipeline_choice import PipelineMachine, choose_schedule
 
@@ -19,37 +20,22 @@ _BYTES_A_PARAMETER = 16
 """Weight, gradient and two states, with master weights where it computes in less than fp32."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A schedule."""
-
-    schedule: str
-    stages_per_rank: int
-    reason: str
-    """In one line."""
-
-
 def choose(
-    blocks: Sequence[Sequence[nn.Module]],
-    *,
-    num_ranks: int,
-    num_shards: int,
-    micro_batches: int,
-    device_nbytes: int,
-) -> Choice:
-    """Return how to run blocks, which come one after the other, over ranks.
+    options: PipelineOptions, *, num_ranks: int, num_shards: int, device_nbytes: int
+) -> tuple[PipelineOptions, str]:
+    """Return options with the name of a schedule and the stages of each rank, and why, in one line.
 
     Args:
-        blocks: the modules of each; they are not cut.
+        options: of a pipeline, whose blocks are not cut.
         num_ranks: in a pipeline.
         num_shards: ranks that share what each of those has.
-        micro_batches: of a batch.
         device_nbytes: the cap on DEVICE.
 
     Raises:
         ConfigError: there are fewer blocks than ranks.
     """
-    costs = [_costs(modules, str(number), micro_batches, num_shards) for number, modules in enumerate(blocks)]
+    micro_batches = options.micro_batches
+    costs = [_costs(modules, str(number), micro_batches, num_shards) for number, modules in enumerate(options.chain)]
     machine = PipelineMachine(num_ranks, fetch_Bps=1.0, kept_nbytes=device_nbytes)
     found = choose_schedule(costs, micro_batches, machine)
     step = found.best.step
@@ -59,15 +45,14 @@ def choose(
         other = found.others[0].step
         times = f"takes {other.step_s / step.step_s:.2f} x as long"
         reason += f"; {other.schedule.value}, {other.num_stages // num_ranks} of {other.num_stages}, {times}"
-    return Choice(name, per_rank, f"{reason} (simulated)")
+    return replace(options, schedule=name, stages_per_rank=per_rank), f"{reason} (simulated)"
 
 
 def _costs(modules: Sequence[nn.Module], name: str, micro_batches: int, num_shards: int) -> Block:
-    parts = [part for module in modules for part in module.modules()]
-    embedded = {id(each.weight) for each in parts if isinstance(each, nn.Embedding)}
-    params = {id(param): param for part in parts for param in part.parameters(recurse=False)}
-    weights = sum(param.nbytes for param in params.values())
-    computed = sum(param.nbytes for key, param in params.items() if key not in embedded)
-    numel = sum(param.numel() for param in params.values())
+    root = nn.ModuleList(modules)
+    embedded = {each.weight for each in root.modules() if isinstance(each, nn.Embedding)}
+    params = list(root.parameters())
+    computed = sum(param.nbytes for param in params if param not in embedded)
+    numel, nbytes = sum(param.numel() for param in params), sum(param.nbytes for param in params)
     seconds = float(max(1, computed) * micro_batches)
-    return Block(name, seconds, 2 * seconds, _BYTES_A_PARAMETER * numel // num_shards, weight_nbytes=weights)
+    return Block(name, seconds, 2 * seconds, _BYTES_A_PARAMETER * numel // num_shards, weight_nbytes=nbytes)

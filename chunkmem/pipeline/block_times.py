@@ -13,12 +13,13 @@ known, and told apart. Backward has hooks, too, inside of autograd, and is taken
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf
 from statistics import median_low
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -37,25 +38,28 @@ class _Step:
 
     num_samples: int
     num_parts: int
-    kinds: tuple[int, ...]
-    """By block: what backward computes, as an index of `_PER_FORWARD`."""
-    forward: dict[int, list[Interval]] = field(default_factory=dict)
-    """By module."""
-    backward: dict[tuple[int, ...], list[Interval]] = field(default_factory=dict)
-    """By modules that were timed together."""
-    returned_nbytes: dict[int, int] = field(default_factory=dict)
-    """By block, of all micro-batches."""
-    hooks_s: dict[int, list[float]] = field(default_factory=dict)
-    """By module: of each call, the time in hooks."""
-    trained: tuple[int, ...] = ()
+    trained: tuple[int, ...]
     """By block: elements that are trained."""
-    division: int = 0
+    division: int
     """How often the ranks had been divided."""
-    width: int = 1
+    width: int
     """Data-parallel ranks, each with so many samples."""
+    forward: dict[nn.Module | None, list[Interval]] = field(default_factory=lambda: defaultdict(list))
+    """By module; None: the loss."""
+    backward: dict[tuple[nn.Module | None, ...], list[Interval]] = field(default_factory=lambda: defaultdict(list))
+    """By modules that were timed together."""
+    returned_nbytes: Counter[int] = field(default_factory=Counter)
+    """By block, of all micro-batches."""
+    hooks_s: dict[nn.Module | None, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By module: of each call, the time in hooks."""
     whole: Interval | None = None
     """All of it, but for the update."""
     updates: list[Interval] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """By block: see `kinds_of`."""
+        return kinds_of(self.trained)
 
 
 @dataclass(frozen=True)
@@ -77,17 +81,8 @@ class LastSteps:
     """The shortest, without updates: what others do on the machine is no part of it."""
     update_s: float
     """Likewise, all updates after a step together."""
-    kinds: tuple[int, ...]
-    """See `BlockTimes.kinds`, at the time."""
     trained: tuple[int, ...]
-    """See `BlockTimes.trained`."""
-
-
-class Hooks(Protocol):
-    """Of the modules."""
-
-    spent_s: float
-    """Time in them."""
+    """See `BlockTimes.trained`, at the time."""
 
 
 class BlockTimes:
@@ -100,23 +95,26 @@ class BlockTimes:
             chain: the modules of each block, in the order of forward.
             clock: of what the device computes.
         """
-        self._chain = [list(modules) for modules in chain]
-        self._block = {id(module): at for at, modules in enumerate(self._chain) for module in modules}
+        self._chain = chain
+        self._block: dict[nn.Module | None, int] = {
+            module: at for at, modules in enumerate(self._chain) for module in modules
+        }
         self._clock = clock
         self._steps: deque[_Step] = deque(maxlen=_NUM_STEPS)
         self._now: _Step | None = None
-        self._hooks: Hooks | None = None
+        self._in_hooks_s: Callable[[], float] = _no_time
         self._width = 1
         self._num_divisions = 0
 
-    def divided(self, hooks: Hooks | None, *, width: int = 1) -> None:
+    def divided(self, *, in_hooks_s: Callable[[], float] | None = None, width: int = 1) -> None:
         """From now on other ranks run the blocks: times are not mixed with those of steps before.
 
         Args:
-            hooks: of the modules, if the host computes; None: what they take is part of computing.
+            in_hooks_s: returns the time in hooks of the modules so far, if the host computes; None: what they take is
+                part of computing.
             width: data-parallel ranks, each of which has its part of a batch.
         """
-        self._hooks, self._width = hooks, width
+        self._in_hooks_s, self._width = in_hooks_s or _no_time, width
         self._num_divisions += 1
 
     def begin(self, *, num_samples: int, num_parts: int) -> None:
@@ -126,8 +124,8 @@ class BlockTimes:
             num_samples: of its batch.
             num_parts: micro-batches of it.
         """
-        self._now = _Step(num_samples, num_parts, self.kinds())
-        self._now.trained, self._now.division, self._now.width = self.trained(), self._num_divisions, self._width
+        if self._chain:
+            self._now = _Step(num_samples, num_parts, self.trained(), self._num_divisions, self._width)
 
     def end(self) -> None:
         """The step is over, and counts."""
@@ -153,7 +151,6 @@ class BlockTimes:
         return LastSteps(
             min(map(_whole_s, same)),
             min(sum(update.duration_s for update in step.updates) for step in same),
-            same[-1].kinds,
             same[-1].trained,
         )
 
@@ -168,12 +165,10 @@ class BlockTimes:
         if self._now is None:
             yield
             return
-        start, spent_s = self._clock.timestamp(), 0.0 if self._hooks is None else self._hooks.spent_s
+        start, spent_s = self._clock.timestamp(), self._in_hooks_s()
         yield
-        key = -1 if module is None else id(module)
-        self._now.forward.setdefault(key, []).append(Interval(start, self._clock.timestamp()))
-        if self._hooks is not None:
-            self._now.hooks_s.setdefault(key, []).append(self._hooks.spent_s - spent_s)
+        self._now.forward[module].append(Interval(start, self._clock.timestamp()))
+        self._now.hooks_s[module].append(self._in_hooks_s() - spent_s)
 
     @contextlib.contextmanager
     def backward(self, modules: Sequence[nn.Module | None]) -> Iterator[None]:
@@ -183,33 +178,18 @@ class BlockTimes:
             return
         start = self._clock.timestamp()
         yield
-        key = tuple(id(module) for module in modules)
-        self._now.backward.setdefault(key, []).append(Interval(start, self._clock.timestamp()))
+        self._now.backward[tuple(modules)].append(Interval(start, self._clock.timestamp()))
 
     def returned(self, module: nn.Module, value: Any) -> None:
         """Note what a module returns for a micro-batch."""
-        at = self._block.get(id(module), -1)
-        if self._now is not None and at >= 0 and module is self._chain[at][-1]:
-            nbytes = sum(tensor.nbytes for tensor in tensors_in(value))
-            self._now.returned_nbytes[at] = self._now.returned_nbytes.get(at, 0) + nbytes
-
-    def kinds(self) -> tuple[int, ...]:
-        """Return by block what backward computes as things are: an index of `_PER_FORWARD`."""
-        found, passes = [], False
-        for modules in self._chain:
-            is_trained = any(param.requires_grad for module in modules for param in module.parameters())
-            found.append(int(is_trained) + int(passes))
-            passes = passes or is_trained
-        return tuple(found)
+        at = self._block.get(module)
+        if self._now is not None and at is not None and module is self._chain[at][-1]:
+            self._now.returned_nbytes[at] += sum(tensor.nbytes for tensor in tensors_in(value))
 
     def trained(self) -> tuple[int, ...]:
         """Return by block the elements that are trained as things are now."""
         return tuple(
-            sum(
-                p.numel()
-                for p in {id(p): p for module in modules for p in module.parameters()}.values()
-                if p.requires_grad
-            )
+            sum(param.numel() for param in nn.ModuleList(modules).parameters() if param.requires_grad)
             for modules in self._chain
         )
 
@@ -230,12 +210,12 @@ class BlockTimes:
         same = self._same()
         if then and all(step.whole is not None for step in same):
             same = sorted(same, key=_whole_s)[:1]
-        found = [self._of(step, step.kinds if then else self.kinds()) for step in same]
+        found = [self._of(step, step.kinds if then else kinds_of(self.trained())) for step in same]
         return {
             block: SampleCost(
                 median_low(step[block][0] for step in found),
                 median_low(step[block][1] for step in found),
-                same[-1].returned_nbytes.get(block, 0) // same[-1].num_samples,
+                same[-1].returned_nbytes[block] // same[-1].num_samples,
                 median_low(step[block][2] for step in found),
             )
             for block in (found[-1] if found else ())
@@ -249,7 +229,7 @@ class BlockTimes:
         calls: dict[int, float] = {}
         for key, intervals in step.forward.items():
             at, seconds = self._block.get(key, len(self._chain) - 1), _median_s(intervals)
-            call_s = min(seconds, median_low(step.hooks_s.get(key, [0.0])))
+            call_s = min(seconds, median_low(step.hooks_s[key]))
             forward[at] = forward.get(at, 0.0) + scale * (seconds - call_s)
             calls[at] = calls.get(at, 0.0) + call_s
         backward = dict.fromkeys(forward, 0.0)
@@ -264,6 +244,16 @@ class BlockTimes:
             at: (forward[at], _scaled(forward[at], backward[at], step.kinds[at], kinds[at]), calls[at])
             for at in forward
         }
+
+
+def kinds_of(trained: Sequence[int]) -> tuple[int, ...]:
+    """Return by block what backward computes where so many elements are trained: an index of `_PER_FORWARD`."""
+    before = accumulate(trained, initial=0)
+    return tuple((own > 0) + (others > 0) for own, others in zip(trained, before, strict=False))
+
+
+def _no_time() -> float:
+    return 0.0
 
 
 def _scaled(forward_s: float, backward_s: float, kind_then: int, kind_now: int) -> float:

@@ -12,42 +12,27 @@ blocks share gets those of the later block first.
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.errors import StateError
+from chunkmem.errors import ConfigError, LayoutError, StateError
 from chunkmem.nn.borders import cast_floats
 from chunkmem.nn.call_state import CallState
-from chunkmem.pipeline.arguments import Given, OfTensors, OnCopies, arguments_of
-from chunkmem.pipeline.checkpoints import policy_of
+from chunkmem.pipeline.arguments import Item, LossItem, OfTensors, Structure, arguments_of
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
-from chunkmem.pipeline.frozen import Cache, FrozenBlocks, FrozenPrefix
+from chunkmem.pipeline.frozen import FrozenBlocks, FrozenPrefix
 from chunkmem.pipeline.micro_batches import MicroBatch, split
+from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.outputs import BlockOutput
 from chunkmem.pipeline.random_streams import MicroBatchStreams, RandomStreams, foreign_states, states_of
-from chunkmem.pipeline.width import OfWidth
-
-
-@dataclass(frozen=True)
-class Item:
-    """A block, or what comes before or after the blocks."""
-
-    name: str
-    module: nn.Module
-
-    @property
-    def unit(self) -> nn.Module:
-        """What is exchanged between ranks before it runs."""
-        own = self.module.module if isinstance(self.module, LossItem) else self.module
-        return self.module if own is None else own
+from chunkmem.pipeline.width import Pipeline
+from chunkmem.sizes import shown
 
 
 class _Outermost(nn.Module):
@@ -57,73 +42,48 @@ class _Outermost(nn.Module):
         return run()
 
 
-class LossItem(nn.Module):
-    """What comes after the blocks, and the loss."""
-
-    def __init__(self, module: nn.Module | None, loss_fn: Callable[..., torch.Tensor], *, casts: bool) -> None:
-        super().__init__()
-        self.module = module
-        self.loss_fn = loss_fn
-        self._casts = casts
-
-    def forward(self, given: Any, target: Any, divisor: float) -> torch.Tensor:
-        output = given if self.module is None else self.module(*arguments_of(given))
-        if self._casts:
-            output = cast_floats(output, torch.float32)
-        loss = self.loss_fn(output) if target is None else self.loss_fn(output, target)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise StateError(f"loss_fn returned {what}; it has to return the mean loss of its samples as one number")
-        return loss / divisor
-
-
 @dataclass(frozen=True)
 class _Batch:
     """What runs: its parts, by block what that has returned for each part, and which blocks are frozen."""
 
     parts: Sequence[MicroBatch]
-    outputs: Sequence[dict[int, BlockOutput]]
-    """By number of the part; blocks that are not run for it have none."""
     frozen: FrozenBlocks
+    outputs: defaultdict[int, dict[int, BlockOutput]] = field(default_factory=lambda: defaultdict(dict))
+    """By number of the part; blocks that are not run for it have none."""
 
 
-class ByLayerPipeline(OfWidth):
+class ByLayerPipeline(Pipeline):
     """Blocks in one process, or on ranks that share all chunks; see [Note: By layer]."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        items: Sequence[Item],
-        *,
-        micro_batches: int,
-        checkpoint: str,
-        statistics: DeferredStatistics,
-        cache: Cache | None = None,
-    ) -> None:
-        """Run `items` in turn, of which the last is a `LossItem`.
+    def __init__(self, runtime: Runtime, options: PipelineOptions) -> None:
+        """Run the blocks of `options` in turn.
 
-        Args:
-            runtime: of the manager that has their parameters.
-            items: what to run.
-            micro_batches: parts of a batch.
-            checkpoint: which of their calls are recomputed: see `ChunkManager.pipeline`.
-            statistics: of layers whose running statistics are to be those of whole batches.
-            cache: of what frozen blocks return; None: they run in each step.
+        Raises:
+            LayoutError: one has parameters that the manager does not have.
+            ConfigError: there is an option for stages.
         """
-        self._runtime = runtime
-        self._items = tuple(items)
-        self._on_copies = [OnCopies(item.module, name=item.name) for item in items]
-        self._num = micro_batches
-        self._checkpoint = checkpoint
-        self._statistics = statistics
-        self._prefix = FrozenPrefix([item.module for item in items[:-1]], cache)
+        is_asked = options.schedule not in ("auto", "by-layer") or options.stages_per_rank is not None
+        if is_asked and options.width is None:  # else it is for when there are stages
+            raise ConfigError(
+                f"schedule {shown(options.schedule)} is for stages over ranks: make the manager with a mesh that has a "
+                'dimension "stage", or leave out schedule and stages_per_rank'
+            )
+        super().__init__(runtime, options)
+        chain = [module for module in (options.first, *options.blocks) if module is not None]
+        named = [module for module in (*chain, options.last) if module is not None]
+        names = _names(runtime, named)
+        self._items = [Item(module, name=names[id(module)]) for module in chain]
+        loss = LossItem(options, casts=runtime.is_lowered)
+        self._items.append(Item(loss, name=names.get(id(options.last), "loss")))
+        self._statistics = DeferredStatistics(named if options.deferred_batch_norm else ())
+        self._prefix = FrozenPrefix(chain, options.cache, units=runtime.sharding.units)
         self._outermost: dict[int, _Outermost] = {}
         """By the first block that runs: steps that begin with different ones are of different kinds."""
         self._is_running = False
         self._random = RandomStreams(runtime.memory.compute.generators())
 
     def __repr__(self) -> str:
-        how = f"micro_batches={self._num}, checkpoint={self._checkpoint!r}"
+        how = f"micro_batches={self._options.micro_batches}, checkpoint={self._options.checkpoint!r}"
         return f"ByLayerPipeline(blocks: {len(self._items) - 1}, {how})"
 
     def step(self, inputs: Any, target: Any = None, *, ids: Any = None) -> torch.Tensor:
@@ -143,7 +103,6 @@ class ByLayerPipeline(OfWidth):
         """
         self.require_current()
         runtime = self._runtime
-        runtime.require_open()
         runtime.updater.in_backward.require_none("pipe.step()")
         if not torch.is_grad_enabled():
             raise StateError("pipe.step() computes gradients; under torch.no_grad() call the model itself")
@@ -152,8 +111,8 @@ class ByLayerPipeline(OfWidth):
             if self._is_running:
                 raise StateError("pipe.step() inside of pipe.step(): end the one before the next begins")
             with runtime.ranks.telling():
-                parts = split(inputs, target, num=self._num)
-                batch = self._batch(parts, self._prefix.begin(parts, ids, units=runtime.sharding.units))
+                parts = split(inputs, target, num=self._options.micro_batches)
+                batch = _Batch(parts, self._prefix.begin(parts, ids))
             self._is_running, others = True, access.num_calls
             try:
                 with self._statistics.mini_batch(), self.timed(batch.parts):
@@ -166,25 +125,20 @@ class ByLayerPipeline(OfWidth):
             finally:
                 self._is_running, access.num_calls = False, others
                 self._drop(batch)
-        if self.epochs is not None:
-            self.epochs.stepped()
+        self.end_step()
         return loss
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
         """Run forward of a batch, and return its loss. Arguments and errors are those of `step`."""
         self.require_current()
-        self._runtime.require_open()
-        batch = self._batch(split(inputs, target, num=self._num), FrozenBlocks())
+        batch = _Batch(split(inputs, target, num=self._options.micro_batches), FrozenBlocks())
         with self._runtime.modules.turn.taken():
             try:
                 loss: torch.Tensor = self._root(batch)(lambda: self._forward(batch))
             finally:
                 self._drop(batch)
         return loss
-
-    def _batch(self, parts: Sequence[MicroBatch], frozen: FrozenBlocks) -> _Batch:
-        return _Batch(parts, [{} for _ in self._items], frozen)
 
     def _root(self, batch: _Batch) -> _Outermost:
         start = batch.frozen.start
@@ -195,7 +149,7 @@ class ByLayerPipeline(OfWidth):
 
     def _drop(self, batch: _Batch) -> None:
         """Free what an interrupted step has left."""
-        for output in (output for row in batch.outputs for output in row.values()):
+        for output in (output for row in batch.outputs.values() for output in row.values()):
             output.drop()
 
     # Forward.
@@ -214,7 +168,7 @@ class ByLayerPipeline(OfWidth):
             if wrong is not None:
                 self._random.forget(forms)
                 raise _drawn_otherwise(wrong, changed=["a block"] if before is None else before.put_back())
-        losses = [output.tensor for output in batch.outputs[-1].values()]
+        losses = [output.tensor for output in batch.outputs[len(self._items) - 1].values()]
         loss = losses[0].clone()
         for each in losses[1:]:
             loss += each
@@ -263,7 +217,7 @@ class ByLayerPipeline(OfWidth):
         self._random.learn(forms, states)
         if foreign_states() != foreign:
             self._random.forget(forms)
-        goes_by_layer = self._agree("the next step goes by layer", holds=self._random.are_known(forms))
+        goes_by_layer = self._agree("the next step goes by layer", holds=self._random.begin(forms) is not None)
         if goes_by_layer and torch.is_grad_enabled():
             self._runtime.controller.excuse_iteration()
 
@@ -279,61 +233,42 @@ class ByLayerPipeline(OfWidth):
         """Run a block for a micro-batch. When it is over, only autograd has what it was given."""
         part = batch.parts[number]
         given = batch.outputs[at - 1][number] if at else None
-        value = self._first_value(part) if given is None else given.value()
+        if given is not None:
+            value = given.value()
+        else:
+            value = cast_floats(part.inputs, self._runtime.dtype) if self._runtime.is_lowered else part.inputs
         arguments = (value, part.target, part.divisor) if at == len(self._items) - 1 else arguments_of(value)
         del value
-        policy, modules = policy_of(self._checkpoint, number, len(batch.parts)), self._runtime.modules
+        item, frozen, modules = self._items[at], batch.frozen, self._runtime.modules
         # Backward comes to this call alone, whatever other micro-batches have read: it is over when gradients land.
         modules.access.num_calls = Counter()
-        name, frozen = self._items[at].name, batch.frozen
-        with self._statistics.micro_batch(number), frozen.running(at, arguments), self._timed_call(at):
+        with self._statistics.micro_batch(number), frozen.running(at, arguments), self.times.forward(item.own):
             if at < frozen.num:
-                result = self._run_once(at, arguments)
+                result = item.run(arguments)
             else:
-                result = self._run(at, policy, arguments, number=at * self._num + number)
-        frozen.returned(at, number, result, name=name)
-        if self.times is not None:
-            self.times.returned(self._items[at].module, result)
-        batch.outputs[at][number] = BlockOutput(result, modules.parked, name=name, calls=modules.access.num_calls)
+                policy, place = self._options.policy(part), at * self._options.micro_batches + number
+                result = self._run(item, policy, arguments, number=place)
+        if at == frozen.num - 1:
+            frozen.keep(number, result, name=item.name)
+        self.times.returned(item.module, result)
+        batch.outputs[at][number] = BlockOutput(result, modules.parked, name=item.name, calls=modules.access.num_calls)
         if given is not None:
             given.end_call()
 
-    def _timed_as(self, at: int) -> nn.Module | None:
-        """Return the module that an item's times count to; None: the loss alone."""
-        module = self._items[at].module
-        return module.module if isinstance(module, LossItem) else module
-
-    def _timed_call(self, at: int) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.times is None else self.times.forward(self._timed_as(at))
-
-    def _first_value(self, part: MicroBatch) -> Any:
-        return cast_floats(part.inputs, self._runtime.dtype) if self._runtime.is_lowered else part.inputs
-
-    def _run(self, at: int, policy: str, arguments: tuple[Any, ...], *, number: int) -> Any:
-        item, on_copies, regions = self._items[at], self._on_copies[at], self._runtime.modules.regions
-        again = OfTensors(on_copies.again, arguments)
-        is_recomputed = regions.enter(
-            item.name, policy, again, again.take_tensors(), {}, start=regions.now(), number=number
-        )
+    def _run(self, item: Item, policy: str, arguments: tuple[Any, ...], *, number: int) -> Any:
+        regions = self._runtime.modules.regions
+        structure, tensors = Structure.of(arguments)
+        again = OfTensors(item.again, structure)
+        is_recomputed = regions.enter(item.name, policy, again, tuple(tensors), {}, start=regions.now(), number=number)
         try:
-            if is_recomputed and again.module is on_copies:
-                return on_copies(*arguments)
-            return self._run_once(at, arguments)
+            return item(*arguments) if is_recomputed and again.module is item else item.run(arguments)
         finally:
             regions.leave()
-
-    def _run_once(self, at: int, arguments: tuple[Any, ...]) -> Any:
-        """Call a block that is not recomputed."""
-        item, on_copies = self._items[at], self._on_copies[at]
-        given = Given(arguments)
-        result = item.module(*arguments)
-        on_copies.writes = given.is_written(item.name) or bool(on_copies.writes)
-        return result
 
     def _backward(self, batch: _Batch) -> None:
         """Run the backward of each block for all micro-batches, the last one first."""
         access, scaler = self._runtime.modules.access, self._runtime.scaler
-        for output in batch.outputs[-1].values():
+        for output in batch.outputs[len(self._items) - 1].values():
             output.begin_backward(1.0 if scaler is None else scaler.loss_scale)
         for at in reversed(range(len(self._items))):
             if any(output.has_gradients for output in batch.outputs[at].values()):
@@ -344,7 +279,7 @@ class ByLayerPipeline(OfWidth):
                     continue
                 output, given = batch.outputs[at].pop(number), batch.outputs[at - 1].get(number) if at else None
                 access.num_calls = output.calls
-                with contextlib.nullcontext() if self.times is None else self.times.backward([self._timed_as(at)]):
+                with self.times.backward([self._items[at].own]):
                     output.backward(given)
                 if given is not None:
                     given.park_gradients()
@@ -370,3 +305,27 @@ def _drawn_otherwise(number: int, *, changed: Sequence[str]) -> StateError:
         f"{told}, and buffers are as they were. Call pipe.step() again: from now on, forward runs in the order of a "
         "plain loop for batches like this one"
     )
+
+
+def _names(runtime: Runtime, modules: list[nn.Module]) -> dict[int, str]:
+    """Return what the model calls each module.
+
+    Raises:
+        LayoutError: one has parameters that the manager does not have.
+    """
+    known: dict[int, str] = {}
+    parameters: set[int] = set()
+    for model in runtime.registry.models:
+        parameters.update(map(id, model.root.parameters()))
+        for name, module in model.root.named_modules():
+            known.setdefault(id(module), name or type(module).__name__)
+    for module in modules:
+        # What is not part of a model may be a wrapper of something that is.
+        inner = next((known[id(each)] for each in module.modules() if id(each) in known), type(module).__name__)
+        if not parameters.issuperset(map(id, module.parameters())):
+            raise LayoutError(
+                f"manager.pipeline(): a {type(module).__name__} has parameters of no model of this manager; build it "
+                "inside manager.init(), or give its model to manager.wrap()"
+            )
+        known.setdefault(id(module), inner)
+    return known

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from chunkmem.errors import ConfigError
 
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_RUNNING, _COUNT = ("running_mean", "running_var"), "num_batches_tracked"
 
 
 @dataclass
@@ -48,30 +48,6 @@ class _Values:
         self.mean += delta * (other.count / count)
         self.squares += other.squares + delta.square() * (self.count * other.count / count)
         self.count = count
-
-
-@dataclass(frozen=True)
-class _Own:
-    """What a layer has between calls."""
-
-    buffers: Mapping[str, torch.Tensor | None]
-    momentum: float | None
-
-    @classmethod
-    def take(cls, layer: _BatchNorm) -> _Own:
-        """Put temporary statistics in the place of what a layer has, and return that."""
-        own = cls({name: layer._buffers[name] for name in _BUFFERS}, layer.momentum)
-        for name in _BUFFERS[:2]:
-            # Zeros: the kernel multiplies what it finds by 1 - momentum = 0, which leaves NaN as it is.
-            layer._buffers[name] = torch.zeros_like(own.buffers[name])  # type: ignore[arg-type]
-        layer._buffers["num_batches_tracked"] = None
-        layer.momentum = 1.0
-        return own
-
-    def give_back(self, layer: _BatchNorm) -> None:
-        """Undo `take`."""
-        layer._buffers.update(self.buffers)
-        layer.momentum = self.momentum
 
 
 class DeferredStatistics:
@@ -100,8 +76,8 @@ class DeferredStatistics:
                     "layers, or leave out deferred_batch_norm"
                 )
         self._micro_batch: int | None = None
-        self._own: dict[_BatchNorm, _Own] = {}
-        """Of layers whose call is running."""
+        self._own: dict[_BatchNorm, tuple[dict[str, torch.Tensor | None], float | None]] = {}
+        """Of layers whose call is running: their buffers and momentum, in place of which they have others."""
         self._num_calls: Counter[tuple[_BatchNorm, int]] = Counter()
         """By layer and micro-batch."""
         self._values: defaultdict[_BatchNorm, list[_Values]] = defaultdict(list)
@@ -122,7 +98,9 @@ class DeferredStatistics:
                     stack.callback(begin.remove)
                     stack.callback(end.remove)
             yield
-            self._commit()
+            for layer, calls in self._values.items():
+                for values in calls:
+                    _update(layer, values)
 
     @contextlib.contextmanager
     def micro_batch(self, index: int) -> Iterator[None]:
@@ -135,14 +113,23 @@ class DeferredStatistics:
 
     def _begin_call(self, layer: _BatchNorm, _args: Any) -> None:
         if layer.training and layer.running_mean is not None:
-            self._own[layer] = _Own.take(layer)
+            own = {name: layer._buffers[name] for name in (*_RUNNING, _COUNT)}
+            self._own[layer] = own, layer.momentum
+            for name in _RUNNING:
+                # Zeros: the kernel multiplies what it finds by 1 - momentum = 0, which leaves NaN as it is.
+                layer._buffers[name] = torch.zeros_like(own[name])  # type: ignore[arg-type]
+            layer._buffers[_COUNT] = None
+            layer.momentum = 1.0
+
+    def _give_back(self, layer: _BatchNorm) -> None:
+        own, layer.momentum = self._own.pop(layer)
+        layer._buffers.update(own)
 
     def _end_call(self, layer: _BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        own = self._own.pop(layer, None)
-        if own is None:
+        if layer not in self._own:
             return
         mean = layer.running_mean
-        own.give_back(layer)
+        self._give_back(layer)
         is_recomputation = self._micro_batch is None or torch._C._current_graph_task_id() != -1
         if is_recomputation or output is None:  # None: the call raised something
             return
@@ -157,16 +144,10 @@ class DeferredStatistics:
         else:
             before[number].add(values)
 
-    def _commit(self) -> None:
-        for layer, calls in self._values.items():
-            for values in calls:
-                _update(layer, values)
-
     def _forget(self) -> None:
         # An interrupt from the keyboard skips hooks.
-        for layer, own in self._own.items():
-            own.give_back(layer)
-        self._own.clear()
+        for layer in list(self._own):
+            self._give_back(layer)
         self._values.clear()
         self._num_calls.clear()
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_structure
 
 from chunkmem.errors import StateError
 from chunkmem.pipeline.micro_batches import MicroBatch
@@ -38,25 +38,13 @@ class BorderForm:
     """What a stage gives to the next one: tensors, in tuples, lists and dicts, among other values."""
 
     name: str
-    spec: TreeSpec
-    leaves: tuple[Any, ...]
-    """Tensors as `MessageForm`, and what else there is."""
-
-    @classmethod
-    def of(cls, name: str, value: Any) -> BorderForm:
-        """Return that of a value that has `MessageForm` in place of tensors."""
-        leaves, spec = tree_flatten(value)
-        return cls(name, spec, tuple(leaves))
-
-    @property
-    def value(self) -> Any:
-        """What `of` was given."""
-        return tree_unflatten(list(self.leaves), self.spec)
+    value: Any
+    """What it gives, with `MessageForm` in place of tensors."""
 
     @property
     def tensors(self) -> list[MessageForm]:
         """Those that are sent."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, MessageForm)]
+        return [leaf for leaf in tree_leaves(self.value) if isinstance(leaf, MessageForm)]
 
     def flattened(self, value: Any) -> list[torch.Tensor]:
         """Return the tensors of a value, in the dtypes in which they are sent.
@@ -67,7 +55,7 @@ class BorderForm:
         leaves, spec = tree_flatten(value)
         tensors, expected = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], self.tensors
         found = [(t.shape, t.requires_grad) for t in tensors]
-        is_alike = spec == self.spec and len(tensors) == len(expected)
+        is_alike = spec == tree_structure(self.value) and len(tensors) == len(expected)
         pairs = zip(found, expected, strict=False)
         if not is_alike or any(shape != form.shape or has > form.requires_grad for (shape, has), form in pairs):
             raise StateError(
@@ -78,9 +66,7 @@ class BorderForm:
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the value that has these tensors."""
         rest = iter(tensors)
-        return tree_unflatten(
-            [next(rest) if isinstance(leaf, MessageForm) else leaf for leaf in self.leaves], self.spec
-        )
+        return tree_map(lambda leaf: next(rest) if isinstance(leaf, MessageForm) else leaf, self.value)
 
 
 class BorderForms:
@@ -109,26 +95,15 @@ class BorderForms:
                 memo[id(buffer)] = torch.empty_like(buffer, device="cpu")
         self._stages = copy.deepcopy(together, memo)
 
-    def of(self, inputs: Any, form: Hashable) -> dict[int, BorderForm]:
-        """Return what goes out of each stage but the last, for a micro-batch.
-
-        Args:
-            inputs: of the micro-batch.
-            form: the same for all with the same shapes.
-
-        Raises:
-            StateError: shapes depend on values.
-        """
-        found = self._found(inputs, form)
-        if isinstance(found, str):
-            raise StateError(found)
-        return found
-
-    def of_all(self, parts: Sequence[MicroBatch]) -> list[dict[int, BorderForm]] | None:
-        """Return the same for each micro-batch; None if it cannot be told of one."""
-        found = [self._found(part.inputs, part.form) for part in parts]
-        known = [each for each in found if not isinstance(each, str)]
-        return known if len(known) == len(found) else None
+    def of(self, parts: Sequence[MicroBatch]) -> list[dict[int, BorderForm]] | str:
+        """Return by micro-batch what goes out of each stage but the last, or why that cannot be told of one."""
+        known = []
+        for part in parts:
+            found = self._found(part.inputs, part.form)
+            if isinstance(found, str):
+                return found
+            known.append(found)
+        return known
 
     def _found(self, inputs: Any, form: Hashable) -> dict[int, BorderForm] | str:
         key = form, tuple(real.requires_grad for real, _ in self._trainable)
@@ -147,7 +122,7 @@ class BorderForms:
                 value = tree_map(_without_values, inputs)
                 for number, stage in enumerate(self._stages[:-1]):
                     value = stage(value)
-                    found[number] = form_of(value, border_name(number), dtype=self._dtype)
+                    found[number] = form_of(value, number, dtype=self._dtype)
         except StateError as error:
             return str(error)
         except Exception as error:  # whatever a block raises that is given no values
@@ -158,23 +133,19 @@ class BorderForms:
         return found
 
 
-def border_name(number: int) -> str:
-    """Return what messages call what goes out of a stage."""
-    return f"what stage {number} gives to stage {number + 1}"
-
-
-def form_of(value: Any, name: str, *, dtype: torch.dtype) -> BorderForm:
+def form_of(value: Any, number: int, *, dtype: torch.dtype) -> BorderForm:
     """Return what a stage gives to the next one, without values.
 
     Args:
         value: that it gives.
-        name: of that, for messages.
+        number: of the stage.
         dtype: that the model computes in, and in which floats are sent.
 
     Raises:
         StateError: it is no tensors in tuples, lists and dicts.
     """
-    return BorderForm.of(name, tree_map(lambda leaf: _leaf(leaf, name, dtype), value))
+    name = f"what stage {number} gives to stage {number + 1}"
+    return BorderForm(name, tree_map(lambda leaf: _leaf(leaf, name, dtype), value))
 
 
 def _leaf(leaf: Any, name: str, dtype: torch.dtype) -> Any:

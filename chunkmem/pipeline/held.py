@@ -37,7 +37,9 @@ class HeldStage:
         if runtime.sharding.shards is not None and self._num_steps == 2:
             cap_nbytes = runtime.memory.store.pools[Tier.DEVICE].ledger.cap_nbytes
             room_nbytes = cap_nbytes - runtime.memory.pager.required_nbytes[Tier.DEVICE]
-            self._fits = {stage for stage in stages if self._nbytes(stage) <= room_nbytes}
+            chunks = runtime.modules.access.chunks
+            sizes = {stage: sum(chunks[group].nbytes for group in self._groups(stage)) for stage in stages}
+            self._fits = {stage for stage, nbytes in sizes.items() if nbytes <= room_nbytes}
             if self._fits:
                 runtime.forget_plans()
 
@@ -78,6 +80,3 @@ class HeldStage:
         managed = self._runtime.registry.managed_under(stage).values()
         groups = {one.group for one in managed if chunks[one.group].compute_tier is Tier.DEVICE}
         return tuple(sorted(groups))
-
-    def _nbytes(self, stage: nn.Module) -> int:
-        return sum(self._runtime.modules.access.chunks[group].nbytes for group in self._groups(stage))

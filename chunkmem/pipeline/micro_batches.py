@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from chunkmem.errors import StateError
 
@@ -25,6 +25,8 @@ class MicroBatch:
     form: tuple[object, ...]
     """Shapes and dtypes of its tensors, and what else it is."""
     num_samples: int
+    is_last: bool
+    """Of its batch."""
 
 
 def split(inputs: Any, target: Any, *, num: int) -> list[MicroBatch]:
@@ -71,7 +73,20 @@ def lengths(num_samples: int, num: int) -> list[int]:
 
 def not_given(num_samples: int, num: int) -> list[MicroBatch]:
     """Return the micro-batches of a batch of which this rank was given nothing."""
-    return [MicroBatch(None, None, num_samples / length, (), length) for length in lengths(num_samples, num)]
+    return list(_parts(*tree_flatten((None, None)), sizes=lengths(num_samples, num)))
+
+
+def loss_of(loss_fn: Callable[..., Any], output: Any, target: Any, divisor: float) -> torch.Tensor:
+    """Return the part of a batch's loss that a micro-batch has, of which a model returns `output`.
+
+    Raises:
+        StateError: `loss_fn` returns something else than one number.
+    """
+    loss = loss_fn(output) if target is None else loss_fn(output, target)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise StateError(f"loss_fn returned {what}; it has to return the mean loss of its samples as one number")
+    return loss / divisor
 
 
 def _parts(leaves: list[Any], spec: Any, *, sizes: Sequence[int]) -> Iterator[MicroBatch]:
@@ -83,7 +98,7 @@ def _parts(leaves: list[Any], spec: Any, *, sizes: Sequence[int]) -> Iterator[Mi
         ]
         form = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in part)
         inputs, target = tree_unflatten(part, spec)
-        yield MicroBatch(inputs, target, num_samples / length, form, length)
+        yield MicroBatch(inputs, target, num_samples / length, form, length, stop == num_samples)
 
 
 def _named(path: Any) -> str:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from chunkmem.errors import ConfigError, LayoutError
-from chunkmem.pipeline.checkpoints import CHECKPOINTS
 from chunkmem.pipeline.epochs import Epochs
 from chunkmem.pipeline.frozen import Cache
+from chunkmem.pipeline.micro_batches import MicroBatch
 from chunkmem.sizes import shown
 
+CHECKPOINTS = ("auto", "always", "except_last", "never")
+"""Which calls of blocks are recomputed in backward."""
 ASYNCHRONOUS = "async-1f1b"
 """The schedule whose stages update their weights while other batches are under way."""
 VERSIONS = ("stash", "predict", "predict+gap")
@@ -33,7 +34,7 @@ class PipelineOptions:
     blocks: tuple[nn.Module, ...]
     first: nn.Module | None
     last: nn.Module | None
-    loss_fn: Callable[[Any, Any], torch.Tensor]
+    loss_fn: Callable[..., torch.Tensor]
     micro_batches: int
     checkpoint: str
     schedule: str
@@ -78,6 +79,23 @@ class PipelineOptions:
             )
         self._check_versions()
 
+    @property
+    def chain(self) -> list[list[nn.Module]]:
+        """Each block as a list of modules: `first` with the first one, `last` with the last one."""
+        parts = [[block] for block in self.blocks]
+        if self.first is not None:
+            parts[0].insert(0, self.first)
+        if self.last is not None:
+            parts[-1].append(self.last)
+        return parts
+
+    def policy(self, part: MicroBatch) -> str:
+        """Return the policy for what a micro-batch saves in a block, as `activations.policy` has them."""
+        if self.checkpoint == "auto":
+            return "auto"
+        is_recomputed = self.checkpoint == "always" or (self.checkpoint == "except_last" and not part.is_last)
+        return "recompute" if is_recomputed else "offload"
+
     def _check_versions(self) -> None:
         if self.versions is not None and self.versions not in VERSIONS:
             raise ConfigError(f"versions is {shown(self.versions)}; give one of {', '.join(VERSIONS)}")
@@ -98,12 +116,12 @@ class PipelineOptions:
                 f"checkpoint={self.checkpoint!r} with schedule={ASYNCHRONOUS!r}: what stages save is kept over "
                 'updates; give "auto" or "never"'
             )
-        others: dict[str, object] = {"deferred_batch_norm": self.deferred_batch_norm, "width": self.width}
-        others |= {"freeze": self.epochs, "cache": self.cache}
-        for name in (name for name, value in others.items() if value is not None and value is not False):
-            raise ConfigError(
-                f'{name} with schedule={ASYNCHRONOUS!r}: batches overlap; leave it out, or use schedule="1f1b"'
-            )
+        norm = self.deferred_batch_norm or None
+        for name, value in (("deferred_batch_norm", norm), ("freeze", self.epochs), ("cache", self.cache)):
+            if value is not None:
+                raise ConfigError(
+                    f'{name} with schedule={ASYNCHRONOUS!r}: batches overlap; leave it out, or use schedule="1f1b"'
+                )
 
 
 def blocks_of(given: Iterable[nn.Module]) -> tuple[nn.Module, ...]:

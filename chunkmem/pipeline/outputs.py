@@ -7,25 +7,49 @@ What a block is given has no history but a node that takes the gradients.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.parked import Parked, ParkedTensors
 from chunkmem.nn.values import tensors_in
+from chunkmem.pipeline.arguments import Structure
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Stands for a tensor in a value."""
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, _anchor: torch.Tensor, take: Callable[[Sequence[torch.Tensor | None]], None], tensors: Any
+    ) -> Any:
+        ctx.take = take
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
 
-    index: int
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.take(gradients)
+        return None, None, None
+
+
+def begin_history(
+    tensors: list[torch.Tensor], wanted: Sequence[int], take: Callable[[Sequence[torch.Tensor | None]], None]
+) -> None:
+    """Begin a history for some tensors of a list, which have none and of which nobody else knows.
+
+    Args:
+        tensors: the list.
+        wanted: their places in it.
+        take: is given their gradients in backward, once; None where there is none.
+    """
+    if wanted:
+        given = [tensors[at] for at in wanted]
+        cut = _Cut.apply(torch.empty(0, requires_grad=True), take, given)  # type: ignore[no-untyped-call]
+        for at, tensor in zip(wanted, cut, strict=True):
+            tensors[at] = tensor
 
 
 class BlockOutput:
@@ -46,8 +70,13 @@ class BlockOutput:
         self._parking = parking
         self._name = name
         self.calls = calls
-        self._leaves, self._spec = tree_flatten(value)
-        tensors = _take_tensors(self._leaves, name)
+        self._structure, tensors = Structure.of(value)
+        for leaf in self._structure.others:
+            if next(tensors_in(leaf), None) is not None:
+                raise StateError(
+                    f"{name} returns a {type(leaf).__name__} with tensors inside, where the next block is another step "
+                    "of autograd; return tensors, or tuples, lists and dicts of them"
+                )
         self._wanted = [at for at, tensor in enumerate(tensors) if tensor.requires_grad]
         """Those that require gradients."""
         self._edges = [get_gradient_edge(tensors[at]) for at in self._wanted]
@@ -81,13 +110,8 @@ class BlockOutput:
         """
         tensors = self._content if self._parked is None else self._parked.bring()
         self._content = []
-        if self._wanted:
-            given = [tensors[at] for at in self._wanted]
-            cut = _Cut.apply(torch.empty(0, requires_grad=True), self, given)  # type: ignore[no-untyped-call]
-            for at, tensor in zip(self._wanted, cut, strict=True):
-                tensors[at] = tensor
-        leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self._leaves]
-        return tree_unflatten(leaves, self._spec)
+        begin_history(tensors, self._wanted, self._take_gradients)
+        return self._structure.filled(tensors)
 
     def end_call(self) -> None:
         """The next block has returned."""
@@ -95,7 +119,7 @@ class BlockOutput:
         if parked is not None:
             parked.end()
 
-    def take_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _take_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """The backward of the next block has come to what it was given.
 
         Raises:
@@ -165,36 +189,3 @@ class BlockOutput:
             if parked is not None:
                 parked.end()
         self._edges, self._content, self._gradients = [], [], []
-
-
-class _Cut(torch.autograd.Function):
-    """Begins a history for what a block is given."""
-
-    @staticmethod
-    def forward(ctx: Any, _anchor: torch.Tensor, output: BlockOutput, tensors: list[torch.Tensor]) -> Any:
-        ctx.output = output
-        ctx.set_materialize_grads(False)
-        return tuple(tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.output.take_gradients(gradients)
-        return None, None, None
-
-
-def _take_tensors(leaves: list[Any], name: str) -> list[torch.Tensor]:
-    """Put slots in place of tensors, the same for the same tensor, and return the tensors."""
-    tensors: list[torch.Tensor] = []
-    known: dict[int, _Slot] = {}
-    for at, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            if id(leaf) not in known:
-                known[id(leaf)] = _Slot(len(tensors))
-                tensors.append(leaf)
-            leaves[at] = known[id(leaf)]
-        elif next(tensors_in(leaf), None) is not None:
-            raise StateError(
-                f"{name} returns a {type(leaf).__name__} with tensors inside, where the next block is another step of "
-                "autograd; return tensors, or tuples, lists and dicts of them"
-            )
-    return tensors

@@ -40,8 +40,7 @@ class MicroBatchStreams:
     @contextlib.contextmanager
     def of(self, number: int) -> Iterator[None]:
         """Draw from the stream of a micro-batch."""
-        for generator, state in zip(self._generators, self._now[number], strict=True):
-            generator.set_state(state)
+        _set_states(self._generators, self._now[number])
         yield
         self._now[number] = states_of(self._generators)
 
@@ -53,9 +52,7 @@ class MicroBatchStreams:
         """
         pairs = enumerate(zip(self._now, self._starts[1:], strict=False))
         wrong = next((number for number, (end, start) in pairs if not _same(end, start)), None)
-        states = self._now[-1] if wrong is None else self._starts[0]
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
+        _set_states(self._generators, self._now[-1] if wrong is None else self._starts[0])
         return wrong
 
 
@@ -80,10 +77,6 @@ class RandomStreams:
             pairs = zip(self.generators, starts[-1], each, strict=True)
             starts.append(tuple(_advanced(generator, state, count or 0) for generator, state, count in pairs))
         return MicroBatchStreams(self.generators, starts)
-
-    def are_known(self, forms: Sequence[Hashable]) -> bool:
-        """Tell whether all micro-batches of each form draw the same amount, that of the last one of a step left out."""
-        return all(None not in self._draws.get(form, (None,)) for form in _asked(forms))
 
     def forget(self, forms: Sequence[Hashable]) -> None:
         """What micro-batches of these forms draw varies."""
@@ -113,6 +106,11 @@ def _asked(forms: Sequence[Hashable]) -> Sequence[Hashable]:
 def states_of(generators: Sequence[torch.Generator]) -> States:
     """Return the state of each."""
     return tuple(generator.get_state() for generator in generators)
+
+
+def _set_states(generators: Sequence[torch.Generator], states: States) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
 
 
 def foreign_states() -> tuple[object, ...]:

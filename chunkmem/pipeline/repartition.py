@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,15 +24,12 @@ from chunkmem.errors import ChunkmemError, ConfigError, StateError
 from chunkmem.nn.binding import move_to
 from chunkmem.nn.parameter_reads import own_parameters
 from chunkmem.packing.built import PutOff
-from chunkmem.pipeline.modules import divide
 from chunkmem.pipeline.options import PipelineOptions
-from chunkmem.pipeline.schedules import check_schedule
-from chunkmem.pipeline.staged import with_schedule
+from chunkmem.pipeline.staged import stages_of
 from chunkmem.pipeline.width import Pipeline
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.shard.ownership import RoundRobin
 
-T = TypeVar("T")
 _CALL = "pipe.repartition()"
 MakePipeline = Callable[[Runtime, PipelineOptions], Pipeline]
 
@@ -44,8 +41,8 @@ def repartition(
     *,
     changed: PipelineOptions | None = None,
     make: MakePipeline,
-) -> tuple[Pipeline, str]:
-    """Do what `OfWidth.repartition` says: [Note: Repartition].
+) -> Pipeline:
+    """Do what `Pipeline.repartition` says, and return the pipeline: [Note: Repartition].
 
     Args:
         runtime: the parts of the manager so far.
@@ -53,13 +50,11 @@ def repartition(
         num_stages: ranks of a pipeline from now on.
         changed: what is asked for from now on; None: the same, about as many blocks in each stage.
         make: has a manager take other parts over, and returns a pipeline over them.
-
-    Returns:
-        The pipeline, and what has happened in words.
     """
     before, options = options, replace(options, cut=None) if changed is None else changed
-    _refuse(runtime, options, num_stages, is_same=options.cut == before.cut)
+    is_same = options.cut == before.cut
     options = _options_for(options, num_stages)
+    roots = _refuse(runtime, options, num_stages, is_same=is_same)
     table = ranks_by_stage(runtime.origin.mesh, num_stages)
     stage, replica, shard = (table == runtime.ranks.name(runtime.ranks.rank)).nonzero()[0].tolist()
     members = tuple(sorted(table[:, replica].flatten().tolist()))
@@ -68,7 +63,7 @@ def repartition(
     ranks = Ranks(mesh=Mesh((members,)), timeout_s=runtime.config.distributed.timeout_s)
     try:
         change = _Change(runtime, ranks, call=_CALL, reader="repartition")
-        change.check(options, stage, shard, num_stages=num_stages, num_shards=table.shape[2])
+        change.check(roots[stage::num_stages], shard, num_shards=table.shape[2])
         try:
             after = change.divided(with_stages(runtime.origin.mesh, num_stages), reason=said)
             pipeline = change.pack(after, options, make)
@@ -81,7 +76,7 @@ def repartition(
         raise
     finally:
         ranks.close()
-    return pipeline, said
+    return pipeline
 
 
 def _width(ranks: Ranks) -> str:
@@ -99,9 +94,10 @@ def _options_for(options: PipelineOptions, num_stages: int) -> PipelineOptions:
 # What is refused: nothing has been changed.
 
 
-def _refuse(runtime: Runtime, options: PipelineOptions, num_stages: int, *, is_same: bool) -> None:
-    """Raise if it cannot be done, on all ranks alike."""
+def _refuse(runtime: Runtime, options: PipelineOptions, num_stages: int, *, is_same: bool) -> Sequence[nn.Module]:
+    """Raise if it cannot be done, on all ranks alike; return all stages, or the roots of the model."""
     found: ChunkmemError | None = None
+    roots: Sequence[nn.Module] = ()
     runtime.require_open()
     for ranks in (runtime.ranks.stages, runtime.ranks):
         if ranks is not None:
@@ -109,7 +105,7 @@ def _refuse(runtime: Runtime, options: PipelineOptions, num_stages: int, *, is_s
             ranks.agree("the blocks of the stages that a pipeline is divided into", repr(options.cut))
     try:
         runtime.updater.ledger.require_over("pipe.repartition()")
-        _require_stages(runtime, options, num_stages, is_same=is_same)
+        roots = _require_stages(runtime, options, num_stages, is_same=is_same)
         require_let_go(runtime, call=_CALL, why="goes to other ranks")
     except ChunkmemError as error:
         found = error
@@ -119,9 +115,12 @@ def _refuse(runtime: Runtime, options: PipelineOptions, num_stages: int, *, is_s
         raise found
     if others:
         raise StateError(f"pipe.repartition(): another rank refuses: {others}")
+    return roots
 
 
-def _require_stages(runtime: Runtime, options: PipelineOptions, num_stages: int, *, is_same: bool) -> None:
+def _require_stages(
+    runtime: Runtime, options: PipelineOptions, num_stages: int, *, is_same: bool
+) -> Sequence[nn.Module]:
     if not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1:
         raise ConfigError(f"pipe.repartition(): stages is {num_stages!r}; give a number of at least 1")
     if runtime.config.memory.disk is not None:
@@ -131,7 +130,7 @@ def _require_stages(runtime: Runtime, options: PipelineOptions, num_stages: int,
         raise StateError(
             f"pipe.repartition({num_stages}): there are {_width(runtime.ranks)} ranks (stages x shards) already"
         )
-    ranks_by_stage(runtime.origin.mesh, num_stages)
+    num_shards = ranks_by_stage(runtime.origin.mesh, num_stages).shape[2]
     if len(runtime.built.added) != 1:
         raise StateError(f"pipe.repartition(): this manager has {len(runtime.built.added)} models; it is for one")
     (added,) = runtime.built.added
@@ -149,10 +148,11 @@ def _require_stages(runtime: Runtime, options: PipelineOptions, num_stages: int,
                     f"pipe.repartition(): parameter {name} was added after the model was packed, and is in no chunk; "
                     "make adapters (get_peft_model) before the model is packed"
                 )
-    if num_stages > 1:
-        _, per_rank = check_schedule(_options_for(options, num_stages).schedule, options.stages_per_rank)
-        num = per_rank * num_stages
-        added.check(divide(options.blocks, first=options.first, last=options.last, num=num, cut=options.cut))
+    if num_stages == 1:
+        return added.roots
+    _, stages, _ = stages_of(runtime, options, num_ranks=num_stages, num_shards=num_shards)
+    added.check(stages)
+    return stages
 
 
 # What is done.
@@ -171,31 +171,21 @@ class _Ordinary:
 class _Change(Repacking):
     """To another number of stages."""
 
-    def check(self, options: PipelineOptions, stage: int, shard: int, *, num_stages: int, num_shards: int) -> None:
+    def check(self, roots: Sequence[nn.Module], shard: int, *, num_shards: int) -> None:
         """Check that all ranks have room, while nothing has been changed yet.
 
         Args:
-            options: of the new pipeline.
-            stage: that this rank is going to have.
+            roots: what this rank is going to have.
             shard: of it.
-            num_stages: ranks of a pipeline.
-            num_shards: ranks that share a stage.
+            num_shards: ranks that share it.
 
         Raises:
             CapacityError: one has not; on all ranks.
         """
-        before, added = self.before, self.added
-        roots: list[nn.Module] = list(added.roots)
-        excluded = list(added.excluded)
-        if num_stages > 1:
-            _, per_rank, _ = with_schedule(before, options, num_ranks=num_stages, num_shards=num_shards)
-            num, cut = per_rank * num_stages, options.cut
-            stages = divide(options.blocks, first=options.first, last=options.last, num=num, cut=cut)
-            roots = [module for number, module in enumerate(stages) if number % num_stages == stage]
-            inside = {module for root in roots for module in root.modules()}
-            excluded = [module for module in excluded if module in inside]
+        inside = {module for root in roots for module in root.modules()}
+        excluded = [module for module in self.added.excluded if module in inside]
         owner = RoundRobin(num_shards).owner
-        layouts = before.modules.packer.preview(roots, excluded, num_ranks=num_shards)
+        layouts = self.before.modules.packer.preview(roots, excluded, num_ranks=num_shards)
         self.require_room(layouts, owns=lambda group: owner(group) == shard)
 
     def divided(self, mesh: object, *, reason: str) -> Runtime:

@@ -16,167 +16,124 @@ from chunkmem.comm.neighbours import Neighbours
 from chunkmem.errors import ChunkmemError, ConfigError, RankError
 from chunkmem.pipeline.announced import AnnouncedForms
 from chunkmem.pipeline.automatic import choose
-from chunkmem.pipeline.checkpoints import policy_of
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.forms import BorderForms
-from chunkmem.pipeline.frozen_stages import FrozenStages, FrozenStep
+from chunkmem.pipeline.frozen import FrozenBlocks, FrozenPrefix
 from chunkmem.pipeline.given_batch import compare, given_batch
 from chunkmem.pipeline.held import HeldStage
 from chunkmem.pipeline.micro_batches import not_given, split
-from chunkmem.pipeline.modules import StageModule, divide, with_ends
+from chunkmem.pipeline.modules import StageModule, divide
 from chunkmem.pipeline.options import PipelineOptions
-from chunkmem.pipeline.schedules import FOR_ANY_NUMBER, RankSchedule, check_schedule, make_schedule
+from chunkmem.pipeline.schedules import FOR_ANY_NUMBER, check_schedule, make_schedule
 from chunkmem.pipeline.stage import PackedStage, StageStep
 from chunkmem.pipeline.ties import TiedParameters
-from chunkmem.pipeline.width import OfWidth
+from chunkmem.pipeline.width import Pipeline
 
 
-def staged_pipeline(runtime: Runtime, options: PipelineOptions, *, make: type[StagedPipeline]) -> StagedPipeline:
-    """Divide a model into stages over ranks, pack those of this rank, and return what runs them.
-
-    Every rank calls it with the same options, and without another model in between.
-
-    Args:
-        runtime: of the manager that the model was built with.
-        options: see `ChunkManager.pipeline`; for `schedule` and `stages_per_rank` see `check_schedule`.
-        make: a class of pipelines.
-
-    Raises:
-        ConfigError: an option is not for stages, or differs between ranks.
-        LayoutError: there are fewer blocks than stages, or parameters of the model are in none of them.
-        StateError: there is no model, or it is packed already.
-        CapacityError: the weights fit no tier.
-    """
-    ranks = runtime.ranks.stages
-    assert ranks is not None
-    blocks, first, last = options.blocks, options.first, options.last
-    options, per_rank, reason = with_schedule(
-        runtime, options, num_ranks=ranks.size, num_shards=runtime.ranks.shard.size
-    )
-    name = options.schedule
-    what = f"{name} of {len(blocks)} blocks, {per_rank} stages a rank, {options.micro_batches}, {options.checkpoint}"
-    what += "" if options.versions is None else f", {options.versions}"
-    ranks.agree("the pipeline", what)
-    modules = divide(blocks, first=first, last=last, num=per_rank * ranks.size, cut=options.cut)
-    runtime.built.check_stages(modules)
-    make.require_trainable(runtime, modules)
-    forms = BorderForms(modules, dtype=runtime.dtype)
-    runtime.built.add_stages(dict(enumerate(modules)))
-    return make(runtime, modules, forms, options, reason=reason)
-
-
-def with_schedule(
+def stages_of(
     runtime: Runtime, options: PipelineOptions, *, num_ranks: int, num_shards: int
-) -> tuple[PipelineOptions, int, str]:
-    """Return options with the name of a schedule, the stages of each rank, and why, if it was not asked for.
+) -> tuple[PipelineOptions, list[StageModule], str]:
+    """Return options with the name of a schedule, all stages, and why these, if the schedule was not asked for.
 
     Args:
         runtime: of the manager.
-        options: see `staged_pipeline`, as for errors.
+        options: see `StagedPipeline`, as for errors.
         num_ranks: of a pipeline.
         num_shards: ranks that share a stage.
     """
     reason = ""
-    if options.schedule == "auto" and options.stages_per_rank is None:
-        choice = choose(
-            with_ends(options.blocks, first=options.first, last=options.last),
-            num_ranks=num_ranks,
-            num_shards=num_shards,
-            micro_batches=options.micro_batches,
-            device_nbytes=runtime.tiers.caps.device_nbytes,
-        )
-        options = replace(options, schedule=choice.schedule, stages_per_rank=choice.stages_per_rank)
-        reason = choice.reason
+    if options.schedule == "auto" and options.stages_per_rank is None and len(options.blocks) >= num_ranks:
+        device_nbytes = runtime.tiers.caps.device_nbytes
+        options, reason = choose(options, num_ranks=num_ranks, num_shards=num_shards, device_nbytes=device_nbytes)
     name, per_rank = check_schedule(options.schedule, options.stages_per_rank)
-    return replace(options, schedule=name), per_rank, reason
+    return replace(options, schedule=name), divide(options, per_rank * num_ranks), reason
 
 
-class StagedPipeline(OfWidth):
+class StagedPipeline(Pipeline):
     """Runs the stages of this rank, together with the ranks that have the others."""
-
-    make_stage: type[PackedStage] = PackedStage
-    """Of its stages."""
 
     @staticmethod
     def require_trainable(runtime: Runtime, modules: Sequence[StageModule]) -> None:
         """Raise a `ConfigError` for what a kind of pipelines cannot train, before anything is packed."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        modules: Sequence[StageModule],
-        forms: BorderForms,
-        options: PipelineOptions,
-        *,
-        reason: str,
-    ) -> None:
-        """Run `modules`, of which those of this rank are packed; see `staged_pipeline`.
+    def __init__(self, runtime: Runtime, options: PipelineOptions) -> None:
+        """Divide a model into stages over ranks, and pack those of this rank.
+
+        Every rank calls it with the same options, and without another model in between.
 
         Args:
-            runtime: of the manager.
-            modules: of all stages.
-            forms: of what goes between them.
-            options: with the name of a schedule.
-            reason: why it was chosen; empty if it was asked for.
+            runtime: of the manager that the model was built with.
+            options: see `ChunkManager.pipeline`; for `schedule` and `stages_per_rank` see `check_schedule`.
+
+        Raises:
+            ConfigError: an option is not for stages, or differs between ranks.
+            LayoutError: there are fewer blocks than stages, or parameters of the model are in none of them.
+            StateError: there is no model, or it is packed already.
+            CapacityError: the weights fit no tier.
         """
-        assert runtime.ranks.stages is not None
-        self._runtime = runtime
-        self._ranks = runtime.ranks.stages
-        self._forms = forms
-        self._options = options
-        self.schedule = options.schedule
-        """Its name."""
-        self.reason = reason
-        """Why it was chosen; empty if it was asked for."""
-        self._schedules: dict[int, RankSchedule] = {}
-        """By number of micro-batches."""
-        waiting = runtime.memory.pager.waiting
-        self._neighbours = Neighbours(self._ranks, runtime.device, waiting=waiting)
-        self._announced = AnnouncedForms(self._ranks, dtype=runtime.dtype, waiting=waiting)
-        self._num_stages = len(modules)
-        own = range(self._ranks.rank, self._num_stages, self._ranks.size)
-        self.stages = [self._make_own(modules, index) for index in own]
-        """Those of this rank."""
-        self._statistics = DeferredStatistics(
-            [stage.submod for stage in self.stages] if options.deferred_batch_norm else ()
+        ranks = runtime.ranks.stages
+        assert ranks is not None
+        options, modules, reason = stages_of(
+            runtime, options, num_ranks=ranks.size, num_shards=runtime.ranks.shard.size
         )
+        super().__init__(runtime, options)
+        per_rank = len(modules) // ranks.size
+        what = f"{options.schedule} of {len(options.blocks)} blocks, {per_rank} stages a rank, {options.micro_batches}"
+        ranks.agree("the pipeline", f"{what}, {options.checkpoint}, {options.versions}")
+        runtime.built.check_stages(modules)
+        self.require_trainable(runtime, modules)
+        self._forms = BorderForms(modules, dtype=runtime.dtype)
+        runtime.built.add_stages(dict(enumerate(modules)))
+        self._ranks = ranks
+        self.reason = reason
+        """Why the schedule was chosen; empty if it was asked for."""
+        self._schedules: dict[int, Any] = {}
+        """Of torch, by number of micro-batches."""
+        waiting = runtime.memory.pager.waiting
+        self._neighbours = Neighbours(ranks, runtime.device, waiting=waiting)
+        self._announced = AnnouncedForms(ranks, waiting=waiting)
+        own = range(ranks.rank, len(modules), ranks.size)
+        self._statistics = DeferredStatistics([modules[k] for k in own] if options.deferred_batch_norm else ())
         self._held = HeldStage(runtime)
-        self._ties = TiedParameters(modules, ranks=self._ranks, registry=runtime.registry, gradients=runtime.gradients)
-        self._frozen = FrozenStages(
-            [tuple(module.blocks) for module in modules],
+        self.stages = [self._make_stage(modules, index) for index in own]
+        """Those of this rank."""
+        self._ties = TiedParameters(modules, runtime, ranks=ranks)
+        self._frozen = FrozenPrefix(
+            [block for module in modules for block in module.blocks][:-1],
             options.cache,
-            ranks=self._ranks,
             units=runtime.sharding.units,
+            ranks=ranks,
+            owners=[number % ranks.size for number, module in enumerate(modules) for _ in module.blocks],
         )
         self._roots: defaultdict[int, nn.Module] = defaultdict(nn.Module)
         """By the first block that runs: steps that begin with different ones are of different kinds."""
-        for module in modules:
-            module.regions = runtime.modules.regions
-            module.hold = self._held.hold
-        self._set_up(runtime, modules)
 
-    def _make_own(self, modules: Sequence[StageModule], index: int) -> PackedStage:
-        runtime = self._runtime
-        return self.make_stage(
+    def _make_stage(self, modules: Sequence[StageModule], index: int) -> PackedStage:
+        return PackedStage(
             modules[index],
             index,
-            self._num_stages,
+            len(modules),
+            runtime=self._runtime,
+            options=self._options,
             neighbours=self._neighbours,
-            parking=runtime.modules.parked,
-            clock=runtime.memory.store.clock,
-            log=lambda: runtime.controller.now.step_log,
-            device=runtime.device,
-            group=self._ranks.process_group,
-            first_block=sum(len(before.blocks) for before in modules[:index]),
+            statistics=self._statistics,
+            hold=self._held.hold,
         )
 
-    def _set_up(self, runtime: Runtime, modules: Sequence[StageModule]) -> None:
-        """What a kind of pipelines has in addition."""
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule."""
+        return self._options.schedule
+
+    @property
+    def num_stages(self) -> int:
+        """Those of all ranks."""
+        return len(self.stages) * self._ranks.size
 
     def __repr__(self) -> str:
         own = ", ".join(str(stage.stage_index) for stage in self.stages)
         how = f"micro_batches={self._options.micro_batches}, schedule={self.schedule!r}"
-        return f"{type(self).__name__}(stage {own} of {self._num_stages}, {how})"
+        return f"{type(self).__name__}(stage {own} of {self.num_stages}, {how})"
 
     def step(self, inputs: Any, target: Any = None, *, ids: Any = None) -> torch.Tensor:
         """Run forward and backward for a batch; return its loss, the same on all ranks of a pipeline, detached.
@@ -204,14 +161,13 @@ class StagedPipeline(OfWidth):
         with self._running(), self._statistics.mini_batch(), self.timed(step.parts):
             # What is received for the first call is part of the step.
             self._runtime.entry_points.begin_root(self._roots[step.frozen.start])
-            self._held.begin([stage.submod for stage in self.stages])
+            self._held.begin([stage.module for stage in self.stages])
             self._ties.begin()
             schedule.step(target=torch.arange(len(step.parts)), return_outputs=False)
             self._runtime.note_scaled()  # also on a rank whose stages are frozen, and have no backward
             self._ties.end()
             loss = self._loss(step)
-        if self.epochs is not None:
-            self.epochs.stepped()
+        self.end_step()
         return loss
 
     def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
@@ -221,46 +177,33 @@ class StagedPipeline(OfWidth):
             schedule.eval(target=torch.arange(len(step.parts)), return_outputs=False)
             return self._loss(step)
 
-    def _prepare(self, inputs: Any, target: Any, ids: Any, *, is_training: bool) -> tuple[StageStep, RankSchedule]:
+    def _prepare(self, inputs: Any, target: Any, ids: Any, *, is_training: bool) -> tuple[StageStep, Any]:
         """Have the stages of this rank know a batch, the same on all ranks of the pipeline; return what runs it."""
         self.require_current()
-        self._runtime.require_open()
         num = self._options.micro_batches
         with self._runtime.ranks.telling():
-            self._require_inputs_for_cache(inputs)
+            if inputs is None and self._options.cache is not None:
+                raise ConfigError("pipe.step(): a cache looks up samples on all ranks: give all of them the inputs")
             is_given = inputs is not None or target is not None
             parts = split(inputs, target, num=num) if is_given else []
         with self._naming_stages():
-            borders = None if inputs is None else self._forms.of_all(parts)
-            own = given_batch(parts, ids, knows_forms=borders is not None)
+            borders = "" if inputs is None else self._forms.of(parts)
+            own = given_batch(parts, ids, knows_forms=not isinstance(borders, str))
             num_samples, are_known = compare(own, self._ranks)
             parts = parts or not_given(num_samples, num)
             with self._runtime.ranks.telling():
-                frozen = self._frozen.begin(parts, ids) if is_training else FrozenStep()
+                frozen = self._frozen.begin(parts, ids) if is_training else FrozenBlocks()
         num = len(parts)
-        step = StageStep(
-            parts,
-            borders if are_known and borders is not None else [{} for _ in parts],
-            [policy_of(self._options.checkpoint, number, num) for number in range(num)],
-            self._options.loss_fn,
-            None if self._runtime.scaler is None else self._runtime.scaler.loss_scale,
-            self._in_backward,
-            self._statistics,
-            self._held.hold,
-            frozen,
-            None if are_known else self._announced,
-        )
+        if not are_known or isinstance(borders, str):
+            borders = [{} for _ in parts]
+        step = StageStep(parts, borders, self.times, frozen, None if are_known else self._announced)
         if num not in self._schedules:
             self._schedules[num] = self._make_schedule(num)
         for stage in self.stages:
-            stage.begin(step, times=self.times)
+            stage.begin(step)
         return step, self._schedules[num]
 
-    def _require_inputs_for_cache(self, inputs: Any) -> None:
-        if inputs is None and self._options.cache is not None:
-            raise ConfigError("pipe.step(): a cache looks up samples on all ranks: give all of them the inputs")
-
-    def _make_schedule(self, num: int) -> RankSchedule:
+    def _make_schedule(self, num: int) -> Any:
         """Return the schedule for so many micro-batches; where it was chosen here, another one if it is not for them.
 
         Raises:
@@ -272,13 +215,6 @@ class StagedPipeline(OfWidth):
             if not self.reason:
                 raise
             return make_schedule(FOR_ANY_NUMBER[self.schedule], self.stages, num)
-
-    @contextlib.contextmanager
-    def _in_backward(self) -> Iterator[None]:
-        """Surround a backward, after which gradients are not reduced: more of them come."""
-        self._runtime.sharding.units.declare_last(False)
-        with self._runtime.backward():
-            yield
 
     def _loss(self, step: StageStep) -> torch.Tensor:
         """Return the loss of a batch, when all messages have arrived."""
@@ -320,7 +256,7 @@ class StagedPipeline(OfWidth):
         found = []
         for place in range(self._ranks.size):
             if self._ranks.name(place) in ranks:
-                stages = [str(k) for k in range(self._num_stages) if k % self._ranks.size == place]
+                stages = [str(k) for k in range(place, self.num_stages, self._ranks.size)]
                 found.append(
                     f"rank {self._ranks.name(place)} has stage{'s' * (len(stages) > 1)} {' and '.join(stages)}"
                 )

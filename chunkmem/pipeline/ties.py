@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.comm.exchange import sum_dtype
 from chunkmem.comm.neighbours import Message, Neighbours
 from chunkmem.comm.ranks import Ranks
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.gradients import GradientBook
-from chunkmem.nn.registry import ModelRegistry
 
 _FIRST_TAG = 1 << 29
 """Above those of activations."""
@@ -46,22 +45,20 @@ def holders_of(stages: Sequence[nn.Module], num_ranks: int) -> dict[nn.Parameter
 class TiedParameters:
     """Sums up their gradients."""
 
-    def __init__(
-        self, stages: Sequence[nn.Module], *, ranks: Ranks, registry: ModelRegistry, gradients: GradientBook
-    ) -> None:
+    def __init__(self, stages: Sequence[nn.Module], runtime: Runtime, *, ranks: Ranks) -> None:
         """Find the parameters that stages on different ranks have in common, once those of this rank are packed."""
         self._ranks = ranks
-        self._gradients = gradients
+        self._gradients = runtime.gradients
         self._neighbours = Neighbours(ranks, torch.device("cpu"))
         self._before: dict[Tie, torch.Tensor] = {}
         """What had landed when the step began: it has been summed up."""
         self._ties: list[Tie] = []
         shared = [(param, found) for param, found in holders_of(stages, ranks.size).items() if len(found) > 1]
         for number, (param, found) in enumerate(shared):
-            managed = registry.find(param) if ranks.rank in found else None
+            managed = runtime.registry.find(param) if ranks.rank in found else None
             if managed is not None:
                 self._ties.append(Tie(managed, found, number))
-        registry.counted_elsewhere.update(tie.managed for tie in self._ties if tie.ranks[0] != ranks.rank)
+        runtime.registry.counted_elsewhere.update(tie.managed for tie in self._ties if tie.ranks[0] != ranks.rank)
 
     def begin(self) -> None:
         """A step begins: set aside the gradients of earlier ones, which have been summed up."""

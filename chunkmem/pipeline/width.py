@@ -3,49 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from chunkmem.assembly.runtime import Runtime
 from chunkmem.errors import StateError
 from chunkmem.freezing.freezer import FreezeReport
 from chunkmem.pipeline.block_times import BlockTimes
-from chunkmem.pipeline.epochs import Epochs
 from chunkmem.pipeline.micro_batches import MicroBatch
 from chunkmem.pipeline.options import PipelineOptions
 
 
-class Pipeline(Protocol):
-    """What `ChunkManager.pipeline` returns."""
+class Pipeline(ABC):
+    """What `ChunkManager.pipeline` returns, over so many stages and ranks."""
 
+    divide: Callable[..., Pipeline]
+    """Makes a pipeline of another number of stages in place of this one; `changed` are options for it."""
+
+    def __init__(self, runtime: Runtime, options: PipelineOptions) -> None:
+        """Run what `options` name by the parts of a manager, which has packed it."""
+        self._runtime = runtime
+        self._options = options
+        self.times = BlockTimes((), runtime.memory.store.clock)
+        """Of its blocks; none are timed unless somebody puts others here."""
+
+    @abstractmethod
     def step(self, inputs: Any, target: Any = None, *, ids: Any = None) -> torch.Tensor:
         """Run forward and backward of a batch; return its loss."""
-        ...
 
+    @abstractmethod
     def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
         """Run forward of a batch; return its loss."""
-        ...
-
-    def end_epoch(self) -> FreezeReport:
-        """Freeze what a schedule says."""
-        ...
-
-    def repartition(self, stages: int) -> Pipeline:
-        """Divide the model into another number of stages."""
-        ...
-
-
-class OfWidth:
-    """A pipeline over so many stages and ranks."""
-
-    divide: Callable[..., tuple[Pipeline, str]] | None = None
-    """Makes a pipeline of another number of stages in place of this one; with a word on both."""
-    epochs: Epochs | None = None
-    """What is frozen when one is over; None: there is no schedule."""
-    times: BlockTimes | None = None
-    """Of its blocks; None: nobody asks for them."""
-    _over = ""
 
     def end_epoch(self) -> FreezeReport:
         """Freeze what the schedule says (`manager.pipeline(freeze=)`), between two steps; return what that gave back.
@@ -57,9 +48,14 @@ class OfWidth:
             ConfigError: as `freeze`.
         """
         self.require_current()
-        if self.epochs is None:
+        if self._options.epochs is None:
             raise StateError("pipe.end_epoch() freezes what a schedule says: give manager.pipeline() freeze=")
-        return self.epochs.end()
+        return self._options.epochs.end()
+
+    def end_step(self) -> None:
+        """Have a schedule of freezing look at gradients, if it wants to."""
+        if self._options.epochs is not None:
+            self._options.epochs.stepped()
 
     def repartition(self, stages: int) -> Pipeline:
         """Divide the same ranks into another number of stages, between steps, without a file; return the new pipeline.
@@ -84,27 +80,18 @@ class OfWidth:
             CapacityError: there is no room for what a rank has meanwhile; likewise.
             RankError: a rank is missing, or has raised something. Training is over: continue from a checkpoint.
         """
-        return self.divided(stages)
-
-    def divided(self, stages: int, changed: PipelineOptions | None = None) -> Pipeline:
-        """Do what `repartition` does, with other options from now on."""
         self.require_current()
-        if self.divide is None:
-            raise StateError("this pipeline was not made by manager.pipeline(), and cannot be divided again")
-        pipeline, self._over = self.divide(stages, changed=changed)
-        return pipeline
+        return self.divide(stages)
 
     @contextlib.contextmanager
     def timed(self, parts: Sequence[MicroBatch]) -> Iterator[None]:
-        """Surround a step over these micro-batches; one that raises does not count."""
-        if self.times is None:
-            yield
-            return
+        """Surround a step over these micro-batches; of one that raises, no times count."""
         self.times.begin(num_samples=sum(part.num_samples for part in parts), num_parts=len(parts))
         yield
         self.times.end()
 
     def require_current(self) -> None:
-        """Raise a `StateError` if the model was divided into another number of stages."""
-        if self._over:
-            raise StateError(f"this pipeline is over: {self._over}; use what repartition() has returned")
+        """Raise a `StateError` if the model was divided into another number of stages, or the manager is closed."""
+        if (reason := self._runtime.memory.pager.closed) is not None:
+            raise StateError(f"this pipeline is over: {reason}")
+        self._runtime.require_open()

@@ -67,9 +67,15 @@ class PipelineChoice:
         return f"{self.best}{over}"
 
 
-def stage_times(stages: Sequence[Stage], num_micro_batches: int, machine: PipelineMachine) -> tuple[StageTimes, ...]:
-    """Return what each stage takes for one of equal micro-batches of the batch that its blocks were timed with."""
-    return tuple(
+def try_schedule(
+    schedule: Schedule, stages: Sequence[Stage], num_micro_batches: int, machine: PipelineMachine
+) -> PipelineCandidate:
+    """Simulate a step of these stages, over equal micro-batches of the batch that their blocks were timed with.
+
+    Raises:
+        ConfigError: the schedule cannot have so many stages or micro-batches.
+    """
+    times = [
         StageTimes(
             stage.forward_s / num_micro_batches,
             stage.backward_s / num_micro_batches,
@@ -77,20 +83,10 @@ def stage_times(stages: Sequence[Stage], num_micro_batches: int, machine: Pipeli
             stage.weight_nbytes / machine.fetch_Bps,
         )
         for stage in stages
-    )
-
-
-def try_schedule(
-    schedule: Schedule, stages: Sequence[Stage], num_micro_batches: int, machine: PipelineMachine
-) -> PipelineCandidate:
-    """Simulate a step of these stages.
-
-    Raises:
-        ConfigError: the schedule cannot have so many stages or micro-batches.
-    """
+    ]
     step = simulate_pipeline(
         schedule,
-        stage_times(stages, num_micro_batches, machine),
+        times,
         num_devices=machine.num_devices,
         num_micro_batches=num_micro_batches,
         num_kept=_num_kept(stages, machine),

@@ -16,11 +16,13 @@ the other schedules come back to a stage for each of them. The orders are those 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import accumulate
 
 from chunkmem.errors import ConfigError
+from chunkmem.plan.timeline import StageCall, StageWork
 
 
 class Schedule(enum.Enum):
@@ -40,17 +42,10 @@ class Schedule(enum.Enum):
         return self not in (Schedule.GPIPE, Schedule.ONE_F_ONE_B)
 
 
-class Pass(enum.Enum):
-    """What a call of a stage computes."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-    __hash__ = object.__hash__
-
-
-Order = tuple[tuple[int, int, Pass], ...]
-"""Of the calls of one device: stage, micro-batch, pass."""
+Call = tuple[int, int, StageWork]
+"""Stage, micro-batch, forward or backward."""
+Order = tuple[Call, ...]
+"""Of the calls of one device."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +60,6 @@ class StageTimes:
     """To bring its weights to DEVICE, where they are not there."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageCall:
-    """One call of a stage, and when."""
-
-    stage: int
-    micro_batch: int
-    kind: Pass
-    start_s: float
-    end_s: float
-
-
 @dataclass(frozen=True)
 class PipelineStep:
     """A step of a pipeline as simulated."""
@@ -83,7 +67,6 @@ class PipelineStep:
     schedule: Schedule
     num_devices: int
     num_stages: int
-    num_micro_batches: int
     calls: tuple[StageCall, ...]
     """By device, in the order in which it makes them."""
 
@@ -115,7 +98,7 @@ class PipelineStep:
         """Most micro-batches whose forward has begun and whose backward has not ended, over all stages of a device."""
         changes: list[list[int]] = [[] for _ in range(self.num_devices)]
         for call in self.calls:
-            changes[self.device_of(call)].append(1 if call.kind is Pass.FORWARD else -1)
+            changes[self.device_of(call)].append(1 if call.work is StageWork.FORWARD else -1)
         return tuple(max(accumulate(of_device)) for of_device in changes)
 
     def device_of(self, call: StageCall) -> int:
@@ -130,29 +113,37 @@ def orders(schedule: Schedule, *, num_devices: int, num_stages: int, num_micro_b
         ConfigError: the schedule cannot have so many stages, devices or micro-batches.
     """
     _check(schedule, num_devices, num_stages, num_micro_batches)
-    if schedule is Schedule.GPIPE:
-        return tuple(
-            (*_in_stage(stage, num_micro_batches, Pass.FORWARD), *_in_stage(stage, num_micro_batches, Pass.BACKWARD))
-            for stage in range(num_stages)
-        )
-    if schedule is Schedule.ONE_F_ONE_B:
-        return tuple(
-            _alternating(
-                list(_in_stage(stage, num_micro_batches, Pass.FORWARD)),
-                list(_in_stage(stage, num_micro_batches, Pass.BACKWARD)),
-                num_first=num_stages - stage - 1,
-            )
-            for stage in range(num_stages)
-        )
-    if schedule is Schedule.INTERLEAVED:
-        return tuple(_interleaved(device, num_devices, num_stages, num_micro_batches) for device in range(num_devices))
-    found = []
-    for device in range(num_devices):
-        own = range(device, num_stages, num_devices)
-        forward = [call for stage in own for call in _in_stage(stage, num_micro_batches, Pass.FORWARD)]
-        # Last in, first out: stages and micro-batches.
-        found.append((*forward, *((stage, part, Pass.BACKWARD) for stage, part, _ in reversed(forward))))
-    return tuple(found)
+    return tuple(
+        _order(schedule, device, range(device, num_stages, num_devices), num_devices, num_micro_batches)
+        for device in range(num_devices)
+    )
+
+
+def _order(schedule: Schedule, device: int, own: range, num_devices: int, num: int) -> Order:
+    """Return the calls of a device with the stages `own`, in each of which `num` micro-batches are computed."""
+    is_interleaved = schedule is Schedule.INTERLEAVED
+    a_round = num // max(1, num // num_devices) if is_interleaved else num
+
+    def calls(stages: range, work: StageWork) -> list[Call]:
+        """Some micro-batches, a round, go through all stages of the device, then the next ones."""
+        return [
+            (stage, part, work)
+            for start in range(0, num, a_round)
+            for stage in stages
+            for part in range(start, start + a_round)
+        ]
+
+    forward, backward = calls(own, StageWork.FORWARD), calls(own[::-1], StageWork.BACKWARD)
+    if schedule in (Schedule.LOOPED_BFS, Schedule.BY_LAYER):  # last in, first out: micro-batches, too
+        backward = [(stage, part, StageWork.BACKWARD) for stage, part, _ in reversed(forward)]
+    num_first, later = len(forward), num_devices - 1 - device
+    if schedule is Schedule.ONE_F_ONE_B or is_interleaved:
+        num_first = min(num_first, (len(own) - 1) * a_round + 2 * later if is_interleaved else later)
+    # Forward `num_first` times, then forward and backward in turn, then the rest of backward.
+    found = forward[:num_first]
+    for pair in zip(forward[num_first:], backward, strict=False):
+        found += pair
+    return (*found, *backward[len(forward) - num_first :])
 
 
 def simulate_pipeline(
@@ -178,102 +169,59 @@ def simulate_pipeline(
     """
     planned = orders(schedule, num_devices=num_devices, num_stages=len(stages), num_micro_batches=num_micro_batches)
     calls = timed_calls(planned, stages, num_kept=num_kept)
-    return PipelineStep(schedule, num_devices, len(stages), num_micro_batches, calls)
+    return PipelineStep(schedule, num_devices, len(stages), calls)
 
 
 def timed_calls(
     planned: Sequence[Order], stages: Sequence[StageTimes], *, num_kept: int | None = None
 ) -> tuple[StageCall, ...]:
     """Return when each call of some orders, one for each device, runs; see `simulate_pipeline`."""
-    devices = [_Device(order, num_kept) for order in planned]
-    network = _Network(stages, len(planned))
-    calls: list[list[StageCall]] = [[] for _ in devices]
+    made: list[list[StageCall]] = [[] for _ in planned]
+    kept: list[list[int]] = [[] for _ in planned]
+    """Stages whose weights are on a device, the one used last at the end."""
+    arrived_s = {call: 0.0 for order in planned for call in order if call[::2] == (0, StageWork.FORWARD)}
+    """By call whose input is known to come: when."""
+    sent_s: defaultdict[tuple[int, int], float] = defaultdict(float)
+    """By sending and receiving device: when the link between them has sent what it was given."""
     is_going = True
     while is_going:
         is_going = False
-        for device, made in zip(devices, calls, strict=True):
-            while (call := device.next_call(stages, network)) is not None:
-                made.append(call)
+        for device, (order, own) in enumerate(zip(planned, made, strict=True)):
+            while len(own) < len(order) and (call := order[len(own)]) in arrived_s:
                 is_going = True
-    assert all(device.is_done for device in devices), "devices wait for each other"
-    return tuple(call for made in calls for call in made)
+                stage, part, work = call
+                times = stages[stage]
+                duration_s = times.forward_s if work is StageWork.FORWARD else times.backward_s
+                if num_kept is not None and _fetches(kept[device], stage, num_kept):
+                    duration_s = max(duration_s, times.fetch_s)
+                start_s = max(own[-1].end_s if own else 0.0, arrived_s[call])
+                end_s = start_s + duration_s
+                own.append(StageCall(work, stage, part, start_s, end_s))
+                given = _given(call, len(stages))
+                link = device, given[0] % len(planned)
+                if device != link[1]:
+                    sent_s[link] = end_s = max(end_s, sent_s[link]) + stages[min(stage, given[0])].send_s
+                arrived_s[given] = end_s
+    assert list(map(len, made)) == list(map(len, planned)), "devices wait for each other"
+    return tuple(call for own in made for call in own)
 
 
-class _Network:
-    """When the inputs of calls arrive."""
-
-    def __init__(self, stages: Sequence[StageTimes], num_devices: int) -> None:
-        self._stages = stages
-        self._num_devices = num_devices
-        self._free_s: dict[tuple[int, int], float] = {}
-        """When the link from one device to another has sent what it was given."""
-        self._arrived_s: dict[tuple[int, int, Pass], float] = {}
-        """By stage, micro-batch and pass."""
-
-    def arrival_s(self, stage: int, part: int, kind: Pass) -> float | None:
-        """Return when a call has its input; None: not known yet."""
-        if kind is Pass.FORWARD and stage == 0:
-            return 0.0
-        return self._arrived_s.get((stage, part, kind))
-
-    def send(self, call: StageCall) -> None:
-        """Send what a call has returned."""
-        step = 1 if call.kind is Pass.FORWARD else -1
-        target, kind = call.stage + step, call.kind
-        if target == len(self._stages):
-            # Backward begins with the loss, where forward ends.
-            target, kind = call.stage, Pass.BACKWARD
-        arrival_s = call.end_s
-        link = call.stage % self._num_devices, target % self._num_devices
-        if link[0] != link[1]:
-            send_s = self._stages[min(call.stage, target)].send_s
-            self._free_s[link] = arrival_s = max(arrival_s, self._free_s.get(link, 0.0)) + send_s
-        self._arrived_s[target, call.micro_batch, kind] = arrival_s
+def _given(call: Call, num_stages: int) -> Call:
+    """Return the call that is given what this one returns: backward begins with the loss, where forward ends."""
+    stage, part, work = call
+    if work is StageWork.BACKWARD:
+        return stage - 1, part, work
+    return (stage + 1, part, work) if stage + 1 < num_stages else (stage, part, StageWork.BACKWARD)
 
 
-class _Device:
-    """What one device has done so far."""
-
-    def __init__(self, order: Order, num_kept: int | None) -> None:
-        self._order = order
-        self._num_kept = num_kept
-        self._kept: list[int] = []
-        """Stages whose weights are there, the one used last at the end."""
-        self._at = 0
-        self._free_s = 0.0
-
-    @property
-    def is_done(self) -> bool:
-        return self._at == len(self._order)
-
-    def next_call(self, stages: Sequence[StageTimes], network: _Network) -> StageCall | None:
-        """Make the next call, if its input is on the way; None: it is not, or there is none."""
-        if self.is_done:
-            return None
-        stage, part, kind = self._order[self._at]
-        arrival_s = network.arrival_s(stage, part, kind)
-        if arrival_s is None:
-            return None
-        self._at += 1
-        start_s, times = max(self._free_s, arrival_s), stages[stage]
-        duration_s = times.forward_s if kind is Pass.FORWARD else times.backward_s
-        if self._fetches(stage):
-            duration_s = max(duration_s, times.fetch_s)
-        self._free_s = start_s + duration_s
-        call = StageCall(stage, part, kind, start_s, self._free_s)
-        network.send(call)
-        return call
-
-    def _fetches(self, stage: int) -> bool:
-        """Note a use of a stage's weights, and tell whether they have to be fetched."""
-        if self._num_kept is None:
-            return False
-        is_there = stage in self._kept
-        if is_there:
-            self._kept.remove(stage)
-        self._kept.append(stage)
-        del self._kept[: max(0, len(self._kept) - self._num_kept)]
-        return not is_there
+def _fetches(kept: list[int], stage: int, num_kept: int) -> bool:
+    """Note a use of a stage's weights, and tell whether they have to be fetched."""
+    is_there = stage in kept
+    if is_there:
+        kept.remove(stage)
+    kept.append(stage)
+    del kept[: max(0, len(kept) - num_kept)]
+    return not is_there
 
 
 def _check(schedule: Schedule, num_devices: int, num_stages: int, num_micro_batches: int) -> None:
@@ -297,32 +245,3 @@ def _check(schedule: Schedule, num_devices: int, num_stages: int, num_micro_batc
             f"{name}: {num_micro_batches} micro-batches are not a multiple of {num_rounds} rounds; give "
             f"{num_devices * num_rounds}, or a multiple of the {num_devices} devices"
         )
-
-
-def _in_stage(stage: int, num_micro_batches: int, kind: Pass) -> Iterator[tuple[int, int, Pass]]:
-    return ((stage, part, kind) for part in range(num_micro_batches))
-
-
-def _interleaved(device: int, num_devices: int, num_stages: int, num_micro_batches: int) -> Order:
-    """Some micro-batches, a round, go through all stages of the device, then the next ones."""
-    own = list(range(device, num_stages, num_devices))
-    a_round = num_micro_batches // max(1, num_micro_batches // num_devices)
-
-    def calls(stages: Sequence[int], kind: Pass) -> list[tuple[int, int, Pass]]:
-        parts = {stage: count() for stage in stages}
-        places = [stages[at // a_round % len(stages)] for at in range(len(stages) * num_micro_batches)]
-        return [(stage, next(parts[stage]), kind) for stage in places]
-
-    num_first = (len(own) - 1) * a_round + 2 * (num_devices - 1 - device)
-    return _alternating(calls(own, Pass.FORWARD), calls(own[::-1], Pass.BACKWARD), num_first=num_first)
-
-
-def _alternating(
-    forward: Sequence[tuple[int, int, Pass]], backward: Sequence[tuple[int, int, Pass]], *, num_first: int
-) -> Order:
-    """Forward `num_first` times, then forward and backward in turn, then the rest of backward."""
-    num_first = min(num_first, len(forward))
-    found = list(forward[:num_first])
-    for one, other in zip(forward[num_first:], backward, strict=False):
-        found += one, other
-    return (*found, *backward[len(forward) - num_first :])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from chunkmem.plan.pipeline_schedule import Pass, PipelineStep, StageCall
+from chunkmem.plan.pipeline_schedule import PipelineStep
+from chunkmem.plan.timeline import StageCall, StageWork
 from chunkmem.report.figure import new_figure, png_of
 from chunkmem.report.text import format_s
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Okabe and Ito's colours; a device's later stages are paler.
-_COLORS = {Pass.FORWARD: "#56B4E9", Pass.BACKWARD: "#E69F00"}
+_COLORS = {StageWork.FORWARD: "#56B4E9", StageWork.BACKWARD: "#E69F00"}
 _BUBBLE_COLOR = "#EEEEEE"
 _PALEST = 0.45
 _CHARACTERS = 160
@@ -37,7 +38,7 @@ def schedule_picture(steps: Sequence[PipelineStep]) -> bytes:
     panels[-1].set_xlabel("seconds" if scale == 1 else "milliseconds", fontsize=11)
     from matplotlib.patches import Patch
 
-    patches = [Patch(color=color, label=kind.value) for kind, color in _COLORS.items()]
+    patches = [Patch(color=color, label=work.value) for work, color in _COLORS.items()]
     patches.append(Patch(color=_BUBBLE_COLOR, label="bubble"))
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)
     return png_of(figure)
@@ -46,8 +47,8 @@ def schedule_picture(steps: Sequence[PipelineStep]) -> bytes:
 def _draw(axes: Axes, step: PipelineStep, *, scale: float, longest_s: float) -> None:
     devices = range(step.num_devices)
     axes.barh(devices, scale * step.step_s, height=0.8, color=_BUBBLE_COLOR)
-    for kind, color in _COLORS.items():
-        calls = [call for call in step.calls if call.kind is kind]
+    for work, color in _COLORS.items():
+        calls = [call for call in step.calls if call.work is work]
         axes.barh(
             [step.device_of(call) for call in calls],
             [scale * (call.end_s - call.start_s) for call in calls],

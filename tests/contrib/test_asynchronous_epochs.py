@@ -14,7 +14,8 @@ from torch import Tensor
 
 import chunkmem
 from chunkmem.checkpoints import files
-from chunkmem.contrib.async_pipeline.pipeline import AsynchronousPipeline, AsynchronousStage
+from chunkmem.contrib.async_pipeline.pipeline import AsynchronousPipeline
+from chunkmem.pipeline.stage import PackedStage
 from tests.helpers.asynchronous_training import AsynchronousOutcome, AsynchronousTask, stashed, train
 from tests.helpers.predicted_training import simulated
 from tests.helpers.ranks import Team
@@ -74,13 +75,13 @@ def test_weights_are_what_they_are_at_any_time(pair: Team, versions: str) -> Non
 
 def save_after_a_flush(rank: int, task: AsynchronousTask, folder: str) -> None:
     """A thread writes while the next batches are trained on, and looks at chunks while they hold predictions."""
-    write, forward = files._write_item, AsynchronousStage.forward_one_chunk
+    write, forward = files._write_item, PackedStage.forward_one_chunk
 
     def write_slowly(*args: Any) -> Any:
         time.sleep(0.003)
         return write(*args)
 
-    def run_slowly(self: AsynchronousStage, *args: Any) -> Any:
+    def run_slowly(self: PackedStage, *args: Any) -> Any:
         time.sleep(0.03)
         return forward(self, *args)
 
@@ -92,7 +93,7 @@ def save_after_a_flush(rank: int, task: AsynchronousTask, folder: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "_write_item", write_slowly)
-        patch.setattr(AsynchronousStage, "forward_one_chunk", run_slowly)
+        patch.setattr(PackedStage, "forward_one_chunk", run_slowly)
         train(rank, task, watch)
 
 

@@ -107,7 +107,7 @@ class Hooks:
 def test_what_hooks_take_is_of_a_call_and_not_of_its_samples() -> None:
     """0.5 s of each forward, and as much of each backward: blocks 0 and 1 take 10 s together, less 2 x 0.5 and 0.5."""
     timed, hooks = Timed(), Hooks()
-    timed.times.divided(hooks)
+    timed.times.divided(in_hooks_s=lambda: hooks.spent_s)
 
     def forward_s(at: int, part: int) -> float:
         hooks.spent_s += 0.5
@@ -126,7 +126,7 @@ def test_steps_of_other_divisions_are_not_mixed() -> None:
     timed = Timed()
     for seconds in (1.0, 1.0, 1.0):
         timed.step(lambda at, part, seconds=seconds: seconds, 1.0)
-    timed.times.divided(None, width=2)
+    timed.times.divided(width=2)
     assert timed.times.per_sample()[1].forward_s == 1.0 / 2, "until a step was run by these ranks"
     assert timed.times.num_samples == 8
     assert timed.times.last() is None
@@ -146,11 +146,11 @@ def test_the_shortest_of_the_last_steps_counts() -> None:
         timed.step(lambda at, part: 1.0, 1.0)
         timed.times.took(interval(step_s))
         timed.times.updated([interval(update_s), interval(update_s)])
-    kinds, trained = timed.times.kinds(), timed.times.trained()
+    trained = timed.times.trained()
     assert trained == (12, 6, 6)
-    assert timed.times.last() == LastSteps(2.0, 0.5, kinds, trained)
+    assert timed.times.last() == LastSteps(2.0, 0.5, trained)
     timed.chain[0][0].requires_grad_(False)
-    assert timed.times.last() == LastSteps(2.0, 0.5, kinds, trained), "as things were"
+    assert timed.times.last() == LastSteps(2.0, 0.5, trained), "as things were"
     timed.step(lambda at, part: 1.0, 1.0)
     assert timed.times.last() is None
     assert timed.times.trained() == (6, 6, 6)

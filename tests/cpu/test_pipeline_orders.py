@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as of_torch
 
-from chunkmem.plan.pipeline_schedule import Order, Pass, Schedule, orders
+from chunkmem.plan.pipeline_schedule import Order, Schedule, orders
+from chunkmem.plan.timeline import StageWork
 
 CASES = [(1, 1, 3), (2, 1, 2), (2, 2, 4), (4, 2, 4), (4, 2, 8), (3, 3, 9), (2, 4, 6), (4, 1, 12)]
 
 
 def compared(found: Order, expected: Iterable[Any]) -> None:
     """What torch has between calls, reductions and pauses, does not count."""
-    assert [(stage, part, kind is Pass.FORWARD) for stage, part, kind in found] == [
+    assert [(stage, part, kind is StageWork.FORWARD) for stage, part, kind in found] == [
         (action.stage_index, action.microbatch_index, action.computation_type is of_torch.FORWARD)
         for action in expected
         if action is not None and action.microbatch_index is not None

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import chunkmem
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.contrib.elastic.costs import WidthCosts
-from chunkmem.pipeline.block_times import BlockTimes, LastSteps, SampleCost
+from chunkmem.pipeline.block_times import BlockTimes, LastSteps, SampleCost, kinds_of
 from tests.helpers.staged_training import Net, StagedTask, loss_of
 
 NUM_STEPS = 3
@@ -128,11 +128,13 @@ def fixed(speed_Bps: float, steps_s: Mapping[int, float] | None = None) -> Itera
             return None
         stages = runtime.ranks.stages
         step_s = steps_s[1 if stages is None else stages.size]
-        return LastSteps(step_s, 0.0, self._times.kinds(), self._times.trained())
+        return LastSteps(step_s, 0.0, self._times.trained())
 
     def per_sample(self: BlockTimes, *, then: bool = False) -> Mapping[int, SampleCost]:
         found = usual(self, then=then)
-        return {at: SampleCost(1e-3, 1e-3 * self.kinds()[at], each.output_nbytes) for at, each in found.items()}
+        return {
+            at: SampleCost(1e-3, 1e-3 * kinds_of(self.trained())[at], each.output_nbytes) for at, each in found.items()
+        }
 
     usual = BlockTimes.per_sample
     with (

@@ -75,6 +75,6 @@ def test_one_device_computes_by_layer() -> None:
 
 
 def test_fewer_micro_batches_than_stages_leave_what_can_have_them() -> None:
-    assert choose_schedule(blocks(4), 1, PipelineMachine(4)).best.step.num_micro_batches == 1
+    assert len(choose_schedule(blocks(4), 1, PipelineMachine(4)).best.step.calls) == 2 * 4
     with pytest.raises(ConfigError, match="4 stages, and the model has 3 blocks"):
         choose_schedule(blocks(3), 8, PipelineMachine(4))

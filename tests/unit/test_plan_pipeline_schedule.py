@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkmem.errors import ConfigError
-from chunkmem.plan.pipeline_schedule import Pass, PipelineStep, Schedule, StageTimes, orders, simulate_pipeline
+from chunkmem.plan.pipeline_schedule import PipelineStep, Schedule, StageTimes, orders, simulate_pipeline
+from chunkmem.plan.timeline import StageWork
 
-F, B = Pass.FORWARD, Pass.BACKWARD
+F, B = StageWork.FORWARD, StageWork.BACKWARD
 EQUAL = StageTimes(1.0, 1.0)
 
 
@@ -28,7 +29,7 @@ def drawn(step: PipelineStep) -> list[str]:
     for call in step.calls:
         loop = "" if step.num_stages == step.num_devices else "abcd"[call.stage // step.num_devices]
         for second in range(round(call.start_s), round(call.end_s)):
-            rows[step.device_of(call)][second] = f"{'F' if call.kind is F else 'B'}{loop}{call.micro_batch}"
+            rows[step.device_of(call)][second] = f"{'F' if call.work is F else 'B'}{loop}{call.micro_batch}"
     return [" ".join(row) for row in rows]
 
 
@@ -143,7 +144,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Schedule, list[StageTimes], int, int]:
 def test_every_call_is_made_once_after_what_it_needs(pipeline: tuple[Schedule, list[StageTimes], int, int]) -> None:
     schedule, times, devices, parts = pipeline
     step = simulate_pipeline(schedule, times, num_devices=devices, num_micro_batches=parts)
-    calls = {(call.stage, call.micro_batch, call.kind): call for call in step.calls}
+    calls = {(call.stage, call.micro_batch, call.work): call for call in step.calls}
     assert len(calls) == len(step.calls) == 2 * len(times) * parts
     for (stage, part, kind), call in calls.items():
         before = (stage - 1, part, F) if kind is F else (stage + 1, part, B)

@@ -18,10 +18,9 @@ backwards, so weights are exchanged twice a round and not for each micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from chunkmem.errors import ConfigError
-from chunkmem.plan.pipeline_schedule import Order, Pass, StageCall, StageTimes, timed_calls
+from chunkmem.plan.timeline import StageWork
 
 
 def delay_of(stage: int, num_stages: int) -> int:
@@ -29,8 +28,8 @@ def delay_of(stage: int, num_stages: int) -> int:
     return num_stages - 1 - stage
 
 
-def round_calls(num_forward: int, num_backward: int, *, is_grouped: bool) -> Iterator[tuple[Pass, int]]:
-    """Yield the calls of a stage in one round: pass and micro-batch.
+def round_calls(num_forward: int, num_backward: int, *, is_grouped: bool) -> Iterator[tuple[StageWork, int]]:
+    """Yield the calls of a stage in one round: forward or backward, and micro-batch.
 
     Args:
         num_forward: micro-batches of the batch whose forward it is; 0: there is none.
@@ -38,69 +37,11 @@ def round_calls(num_forward: int, num_backward: int, *, is_grouped: bool) -> Ite
         is_grouped: all forwards come before all backwards; else they alternate.
     """
     if is_grouped:
-        yield from ((Pass.FORWARD, part) for part in range(num_forward))
-        yield from ((Pass.BACKWARD, part) for part in range(num_backward))
+        yield from ((StageWork.FORWARD, part) for part in range(num_forward))
+        yield from ((StageWork.BACKWARD, part) for part in range(num_backward))
         return
     for part in range(max(num_forward, num_backward)):
         if part < num_forward:
-            yield Pass.FORWARD, part
+            yield StageWork.FORWARD, part
         if part < num_backward:
-            yield Pass.BACKWARD, part
-
-
-def asynchronous_orders(
-    *, num_stages: int, num_micro_batches: int, num_batches: int, is_grouped: bool = False
-) -> tuple[Order, ...]:
-    """Return the calls of each stage for some batches, from the first forward to the last backward, in order.
-
-    Micro-batches are counted over all batches.
-
-    Args:
-        num_stages: one a device.
-        num_micro_batches: of each batch.
-        num_batches: after which the pipeline drains.
-        is_grouped: stages with a delay run all forwards of a round before all backwards.
-
-    Raises:
-        ConfigError: a number is below 1.
-    """
-    if min(num_stages, num_micro_batches, num_batches) < 1:
-        raise ConfigError(
-            f"async-1f1b: {num_stages} stages, {num_micro_batches} micro-batches, {num_batches} batches; give 1 at "
-            "least"
-        )
-    found = []
-    for stage in range(num_stages):
-        order: list[tuple[int, int, Pass]] = []
-        delay = delay_of(stage, num_stages)
-        for backward in range(-delay, num_batches):
-            forward = backward + delay
-            numbers = (num_micro_batches * (0 <= batch < num_batches) for batch in (forward, backward))
-            for kind, part in round_calls(*numbers, is_grouped=is_grouped and delay > 0):
-                batch = forward if kind is Pass.FORWARD else backward
-                order.append((stage, batch * num_micro_batches + part, kind))
-        found.append(tuple(order))
-    return tuple(found)
-
-
-def simulate_asynchronous(
-    stages: Sequence[StageTimes], *, num_micro_batches: int, num_batches: int, is_grouped: bool = False
-) -> tuple[StageCall, ...]:
-    """Return the calls of `asynchronous_orders`, and when each of them runs; see `simulate_pipeline`."""
-    planned = asynchronous_orders(
-        num_stages=len(stages),
-        num_micro_batches=num_micro_batches,
-        num_batches=num_batches,
-        is_grouped=is_grouped,
-    )
-    return timed_calls(planned, stages)
-
-
-def bubbles_of(calls: Sequence[StageCall], num_stages: int) -> tuple[float, ...]:
-    """Return the share of time in which each stage waits for others, from its first call to its last."""
-    found = []
-    for stage in range(num_stages):
-        own = [call for call in calls if call.stage == stage]
-        busy_s = sum(call.end_s - call.start_s for call in own)
-        found.append(1 - busy_s / (own[-1].end_s - own[0].start_s))
-    return tuple(found)
+            yield StageWork.BACKWARD, part

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -65,48 +65,32 @@ class Updates:
             self.scheduler.step()
 
 
-class Versions(Protocol):
-    """Weights of one stage over the rounds of its pipeline."""
+class Versions:
+    """Weights of one stage over the rounds of its pipeline.
 
-    is_grouped: bool
+    These are those of the last stage: no update comes between its forward and its backward.
+    """
+
+    is_grouped = False
     """All forwards of a round come before its backwards."""
 
     def in_round(self, updates: Updates) -> AbstractContextManager[None]:
         """Surround the calls of a round."""
-        ...
+        return contextlib.nullcontext()
 
     def in_backward(self) -> AbstractContextManager[None]:
         """Surround the backwards of a round."""
-        ...
+        return contextlib.nullcontext()
 
     def update(self, updates: Updates) -> None:
         """Have the weights updated."""
-        ...
-
-    def end(self) -> None:
-        """The pipeline has drained: keep nothing."""
-        ...
-
-
-class NoVersions:
-    """Of the last stage: no update comes between its forward and its backward."""
-
-    is_grouped = False
-
-    def in_round(self, updates: Updates) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def in_backward(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def update(self, updates: Updates) -> None:
         updates.step()
 
     def end(self) -> None:
-        return
+        """The pipeline has drained: keep nothing."""
 
 
-class Stash:
+class Stash(Versions):
     """Weights of the last updates, as many as the delay of the stage."""
 
     is_grouped = True
@@ -118,9 +102,6 @@ class Stash:
         self._kept: deque[Slabs] = deque()
         """The oldest first."""
         self._free: list[Slabs] | None = None
-
-    def in_round(self, updates: Updates) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def in_backward(self) -> Iterator[None]:
@@ -143,10 +124,8 @@ class Stash:
         self._free = None
 
 
-class Predicted:
+class Predicted(Versions):
     """Weights as they are predicted to be, as many updates from now as the delay of the stage."""
-
-    is_grouped = False
 
     def __init__(self, runtime: Runtime, module: StageModule, *, delay: int) -> None:
         """Predict those of `module`. HOST is charged from the first round on."""
@@ -191,12 +170,6 @@ class Predicted:
     def _give_back(self) -> None:
         assert self._free is not None
         self._free.append(self._used.popleft())
-
-    def in_backward(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def update(self, updates: Updates) -> None:
-        updates.step()
 
     def end(self) -> None:
         for slabs in (*self._used, *(self._free or ())):
@@ -292,5 +265,5 @@ _KINDS: dict[str, type[Stash] | type[Predicted]] = {STASH: Stash, "predict": Pre
 def make_versions(runtime: Runtime, module: StageModule, *, kind: str, delay: int) -> Versions:
     """Return the weights of a stage with a delay of so many updates, of a `kind` of `VERSIONS`."""
     if delay == 0:
-        return NoVersions()
+        return Versions()
     return _KINDS[kind](runtime, module, delay=delay)

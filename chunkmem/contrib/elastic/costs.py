@@ -27,10 +27,9 @@ from chunkmem.contrib.elastic.widths import (
     trained_nbytes,
 )
 from chunkmem.errors import ConfigError, LayoutError
-from chunkmem.pipeline.block_times import BlockTimes, LastSteps, SampleCost
-from chunkmem.pipeline.modules import divide, with_ends
+from chunkmem.pipeline.block_times import BlockTimes, LastSteps, SampleCost, kinds_of
 from chunkmem.pipeline.options import PipelineOptions
-from chunkmem.pipeline.staged import with_schedule
+from chunkmem.pipeline.staged import stages_of
 from chunkmem.plan.balance import Block
 from chunkmem.plan.pipeline_schedule import Schedule
 from chunkmem.runtime.device import runtime_mode
@@ -55,7 +54,7 @@ class WidthCosts:
         self._update_Bps: float | None = None
         self._overheads_s: dict[int, float] = {}
         """By number of stages on different ranks, of the last steps with so many: see `WidthMachine`."""
-        self._chain = with_ends(options.blocks, first=options.first, last=options.last)
+        self._chain = options.chain
 
     def choose(self, runtime: Runtime, now: Division) -> WidthChoice | str:
         """Return what is best, the same on all ranks, which all call it; or why nothing can be said.
@@ -72,18 +71,18 @@ class WidthCosts:
         own = [ranks.over_stages(each, label="resize: times of blocks") for each in per_sample]
         costs, then = ranks.from_first(own, label="resize: times of blocks of all stages")
         num_samples = ranks.from_first(self._times.num_samples, label="resize: samples of a batch")
-        kinds = self._times.kinds()
+        trained = self._times.trained()
         # What has no backward, and was not run although others were, comes from a cache.
         first = min(costs, default=0)
-        missing = [at for at in range(len(self._chain)) if at not in costs and (at > first or kinds[at])]
+        missing = [at for at in range(len(self._chain)) if at not in costs and (at > first or kinds_of(trained)[at])]
         if missing or not costs:
             return f"nothing is known of block {(missing or [0])[0]} yet: call pipe.step() before pipe.resize()"
         schedules = self._schedules(runtime, now)
-        task = self._task(runtime, costs, num_samples, schedules, kinds, self._times.trained())
+        task = self._task(runtime, costs, num_samples, schedules, trained)
         machine = self._machine(runtime)
         last = self._last(runtime)
         if last is not None:
-            before = self._task(runtime, then, num_samples, schedules, last.kinds, last.trained)
+            before = self._task(runtime, then, num_samples, schedules, last.trained)
             self._learn(before, now, machine, last)
         machine = replace(
             machine,
@@ -117,14 +116,13 @@ class WidthCosts:
         costs: Mapping[int, SampleCost],
         num_samples: int,
         schedules: dict[int, tuple[Schedule, int]],
-        kinds: Sequence[int],
         trained: Sequence[int],
     ) -> WidthTask:
         """Return what is trained with a global batch of so many samples; blocks that `costs` lacks are not run."""
         blocks, calls, exchanged, held = [], [], [], []
         replicas = 1 if runtime.ranks.replicate is None else runtime.ranks.replicate.size
         num_samples //= replicas
-        itemsize = runtime.dtype.itemsize
+        itemsize, kinds = runtime.dtype.itemsize, kinds_of(trained)
         for at, modules in enumerate(self._chain):
             block, cost = _block(at, modules, trained[at], itemsize), costs.get(at, SampleCost(0.0, 0.0, 0))
             is_run, trained_nbytes = at in costs, itemsize * trained[at]
@@ -150,11 +148,10 @@ class WidthCosts:
             asked = replace(options, schedule="auto") if options.schedule == "by-layer" else options
             try:
                 ranks_by_stage(runtime.origin.mesh, num)
-                chosen, per_rank, _ = with_schedule(runtime, asked, num_ranks=num, num_shards=num_ranks // num)
-                divide(options.blocks, first=options.first, last=options.last, num=per_rank * num)
+                chosen, stages, _ = stages_of(runtime, asked, num_ranks=num, num_shards=num_ranks // num)
             except (ConfigError, LayoutError):
                 continue
-            found[num] = Schedule(chosen.schedule), per_rank
+            found[num] = Schedule(chosen.schedule), len(stages) // num
         return found | {now.num_ranks: (now.schedule, len(now.num_blocks) // now.num_ranks)}
 
     def _machine(self, runtime: Runtime) -> WidthMachine:

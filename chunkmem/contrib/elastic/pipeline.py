@@ -21,7 +21,6 @@ from chunkmem.freezing.freezer import FreezeReport
 from chunkmem.pipeline.block_times import BlockTimes
 from chunkmem.pipeline.build import make_pipeline
 from chunkmem.pipeline.by_layer import ByLayerPipeline
-from chunkmem.pipeline.modules import with_ends
 from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.staged import StagedPipeline
 from chunkmem.plan.pipeline_schedule import Schedule
@@ -54,8 +53,7 @@ class ElasticPipeline:
 
         self._runtime = runtime
         self._options = options
-        chain = with_ends(options.blocks, first=options.first, last=options.last)
-        self._times = BlockTimes(chain, runtime.memory.store.clock)
+        self._times = BlockTimes(options.chain, runtime.memory.store.clock)
         self._costs = WidthCosts(options, self._times)
         self._cut: tuple[int, ...] | None = options.cut
         self.reason = ""
@@ -65,8 +63,9 @@ class ElasticPipeline:
 
     def _use(self, pipeline: Any) -> None:
         # Hooks run on the host, which an accelerator does not wait for.
-        hooks = self._runtime.hooks if self._runtime.device.type == "cpu" else None
-        self._times.divided(hooks, width=self.width)
+        hooks = self._runtime.hooks
+        counts = self._runtime.device.type == "cpu"
+        self._times.divided(in_hooks_s=(lambda: hooks.spent_s) if counts else None, width=self.width)
         pipeline.times = self._times
         self._pipeline = pipeline
 
@@ -184,7 +183,7 @@ class ElasticPipeline:
                 schedule=division.schedule.value,
                 stages_per_rank=len(division.num_blocks) // division.num_ranks,
             )
-        self._use(self._pipeline.divided(division.num_ranks, options))
+        self._use(self._pipeline.divide(division.num_ranks, changed=options))
         if isinstance(self._pipeline, StagedPipeline) and self._options.schedule == "auto":
             self._pipeline.reason = self.reason  # chosen here, so another one takes its place where it cannot run
 
@@ -210,7 +209,7 @@ class ElasticPipeline:
 
         For arguments and errors see `repartition` of other pipelines.
         """
-        self._use(self._pipeline.divided(stages, self._options))
+        self._use(self._pipeline.divide(stages, changed=self._options))
         self._cut = None
         self.reason = f"{stages} stages were asked for"
         return self
