@@ -28,7 +28,7 @@ def time_data(question: Question, rehearsal: Rehearsal, finding: Finding, step: 
         "tokens_per_s": tokens / step.typical_s if tokens and step.typical_s else None,
         "stall_s": finding.timeline.stall_s,
         "start_up": asdict(start_up),
-        "lower_bounds": {**asdict(bounds), "binding": bounds.binding},
+        "lower_bounds": asdict(bounds) | {"binding": bounds.binding},
     }
 
 
