@@ -167,8 +167,8 @@ class EntryPoints:
         """
         self._memory.require_open()
         label = f"{'optimizer.step()' if updates else 'clipping of gradients'} with {options}"
-        if self._modules.gradients.shared is not None:
-            label += self._modules.gradients.shared.in_words()
+        if self._modules.gradients.values.shared is not None:
+            label += self._modules.gradients.values.shared.in_words()
         with self._modules.turn.taken(), self._sharding.ranks.telling():
             began = self._memory.store.clock.timestamp()
             self._look_over()
@@ -245,18 +245,18 @@ class EntryPoints:
         if reduction is not None:
             self._state_frozen()
             parameters = list(self._modules.registry.parameters)
-            if self._scaler is not None and not gradients.any_landed(parameters):
+            if self._scaler is not None and not gradients.slots.any_landed(parameters):
                 self._scaler.note_scaled()  # what this rank adds is 0 at any scale
             self._sharding.units.replay_without_batch(label)
             reduction.reduce(parameters, is_step=is_step)
             self._sharding.ordinary.reduce()
-            self._updated = frozenset(managed.group for managed in gradients.anywhere)
+            self._updated = frozenset(managed.group for managed in gradients.slots.anywhere)
 
     def _end_step(self) -> None:
         if self._sharding.shards is not None:
             self._sharding.shards.send_on_host(self._updated, reader="updated weights on HOST")
-        if self._modules.gradients.shared is not None:
-            self._modules.gradients.shared.end_step()
+        if self._modules.gradients.values.shared is not None:
+            self._modules.gradients.values.shared.end_step()
         self.ordinary.follow()
         self._controller.end_step()
         had_batch = self._sharding.units.is_in_step

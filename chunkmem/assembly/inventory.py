@@ -62,7 +62,8 @@ def take_inventory(
     masters: set[int] = set()
     dtypes: dict[int, torch.dtype] = {}
     nbytes = Counter[tuple[int, Role]]()
-    for group, members in runtime.gradients.members.items():
+    for group, slots in runtime.gradients.slots.groups.items():
+        members = slots.members
         if runtime.owns(members[0]):
             params = groups[group] = tuple(numbers[id(managed.param)] for managed in members)
             param = store.weights(group)

@@ -58,19 +58,19 @@ class ChunkMover:
         self._reader = reader
         self._neighbours = Neighbours(ranks, torch.device("cpu"))
         self._params = {
-            group: tuple(numbers[id(managed.param)] for managed in members)
-            for group, members in after.gradients.members.items()
+            number: tuple(numbers[id(managed.param)] for managed in group.members)
+            for number, group in after.gradients.slots.groups.items()
         }
         """By new group."""
         self._slots = {
-            (group, numbers[id(managed.param)]): managed.position
-            for group, members in before.gradients.members.items()
-            for managed in members
+            (number, numbers[id(managed.param)]): managed.position
+            for number, group in before.gradients.slots.groups.items()
+            for managed in group.members
         }
         """By old group and parameter: its place among the slots."""
         self._held = [group for group in contents.held if group.rank == ranks.rank]
         layouts = (group for model in after.registry.models for group in model.layout.groups)
-        owned = [group for group in layouts if after.owns(after.gradients.members[group.id][0])]
+        owned = [group for group in layouts if after.owns(after.gradients.slots.groups[group.id].members[0])]
         own = contents.wanted([(group, self._params[group.id]) for group in owned], specs, rank=ranks.rank)
         self._moves = agreed_moves(contents, own, ranks=ranks, reader=reader)
         self._tags = {place: number for number, place in enumerate(self._moves.sources)}

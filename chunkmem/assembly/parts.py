@@ -249,12 +249,18 @@ def margin_use_ratio(config: Config) -> float:
     return config.client.mem_tracer.margin_use_ratio if config.optimizer.params.use_hybrid_adam else 0.0
 
 
-def make_sharding(memory: Memory, ranks: Ranks, shards: ShardStore | None, gradients: GradientSlots) -> Sharding:
-    """Return what ranks have of each other; `shards` is None with one rank."""
+def make_sharding(
+    memory: Memory,
+    ranks: Ranks,
+    shards: ShardStore | None,
+    gradients: GradientSlots,
+    show: Callable[[ManagedParameter], None],
+) -> Sharding:
+    """Return what ranks have of each other; `shards` is None with one rank, and `show` is that of `Reduction`."""
     ordinary = OrdinaryGradients(shards)
     if shards is None:
         return Sharding(ranks, None, None, Units(None, None), ordinary)
-    reduction = Reduction(shards, gradients, memory.pager)
+    reduction = Reduction(shards, gradients, memory.pager, show=show)
     return Sharding(ranks, shards, reduction, Units(shards, reduction), ordinary)
 
 

@@ -38,6 +38,8 @@ from chunkmem.errors import ConfigError, StateError
 from chunkmem.layout.spec import digest
 from chunkmem.nn.autocast import AutocastCache
 from chunkmem.nn.binding import BoundChunk, ManagedParameter, move_to
+from chunkmem.nn.gradient_slots import GradientSlots
+from chunkmem.nn.gradient_values import GradientValues
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.hooks import ModuleHooks
 from chunkmem.nn.module_policy import ModulePolicies
@@ -337,7 +339,7 @@ def build_runtime(origin: Origin, *, before: Runtime | None = None) -> Runtime:
     shards = make_shards(memory, ranks, _agreed_exchanges(ranks, compute, opts.with_mem_saving_comm, origin.exchange))
     places = StatePlaces(store, tiers.caps, margin_use_ratio=margin_use_ratio(config))
     gradients = _make_gradients(memory.pager, update_parts, places, shards, ranks)
-    sharding = make_sharding(memory, ranks, shards, gradients)
+    sharding = make_sharding(memory, ranks, shards, gradients.slots, gradients.show_mean)
     updater = make_updater(memory, gradients, places, update_parts)
     modules = make_modules(config, memory, sharding, gradients, updater, origin.asked)
     if before is not None:
@@ -368,7 +370,7 @@ def build_runtime(origin: Origin, *, before: Runtime | None = None) -> Runtime:
     built = BuiltModels(
         sharding, modules, updater, entry_points, hooks, device=compute.device, dtype=DTYPES[config.precision]
     )
-    foreign_wrappers = WrapperCheck(modules.registry, gradients, entry_points.declare_last, num_ranks=ranks.size)
+    foreign_wrappers = WrapperCheck(modules.registry, gradients.values, entry_points.declare_last, num_ranks=ranks.size)
     collect()
     return Runtime(
         config, origin, ranks, scaler, tiers, memory, gradients, sharding, updater, modules, links, controller,
@@ -379,15 +381,16 @@ def build_runtime(origin: Origin, *, before: Runtime | None = None) -> Runtime:
 def _make_gradients(
     pager: Pager, parts: UpdateParts, places: StatePlaces, shards: ShardStore | None, ranks: Ranks
 ) -> GradientBook:
-    return GradientBook(
+    slots = GradientSlots(pager, settles=places.updates_on_host, landed=parts.landed)
+    values = GradientValues(
+        slots,
         pager,
         parts.ledger,
-        settles=places.updates_on_host,
         before_change=parts.ahead.roll_back,
-        landed=parts.landed,
         shards=shards,
         is_of_stage=ranks.stages is not None,
     )
+    return GradientBook(pager, slots, values)
 
 
 def _require_config(config: object) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.gradients import GradientBook
+from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.speculative import Intent
 from chunkmem.optim.update import UpdateParts
@@ -154,12 +154,12 @@ def _is_logged(chunk: Chunk) -> bool:
     return chunk.id.role.kind.is_weights or chunk.id.role.kind.is_of_call
 
 
-class LoggedGradients(GradientBook):
+class LoggedSlots(GradientSlots):
     """Takes gradients, and logs them."""
 
     def __init__(self, pager: Pager, log: CallLog, parts: UpdateParts, *, settles: Callable[[int], bool]) -> None:
-        """Make an empty book; `settles` is as for `GradientBook`."""
-        super().__init__(pager, parts.ledger, settles=settles, before_change=parts.ahead.roll_back, landed=parts.landed)
+        """Begin with none; `settles` is as for `GradientSlots`."""
+        super().__init__(pager, settles=settles, landed=parts.landed)
         self._log = log
 
     def land(self, managed: ManagedParameter, grad: torch.Tensor, *, replacing: bool = False) -> None:

@@ -120,8 +120,8 @@ class RankStage:
         parts = make_update_parts(memory.store, memory.compute, BlockingLanes(memory.compute))
         self._slots = GradientSlots(memory.pager, settles=places.updates_on_host, landed=parts.landed)
         shards = make_shards(memory, ranks, [self._exchange])
-        self._sharding = make_sharding(memory, ranks, shards, self._slots)
-        gradients = cast(GradientBook, self._slots)  # there is no `.grad` to keep in line
+        self._sharding = make_sharding(memory, ranks, shards, self._slots, self._slots.count_mean)
+        gradients = cast(GradientBook, _Untouched(self._slots))
         self._units = self._sharding.units
         self._updater = make_updater(memory, gradients, places, parts)
         self._layout = digest([step.layout])
@@ -243,7 +243,7 @@ class RankStage:
         """Make states, update groups, and use their gradients up."""
         slots, updater = self._slots, self._updater
         updater.place(filter(self._sharding.owns, self._log.parameters))
-        updated = [managed for group in groups for managed in slots.members[group] if managed in slots.landed[group]]
+        updated = [m for group in groups for m in slots.groups[group].members if m in slots.landed[group]]
         roles = {spec.role for managed in updated for spec in self._log.states[managed]}
         for managed in updated:
             if managed.group not in self._has_states:
@@ -256,6 +256,16 @@ class RankStage:
                 moved_nbytes = 2 * sum(chunk.nbytes for chunk in updater.claims.chunks(group))
                 self._meter.wait(moved_nbytes / self._log.host_Bps)
             slots.forget(set(slots.landed[group]))
+
+
+@dataclass(frozen=True)
+class _Untouched:
+    """A book of gradients whose `.grad`s nobody looks at."""
+
+    slots: GradientSlots
+
+    def is_touched(self, group: int) -> bool:
+        return False
 
 
 def _moved(region: Region, places: Sequence[int]) -> Region:

@@ -35,9 +35,9 @@ from chunkmem.errors import ChunkmemError, LayoutError, TraceError
 from chunkmem.estimate.calls import (
     Asked,
     CallLog,
-    LoggedGradients,
     LoggedOptimizer,
     LoggedPager,
+    LoggedSlots,
     LoggedUnits,
     Measured,
     StepCalls,
@@ -53,6 +53,8 @@ from chunkmem.estimate.weightless import ANYTHING, NO_CAP_NBYTES, counted_memory
 from chunkmem.estimate.workspace import with_workspace
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.gradient_values import GradientValues
+from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.guard import only_makes_a_view
 from chunkmem.nn.module_policy import ModulePolicies
 from chunkmem.nn.reduction import OrdinaryGradients
@@ -303,7 +305,9 @@ class _Stage(TorchDispatchMode):
         memory = counted_memory(ledgers, make_pager=partial(LoggedPager, log=self._log))
         places = StatePlaces(memory.store, memory.caps, margin_use_ratio=0.0)
         parts = make_update_parts(memory.store, memory.compute, BlockingLanes(memory.compute))
-        gradients = LoggedGradients(memory.pager, self._log, parts, settles=places.updates_on_host)
+        slots = LoggedSlots(memory.pager, self._log, parts, settles=places.updates_on_host)
+        values = GradientValues(slots, memory.pager, parts.ledger, before_change=parts.ahead.roll_back)
+        gradients = GradientBook(memory.pager, slots, values)
         self._units = LoggedUnits(self._log, is_alone=setting.world == 1)
         sharding = Sharding(UnisonRanks(0, setting.world), None, None, self._units, OrdinaryGradients(None))
         self._updater = make_updater(memory, gradients, places, parts)

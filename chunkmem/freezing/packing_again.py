@@ -191,7 +191,7 @@ class PackingAgain:
             return "chunks of pipeline stages are not packed again"
         if kept := next((m for m in runtime.registry.parameters if self._has_states(m.param)), None):
             return f"parameter {kept.name} is frozen with its states, and such chunks are not packed again"
-        if runtime.gradients.shows_means:
+        if runtime.gradients.values.shows_means:
             return "the model is in a DistributedDataParallel, and its chunks are not packed again"
         if any(runtime.registry.find(param) is None and id(param) not in excluded for param in params):
             return "parameters were added to the model after it was packed"

@@ -45,11 +45,11 @@ def gathered(
     shards = None if reduction is None else reduction.shards
     exposed = [m for m in wanted if grads and m not in gradients.exposed]  # the others are, by a block around this one
     gradients.settle(exposed)
-    landed = [m for m in exposed if m in gradients.landed.get(m.group, ())]
+    landed = [m for m in exposed if m in gradients.slots.landed.get(m.group, ())]
     if reduction is not None and grads:
         landed = reduction.reduce_early(exposed)
     weights = [pager.store.chunks[group] for group in dict.fromkeys(ChunkId(Role.PARAM, m.group) for m in wanted)]
-    grad_chunks = [gradients.chunks[group] for group in dict.fromkeys(m.group for m in landed)]
+    grad_chunks = [gradients.slots.groups[group].chunk for group in dict.fromkeys(m.group for m in landed)]
     _require_room([chunk for chunk in (*weights, *grad_chunks) if chunk.compute_tier is Tier.DEVICE], pager)
     with ExitStack() as stack:
         if shards is not None:

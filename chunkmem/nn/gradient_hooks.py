@@ -74,7 +74,7 @@ class GradientHooks:
             if hooks is not None:
                 took_turn = hooks._turn.take_in_hook()
                 try:
-                    landed = hooks._book.members[group][position]
+                    landed = hooks._book.slots.groups[group].members[position]
                     hooks._updates.before_landing(landed)
                     hooks._book.take_final(landed)
                     hooks._backward.landed(landed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -12,6 +13,29 @@ from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.types import ChunkId, Role
+
+
+@dataclass(eq=False, slots=True)
+class SlotGroup:
+    """The gradients of one chunk group."""
+
+    chunk: Chunk
+    """Of role GRAD."""
+    members: tuple[ManagedParameter, ...]
+    """All parameters of the group, in slot order."""
+    num_expected: int = 1
+    """Parameters that were trainable when the first gradient landed."""
+    is_mean: bool = False
+    """What has landed is a mean over ranks."""
+    mean_aside: torch.Tensor | None = None
+    """Such a mean, while further gradients accumulate in the slots."""
+    finish: Callable[[], None] | None = None
+    """Waits until the reduction under way is over; called before the gradients are touched. None: there is none."""
+
+    @property
+    def trained(self) -> set[ManagedParameter]:
+        """Members that require gradients."""
+        return {managed for managed in self.members if managed.requires_grad}
 
 
 class GradientSlots:
@@ -29,41 +53,31 @@ class GradientSlots:
         """
         self._pager = pager
         self._settles = settles
-        self.chunks: dict[int, Chunk] = {}
-        """GRAD chunk by group."""
-        self.members: dict[int, tuple[ManagedParameter, ...]] = {}
-        """All parameters of each group, in slot order."""
-        self._landed = {} if landed is None else landed
-        self._reduced: set[int] = set()
-        """Groups whose gradient is a mean over ranks."""
+        self.groups: dict[int, SlotGroup] = {}
+        """By number."""
+        self.landed = {} if landed is None else landed
+        """Parameters with a gradient, by group; the group whose gradient landed last comes last."""
+        self.num_changes = 0
+        """How often a gradient has landed or was forgotten: what is derived from gradients lasts until it rises."""
         self.given: set[ManagedParameter] = set()
         """Parameters whose gradient from this rank is part of a mean over ranks that waits for its step."""
         self.withdrawn: set[ManagedParameter] = set()
         """Parameters whose gradient was, and a user has discarded or replaced it; the other ranks do not know yet."""
         self.anywhere: set[ManagedParameter] = set()
         """Parameters of which a rank has a gradient, as of the last mean over ranks; the same on all of them."""
-        self._carried: dict[int, torch.Tensor] = {}
-        """By group: such a mean, while further gradients accumulate in the slot."""
-        self.under_way: dict[int, Callable[[], None]] = {}
-        """By group that is being reduced: waits until that is over. Done before its gradient is touched."""
-        self._expected: dict[int, int] = {}
-        """Trainable parameters of each group that has begun."""
-
-    @property
-    def landed(self) -> dict[int, set[ManagedParameter]]:
-        """Parameters with a gradient, by group; the group whose gradient landed last comes last."""
-        return self._landed
 
     @property
     def fresh(self) -> dict[int, set[ManagedParameter]]:
         """What has landed and is not part of a mean over ranks."""
-        return {group: landed for group, landed in self._landed.items() if group not in self._reduced}
+        return {group: landed for group, landed in self.landed.items() if not self.groups[group].is_mean}
 
     def add(self, parameters: Iterable[ManagedParameter]) -> None:
         """Take in the parameters of a model that was packed."""
         for managed in sorted(parameters, key=lambda m: (m.group, m.position)):
-            self.chunks[managed.group] = self._pager.store.chunks[ChunkId(Role.GRAD, managed.group)]
-            self.members[managed.group] = (*self.members.get(managed.group, ()), managed)
+            if managed.group not in self.groups:
+                chunk = self._pager.store.chunks[ChunkId(Role.GRAD, managed.group)]
+                self.groups[managed.group] = SlotGroup(chunk, ())
+            self.groups[managed.group].members += (managed,)
 
     def land(self, managed: ManagedParameter, grad: torch.Tensor, *, replacing: bool = False) -> None:
         """Put a gradient into its slot, adding to what landed there since the last step, or replacing it.
@@ -76,22 +90,20 @@ class GradientSlots:
             raise StateError(
                 f"parameter {managed.name} got a {grad.layout} gradient; fused AdamW takes dense ones (sparse=False)"
             )
-        chunk = self.chunks[managed.group]
+        self.num_changes += 1
         reader = f"{managed.name} gradient"
-        if managed.group in self.under_way:
-            self.under_way[managed.group]()
-        if managed.group in self._reduced:
-            self._carry(managed.group, reader)
+        group = self._writable(managed.group, reader)
+        chunk = group.chunk
         if replacing:
             self.withdraw((managed,))
         if chunk.version == NO_CONTENT:
             self._pager.create(chunk, chunk.compute_tier, reader=reader, zero=False)
-            self._landed[managed.group] = set()
-            self._expected[managed.group] = sum(m.requires_grad for m in self.members[managed.group])
+            self.landed[managed.group] = set()
+            group.num_expected = len(group.trained)
         else:
             self._pager.use(chunk, chunk.compute_tier, reader=reader)
-        landed = self._landed[managed.group] = self._landed.pop(managed.group)
-        slot = self._slot(managed)
+        landed = self.landed[managed.group] = self.landed.pop(managed.group)
+        slot = self.slot(managed)
         with runtime_mode():
             if managed in landed and not replacing:
                 slot.add_(grad)
@@ -105,64 +117,65 @@ class GradientSlots:
 
     def is_complete(self, group: int) -> bool:
         """Tell whether each parameter of a group that was trainable when the first gradient landed has one."""
-        return len(self._landed.get(group, ())) >= self._expected.get(group, 1)
+        return len(self.landed.get(group, ())) >= self.groups[group].num_expected
 
-    def is_touched(self, group: int) -> bool:
-        """Tell whether a user has replaced or discarded a gradient of a group that has landed."""
-        return False
-
-    def complete(self, group: int, wanted: Collection[ManagedParameter], *, reader: str) -> None:
-        """Have a gradient, of zeros where none has landed, for parameters of a group on DEVICE: to be reduced."""
-        chunk = self.chunks[group]
-        if group in self.under_way:
-            self.under_way[group]()
-        if group in self._reduced:
-            self._carry(group, reader)
+    def complete(self, number: int, *, reader: str) -> None:
+        """Have a gradient, of zeros where none has landed, for all trained parameters of a group: to be reduced."""
+        group = self._writable(number, reader)
+        chunk = group.chunk
         if chunk.version == NO_CONTENT:
             self._pager.create(chunk, chunk.compute_tier, reader=reader, zero=True)
-            self._landed[group] = set()
+            self.landed[number] = set()
         else:
             self._pager.use(chunk, chunk.compute_tier, reader=reader)
-        missing = set(wanted) - self._landed[group]
+        missing = group.trained - self.landed[number]
         with runtime_mode():
             for managed in missing:
-                self._slot(managed).zero_()
+                self.slot(managed).zero_()
         if len(chunk.replicas) > 1:
             self._pager.store.mark_written(chunk, chunk.compute_tier)
 
-    def reduced(self, group: int) -> None:
+    def reduced(self, number: int) -> None:
         """A group's gradient, where it has landed, is the mean over ranks now."""
-        self.given |= self._landed[group]
-        chunk = self.chunks[group]
-        carried = self._carried.pop(group, None)
-        if carried is not None:
+        self.given |= self.landed[number]
+        group = self.groups[number]
+        chunk, aside = group.chunk, group.mean_aside
+        if aside is not None:
             with runtime_mode():
                 flat = chunk.replicas[chunk.compute_tier].flat
-                flat.add_(carried.to(flat.device))
-        self._reduced.add(group)
+                flat.add_(aside.to(flat.device))
+        group.is_mean, group.mean_aside = True, None
         self._pager.store.mark_written(chunk, chunk.compute_tier)
-        self._pager.store.settle(chunk, is_settled=self._settles(group))
+        self._pager.store.settle(chunk, is_settled=self._settles(number))
 
-    def show_reduced(self, managed: ManagedParameter) -> None:
+    def count_mean(self, managed: ManagedParameter) -> None:
         """Count a mean, of gradients that other ranks had, as this one's."""
-        self._landed.setdefault(managed.group, set()).add(managed)
+        self.landed.setdefault(managed.group, set()).add(managed)
 
     def give_up(self, group: int) -> None:
         """Another rank has a group's gradient now."""
-        self.given |= self._landed.pop(group, set())
-        chunk = self.chunks[group]
+        self.given |= self.landed.pop(group, set())
+        chunk = self.groups[group].chunk
         self._pager.consume(chunk)
         self._pager.discard_remote(chunk)  # unlike the owner's, it is not wanted before the next backward
 
-    def _carry(self, group: int, reader: str) -> None:
-        """More comes after a mean was formed: set that aside, and accumulate from zero."""
-        chunk = self.chunks[group]
-        replica = self._pager.use(chunk, chunk.compute_tier, reader=reader)
-        with runtime_mode():
-            self._carried[group] = replica.flat.to("cpu", copy=True)
-            replica.flat.zero_()
-        self._pager.store.mark_written(chunk, chunk.compute_tier)
-        self._reduced.discard(group)
+    def _writable(self, number: int, reader: str) -> SlotGroup:
+        """Return a group that gradients may be added to, once no reduction is under way.
+
+        More may come after a mean was formed: that is set aside, and what comes accumulates from zero.
+        """
+        group = self.groups[number]
+        if group.finish is not None:
+            group.finish()
+        if group.is_mean:
+            chunk = group.chunk
+            replica = self._pager.use(chunk, chunk.compute_tier, reader=reader)
+            with runtime_mode():
+                group.mean_aside = replica.flat.to("cpu", copy=True)
+                replica.flat.zero_()
+            self._pager.store.mark_written(chunk, chunk.compute_tier)
+            group.is_mean = False
+        return group
 
     def withdraw(self, params: Iterable[ManagedParameter]) -> None:
         """What this rank has of gradients is no part of a mean any more, once the others have been told."""
@@ -173,28 +186,32 @@ class GradientSlots:
     def take_out(self, params: Iterable[ManagedParameter]) -> None:
         """The ranks that had a part in the mean of these have all withdrawn it: nothing is left of it."""
         for managed in params:
-            if managed.group in self._carried:
-                self._clear_carried(managed)
-            elif managed.group in self._reduced:
+            group = self.groups[managed.group]
+            if group.mean_aside is not None:
+                self._clear_aside(managed)
+            elif group.is_mean:
                 self.zero_landed(managed)
 
     def hand_over(self) -> None:
         """The step has come: what an optimizer does not use now waits as its owner's alone."""
-        self.given = {managed for group in self._reduced for managed in self._landed[group]}
+        self.given = {
+            managed for group, landed in self.landed.items() if self.groups[group].is_mean for managed in landed
+        }
 
-    def _clear_carried(self, managed: ManagedParameter) -> None:
-        carried = self._carried.get(managed.group)
-        if carried is not None:
+    def _clear_aside(self, managed: ManagedParameter) -> None:
+        aside = self.groups[managed.group].mean_aside
+        if aside is not None:
             with runtime_mode():
-                carried[managed.slot.offset : managed.slot.end].zero_()
+                aside[managed.slot.offset : managed.slot.end].zero_()
 
     def zero_landed(self, managed: ManagedParameter) -> None:
         """Set to zero what has landed, on all tiers, and the mean that was set aside."""
-        if managed.group in self.under_way:
-            self.under_way[managed.group]()
+        group = self.groups[managed.group]
+        if group.finish is not None:
+            group.finish()
         self._pager.policy.drain()
-        self._clear_carried(managed)
-        chunk = self.chunks[managed.group]
+        self._clear_aside(managed)
+        chunk = group.chunk
         tiers = self._pager.to_write(chunk, reader="zeroing a gradient")
         with runtime_mode():
             for tier in tiers:
@@ -203,13 +220,14 @@ class GradientSlots:
     def value(self, managed: ManagedParameter) -> torch.Tensor:
         """Return the slot of a gradient that has landed, on the tier with the newest values; not a copy."""
         self._pager.policy.drain()
-        chunk = self.chunks[managed.group]
+        chunk = self.groups[managed.group].chunk
         tier = self._pager.in_memory(chunk, reader="a gradient")
         assert tier is not None
         return self._pager.store.views(chunk, tier)[managed.position]
 
-    def _slot(self, managed: ManagedParameter) -> torch.Tensor:
-        chunk = self.chunks[managed.group]
+    def slot(self, managed: ManagedParameter) -> torch.Tensor:
+        """Return the slot of a gradient on the tier that modules compute on, which has it."""
+        chunk = self.groups[managed.group].chunk
         return self._pager.store.views(chunk, chunk.compute_tier)[managed.position]
 
     def forget(self, params: Collection[ManagedParameter], *, of_all_ranks: bool = True) -> None:
@@ -217,39 +235,40 @@ class GradientSlots:
 
         Without `of_all_ranks`, what other ranks may have in a mean of the group is not meant.
         """
+        self.num_changes += 1
         self.given.difference_update(params)
         self.anywhere.difference_update(params)
         for group in {managed.group for managed in params}:
-            landed = self._landed.get(group)
+            landed = self.landed.get(group)
             if landed is None:
                 continue
             landed.difference_update(params)
             if not landed and (of_all_ranks or not self._may_wait(group, besides=params)):
                 self._drop(group)
 
-    def _may_wait(self, group: int, *, besides: Collection[ManagedParameter]) -> bool:
+    def _may_wait(self, number: int, *, besides: Collection[ManagedParameter]) -> bool:
         """Tell whether a mean of this group may have something in it that others have put there."""
-        is_mean = group in self._reduced or group in self._carried
-        return is_mean and any(m.requires_grad and m not in besides for m in self.members[group])
+        group = self.groups[number]
+        return (group.is_mean or group.mean_aside is not None) and bool(group.trained.difference(besides))
 
     def drop_empty(self) -> None:
         """Of a group without any gradient, on whichever rank, no content is left."""
-        for group in [group for group, landed in self._landed.items() if not landed]:
+        for group in [group for group, landed in self.landed.items() if not landed]:
             self._drop(group)
 
-    def _drop(self, group: int) -> None:
-        del self._landed[group]
-        self._reduced.discard(group)
-        self._carried.pop(group, None)
-        self._pager.consume(self.chunks[group])
+    def _drop(self, number: int) -> None:
+        del self.landed[number]
+        group = self.groups[number]
+        group.is_mean, group.mean_aside = False, None
+        self._pager.consume(group.chunk)
 
     def has_values(self, managed: ManagedParameter) -> bool:
         """Tell whether a parameter has a gradient that has not been lost."""
-        return self.any_landed((managed,)) and self.chunks[managed.group].newest_tier() is not None
+        return self.any_landed((managed,)) and self.groups[managed.group].chunk.newest_tier() is not None
 
     def any_landed(self, params: Iterable[ManagedParameter]) -> bool:
         """Tell whether one of `params` has a gradient."""
-        return any(managed in self._landed.get(managed.group, ()) for managed in params)
+        return any(managed in self.landed.get(managed.group, ()) for managed in params)
 
     def any_given(self, params: Iterable[ManagedParameter]) -> bool:
         """Tell whether one of `params` has a gradient, here or, after a mean over ranks, with its owner."""

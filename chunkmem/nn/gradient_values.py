@@ -10,7 +10,7 @@ what was multiplied is part of what they compare when the step begins.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
@@ -53,7 +53,9 @@ class SharedGradients:
         self._shards = shards
         self._parameters = parameters
         self._norms: dict[float, dict[ManagedParameter, float]] = {}
-        """By order."""
+        """By order: as long as no gradient changes."""
+        self._norms_at = 0
+        """The number of changes of gradients at that time."""
         self._factors: set[float] = set()
         """That ranks have agreed on since the last step."""
         self._scaled: list[tuple[int, int, float]] = []
@@ -65,8 +67,11 @@ class SharedGradients:
         Raises:
             RankError: a rank is missing, or somewhere else.
         """
+        if self._norms_at != self._gradients.num_changes:
+            self._norms.clear()
         if order not in self._norms:
             self._norms[order] = self._all_norms(order)
+            self._norms_at = self._gradients.num_changes
         return self._norms[order][managed]
 
     def slots_to_scale(self, managed: Sequence[ManagedParameter], factor: float) -> list[list[torch.Tensor]]:
@@ -81,10 +86,6 @@ class SharedGradients:
         self._norms.clear()
         self._scaled += [(one.group, one.position, factor) for one in managed]
         return [self._replicas(one) if self._has(one) else [] for one in managed]
-
-    def changed(self) -> None:
-        """A gradient has: norms are others."""
-        self._norms.clear()
 
     def end_step(self) -> None:
         """The gradients were used up."""
@@ -110,7 +111,7 @@ class SharedGradients:
         return self._shards.owns(managed.group) and managed in self._gradients.landed.get(managed.group, ())
 
     def _replicas(self, managed: ManagedParameter) -> list[torch.Tensor]:
-        chunk = self._gradients.chunks[managed.group]
+        chunk = self._gradients.groups[managed.group].chunk
         self._pager.policy.drain()
         tiers = self._pager.to_write(chunk, reader=f"the gradient of {managed.name}")
         return [self._pager.store.views(chunk, tier)[managed.position] for tier in tiers]
@@ -128,38 +129,40 @@ class SharedGradients:
         return float(torch.linalg.vector_norm(self._gradients.value(managed), order))
 
 
-class GradientValues(GradientSlots):
+class GradientValues:
     """Serves what users do to lazy gradients; see `GradientOwner`."""
 
     def __init__(
         self,
+        slots: GradientSlots,
         pager: Pager,
         ledger: StepLedger,
         *,
-        settles: Callable[[int], bool],
         before_change: Callable[[], None],
-        landed: dict[int, set[ManagedParameter]] | None = None,
         shards: ShardStore | None = None,
         is_of_stage: bool = False,
     ) -> None:
         """Begin with none.
 
         Args:
-            pager, settles, landed: see `GradientSlots`.
+            slots: of the gradients.
+            pager: of their chunks.
             ledger: of begun steps; it may refuse what backward adds.
             before_change: called before gradients are changed by a user: updates that have read them are wrong.
             shards: over ranks; summed over those, what one has is not the gradient.
             is_of_stage: other ranks have the gradients of other pipeline stages.
         """
-        super().__init__(pager, settles=settles, landed=landed)
+        self._slots = slots
+        self._pager = pager
         self._ledger = ledger
         self._before_change = before_change
-        self.shared = None if shards is None else SharedGradients(self, pager, shards, parameters=lambda: self._sources)
+        self.shared = None if shards is None else SharedGradients(slots, pager, shards, parameters=lambda: self.sources)
         """Over ranks: norms and scalings that users ask for."""
         self.shows_means = False
         """`.grad` stands for the mean over ranks, as it does below `DistributedDataParallel`."""
         self.is_of_stage = is_of_stage
-        self._sources: dict[ManagedParameter, GradientSource] = {}
+        self.sources: dict[ManagedParameter, GradientSource] = {}
+        """Of all managed parameters."""
         self._by_param: dict[int, ManagedParameter] = {}
         """By the identity of the Parameter."""
 
@@ -170,21 +173,9 @@ class GradientValues(GradientSlots):
 
     def add(self, parameters: Iterable[ManagedParameter]) -> None:
         """Take in the parameters of a model that was packed."""
-        parameters = tuple(parameters)
-        super().add(parameters)
         for managed in parameters:
-            self._sources[managed] = GradientSource(managed, self)
+            self.sources[managed] = GradientSource(managed, self)
             self._by_param[id(managed.param)] = managed
-
-    def land(self, managed: ManagedParameter, grad: torch.Tensor, *, replacing: bool = False) -> None:
-        super().land(managed, grad, replacing=replacing)
-        if self.shared is not None:
-            self.shared.changed()
-
-    def forget(self, params: Collection[ManagedParameter], *, of_all_ranks: bool = True) -> None:
-        if self.shared is not None:
-            self.shared.changed()
-        super().forget(params, of_all_ranks=of_all_ranks)
 
     def norm_over_ranks(self, source: GradientSource, order: float) -> float:
         """Return the norm of the mean over ranks of a gradient that `.grad` shows; all ranks ask for it.
@@ -193,7 +184,7 @@ class GradientValues(GradientSlots):
             StateError: there are no values.
             RankError: a rank is missing, or somewhere else.
         """
-        return self._over_ranks(source).norm(self.members[source.group][source.position], order)
+        return self._over_ranks(source).norm(self._managed(source), order)
 
     def slots_over_ranks(self, sources: Sequence[GradientSource], factor: float) -> list[list[torch.Tensor]]:
         """Return for each gradient where its mean is on this rank, to be multiplied by `factor`, as on all ranks.
@@ -202,8 +193,11 @@ class GradientValues(GradientSlots):
         """
         shared = [self._over_ranks(source) for source in sources]
         self._before_change()
-        managed = [self.members[source.group][source.position] for source in sources]
+        managed = [self._managed(source) for source in sources]
         return shared[0].slots_to_scale(managed, factor) if shared else []
+
+    def _managed(self, source: GradientSource) -> ManagedParameter:
+        return self._slots.groups[source.group].members[source.position]
 
     def _over_ranks(self, source: GradientSource) -> SharedGradients:
         if self._pager.closed is not None:
@@ -221,7 +215,7 @@ class GradientValues(GradientSlots):
         Raises:
             StateError: there was no `zero_grad()` after a step, and a backward since.
         """
-        sources = [self._sources[managed] for managed in params]
+        sources = [self.sources[managed] for managed in params]
         for source in sources:
             if source.state is GradientState.OVERDUE:
                 raise source.is_overdue()
@@ -232,17 +226,17 @@ class GradientValues(GradientSlots):
     def consumed(self, params: Iterable[ManagedParameter]) -> None:
         """The step has used up the gradients of `params`, on whichever rank."""
         for managed in params:
-            if self._sources[managed].state is GradientState.LIVE:
-                self._sources[managed].state = GradientState.CONSUMED
+            if self.sources[managed].state is GradientState.LIVE:
+                self.sources[managed].state = GradientState.CONSUMED
 
     def accumulate(self, source: GradientSource, grad: torch.Tensor) -> None:
         """Add what autograd has found to the gradient that `.grad` shows. Raises what `land` does."""
-        managed = self.members[source.group][source.position]
+        managed = self._managed(source)
         self._ledger.before_gradient(managed)
         if source.state is GradientState.LIVE:
-            self.land(managed, grad)
+            self._slots.land(managed, grad)
         elif source.state is GradientState.ZEROED:
-            self.land(managed, grad + 0, replacing=True)  # -0 becomes 0, as in a sum
+            self._slots.land(managed, grad + 0, replacing=True)  # -0 becomes 0, as in a sum
             source.state = GradientState.LIVE
         elif source.state is GradientState.CONSUMED:
             source.state = GradientState.OVERDUE
@@ -257,7 +251,7 @@ class GradientValues(GradientSlots):
         Raises:
             StateError: there are no values, or only this rank's part of them.
         """
-        managed = self.members[source.group][source.position]
+        managed = self._managed(source)
         if self._pager.closed is not None:
             raise StateError(f"the gradient of {source.name}: {self._pager.closed}")
         known = (GradientState.LIVE, GradientState.ZEROED)
@@ -272,11 +266,11 @@ class GradientValues(GradientSlots):
         if source.state is GradientState.ZEROED and not writing:
             return [source.zeros()]
         if source.state is not GradientState.LIVE:
-            self._land_zeros(managed)
+            self.land_zeros(managed)
         if writing:
             self._before_change()
         self._pager.policy.drain()
-        chunk = self.chunks[source.group]
+        chunk = self._slots.groups[source.group].chunk
         reader = f"the gradient of {source.name}"
         in_use = self._pager.in_memory(chunk, reader=reader) if not writing else None
         tiers = [in_use] if in_use is not None else self._pager.to_write(chunk, reader=reader)
@@ -289,7 +283,7 @@ class GradientValues(GradientSlots):
 
     def staying(self, source: GradientSource) -> AbstractContextManager[None]:
         """Inside, a gradient stays where it was located."""
-        return self._pager.staying(self.chunks[source.group]) if self.may_page_out else nullcontext()
+        return self._pager.staying(self._slots.groups[source.group].chunk) if self.may_page_out else nullcontext()
 
     def zero(self, source: GradientSource) -> None:
         """Set a gradient to zero, over ranks this one's part of it; one that was consumed is zero from now on.
@@ -297,19 +291,19 @@ class GradientValues(GradientSlots):
         Raises:
             StateError: the manager is closed, or the gradient was discarded.
         """
-        managed = self.members[source.group][source.position]
+        managed = self._managed(source)
         if self._pager.closed is not None:
             raise StateError(f"the gradient of {source.name}: {self._pager.closed}")
         if source.state is GradientState.NONE:
             raise source.lacks_values()
         if source.state is not GradientState.LIVE:
             source.state = GradientState.ZEROED
-        elif managed in self.given:  # of a mean, this rank can only withdraw its part
+        elif managed in self._slots.given:  # of a mean, this rank can only withdraw its part
             self._before_change()
-            self._land_zeros(managed)
-        elif managed in self._landed.get(managed.group, ()):
+            self.land_zeros(managed)
+        elif self._slots.any_landed((managed,)):
             self._before_change()
-            self.zero_landed(managed)
+            self._slots.zero_landed(managed)
 
     def require_present(self, tensor: torch.Tensor) -> None:
         """Raise if `tensor` is a managed parameter that is away.
@@ -324,9 +318,10 @@ class GradientValues(GradientSlots):
                 "chunkmem.AdamW, chunkmem.Adam or chunkmem.Optimizer, or write to it inside manager.gather()"
             )
 
-    def _land_zeros(self, managed: ManagedParameter) -> None:
-        source = self._sources[managed]
+    def land_zeros(self, managed: ManagedParameter) -> None:
+        """Let a gradient that was consumed be zero, in its slot."""
+        source = self.sources[managed]
         with runtime_mode():
             zero = torch.zeros((), dtype=source.dtype, device=source.device)
-        self.land(managed, zero, replacing=True)
+        self._slots.land(managed, zero, replacing=True)
         source.state = GradientState.LIVE

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from chunkmem.nn.begun import StepLedger
 from chunkmem.nn.binding import ManagedParameter, stands_at
+from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradient_source import GradientState
 from chunkmem.nn.gradient_values import GradientValues
 from chunkmem.nn.lazy_gradient import LazyGradient
@@ -24,12 +24,14 @@ from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 
 
-class GradientBook(GradientValues):
+class GradientBook:
     """What `.grad` of the parameters shows, and what users have made of it."""
 
-    def __init__(self, pager: Pager, ledger: StepLedger, **options: Any) -> None:
-        """Make an empty book; the arguments are those of `GradientValues`."""
-        super().__init__(pager, ledger, **options)
+    def __init__(self, pager: Pager, slots: GradientSlots, values: GradientValues) -> None:
+        """Make an empty book of gradients in `slots`, whose `values` lazy ones ask for."""
+        self._pager = pager
+        self.slots = slots
+        self.values = values
         self.exposed: set[ManagedParameter] = set()
         """Parameters whose `.grad` is the user's for a while, inside `manager.gather(grads=True)`."""
         self._shown: dict[ManagedParameter, LazyGradient] = {}
@@ -38,10 +40,16 @@ class GradientBook(GradientValues):
         self._unheld = _num_holders({0: torch.zeros(())}, 0), _num_references(example), _num_memory_references(example)
         """What these say of a gradient that nobody else refers to."""
 
+    def add(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Take in the parameters of a model that was packed."""
+        parameters = tuple(parameters)
+        self.slots.add(parameters)
+        self.values.add(parameters)
+
     # What `.grad` says.
 
     def take_final(self, managed: ManagedParameter) -> None:
-        """Autograd has accumulated a gradient: it is final for this backward. Raises what `land` does."""
+        """Autograd has accumulated a gradient: it is final for this backward. Raises what `GradientSlots.land` does."""
         if managed not in self.exposed:
             grad = managed.grad
             if grad is not None and not isinstance(grad, LazyGradient):  # to that one autograd has added: `accumulate`
@@ -54,14 +62,14 @@ class GradientBook(GradientValues):
         One that somebody else refers to stays there: they may keep writing to it, and plain PyTorch would notice. It
         is copied at the step.
         """
-        is_held = not self.is_shared and self._is_held(managed.param, from_autograd=from_autograd)
+        is_held = not self.values.is_shared and self._is_held(managed.param, from_autograd=from_autograd)
         if is_held and from_autograd:
             return
         grad = managed.grad
         assert grad is not None
-        self.land(managed, grad, replacing=True)
+        self.slots.land(managed, grad, replacing=True)
         if is_held:
-            self._sources[managed].state = GradientState.NONE
+            self.values.sources[managed].state = GradientState.NONE
         else:
             self._show(managed)
 
@@ -76,7 +84,7 @@ class GradientBook(GradientValues):
 
     def _show(self, managed: ManagedParameter) -> None:
         """Let `.grad` be what has landed."""
-        source = self._sources[managed]
+        source = self.values.sources[managed]
         source.life += 1
         source.state = GradientState.LIVE
         # A new one in each step would lie where the gradient was, and the C library could not use that again.
@@ -90,8 +98,9 @@ class GradientBook(GradientValues):
         in_graphs = self._shown[managed]._use_count() > 1  # type: ignore[attr-defined]
         return in_graphs or _num_holders(self._shown, managed) > self._unheld[0]
 
-    def show_reduced(self, managed: ManagedParameter) -> None:
-        super().show_reduced(managed)
+    def show_mean(self, managed: ManagedParameter) -> None:
+        """Count a mean over ranks, of gradients that other ranks had, as this one's, and let `.grad` be it."""
+        self.slots.count_mean(managed)
         if managed.grad is None and managed not in self.exposed:
             self._show(managed)
 
@@ -100,17 +109,17 @@ class GradientBook(GradientValues):
         params = tuple(params)
         for managed in params:
             grad = managed.grad
-            if isinstance(grad, LazyGradient) and not grad.is_all_of(self._sources[managed]):
+            if isinstance(grad, LazyGradient) and not grad.is_all_of(self.values.sources[managed]):
                 # Of another parameter, maybe, whose turn comes before this one's: two can be swapped.
                 managed.grad = grad.whole()
         for managed in params:
-            grad, source = managed.grad, self._sources[managed]
+            grad, source = managed.grad, self.values.sources[managed]
             if grad is None:
-                if source.state is not GradientState.NONE or managed in self._landed.get(managed.group, ()):
+                if source.state is not GradientState.NONE or self.slots.any_landed((managed,)):
                     self.discard({managed})
             elif isinstance(grad, LazyGradient):
                 if source.state is GradientState.ZEROED:
-                    self._land_zeros(managed)
+                    self.values.land_zeros(managed)
                 elif source.state is GradientState.NONE:
                     raise source.lacks_values()
             else:
@@ -126,7 +135,7 @@ class GradientBook(GradientValues):
         exposed = list(exposed)
         before = {managed: managed.grad for managed in landed}
         for managed in landed:
-            managed.grad = self._slot(managed)
+            managed.grad = self.slots.slot(managed)
         self.exposed.update(exposed)
         try:
             yield
@@ -146,13 +155,13 @@ class GradientBook(GradientValues):
         before: dict[ManagedParameter, torch.Tensor | None] = {}
         try:
             for group in dict.fromkeys(managed.group for managed in lent):
-                chunk = self.chunks[group]
+                chunk = self.slots.groups[group].chunk
                 self._pager.create(chunk, chunk.compute_tier, reader=reader, zero=True, elastic=True)
                 self._pager.pin(chunk, chunk.compute_tier, reader=reader, elastic=True)
                 made.append(group)
             for managed in lent:
                 before[managed] = managed.grad
-                managed.grad = self._slot(managed)
+                managed.grad = self.slots.slot(managed)
             self.exposed.update(lent)
             yield
         finally:
@@ -160,18 +169,19 @@ class GradientBook(GradientValues):
             for managed, grad in before.items():
                 managed.grad = grad if managed.grad is not None else None  # discarded, as on the rank that has it
             for group in made if self._pager.closed is None else ():
-                self._pager.unpin(self.chunks[group], self.chunks[group].compute_tier)
-                self.give_up(group)
+                chunk = self.slots.groups[group].chunk
+                self._pager.unpin(chunk, chunk.compute_tier)
+                self.slots.give_up(group)
 
     def _take_exposed(self, managed: ManagedParameter, before: torch.Tensor | None) -> None:
         """Keep what has become of a gradient that was exposed; `before` is what `.grad` was until then."""
         grad = managed.grad
-        chunk = self.chunks[managed.group]
-        landed = managed in self._landed.get(managed.group, ())
-        if landed and grad is not None and chunk.ready(chunk.compute_tier):
-            slot = self._slot(managed)
+        group = self.slots.groups[managed.group]
+        chunk = group.chunk
+        if self.slots.any_landed((managed,)) and grad is not None and chunk.ready(chunk.compute_tier):
+            slot = self.slots.slot(managed)
             is_slot = not isinstance(grad, LazyGradient) and stands_at(grad, slot)
-            if not is_slot and managed.group in self._reduced:  # what takes the place of a mean is one
+            if not is_slot and group.is_mean:  # what takes the place of a mean is one
                 with runtime_mode():
                     slot.copy_(grad.whole() if isinstance(grad, LazyGradient) else grad)
                 is_slot = True
@@ -189,7 +199,7 @@ class GradientBook(GradientValues):
 
     def discard_unset(self) -> None:
         """Forget the gradients that no optimizer has taken, and that a `zero_grad()` has set to None since."""
-        for landed in [*self._landed.values(), self.given]:
+        for landed in [*self.slots.landed.values(), self.slots.given]:
             if unset := self._unset(landed):
                 self.discard(unset)
 
@@ -197,8 +207,9 @@ class GradientBook(GradientValues):
         return {managed for managed in landed if managed.grad is None} - self.exposed
 
     def is_touched(self, group: int) -> bool:
-        for managed in self._landed.get(group, ()):
-            grad, source = managed.grad, self._sources[managed]
+        """Tell whether a user has replaced or discarded a gradient of a group that has landed."""
+        for managed in self.slots.landed.get(group, ()):
+            grad, source = managed.grad, self.values.sources[managed]
             if source.state is not GradientState.LIVE or not isinstance(grad, LazyGradient):
                 return True
             if not grad.is_all_of(source):
@@ -207,23 +218,23 @@ class GradientBook(GradientValues):
 
     def is_consumed(self, managed: ManagedParameter) -> bool:
         """Tell whether `.grad` is a gradient that an update has used, and nobody has touched it since."""
-        source, grad = self._sources[managed], managed.grad
+        source, grad = self.values.sources[managed], managed.grad
         is_shown = isinstance(grad, LazyGradient) and grad.is_all_of(source)
         return is_shown and source.state is GradientState.CONSUMED
 
     def discard(self, params: Collection[ManagedParameter]) -> None:
         """Forget the gradients of `params`, which a user has discarded."""
-        self.withdraw(params)
+        self.slots.withdraw(params)
         self.use_up(params, of_all_ranks=False)
 
     def use_up(self, params: Collection[ManagedParameter], *, of_all_ranks: bool = True) -> None:
-        """Forget the gradients of `params`, as after their update; for the arguments see `forget`."""
+        """Forget the gradients of `params`, as after their update; for the arguments see `GradientSlots.forget`."""
         for managed in params:
-            source, grad = self._sources[managed], managed.grad
+            source, grad = self.values.sources[managed], managed.grad
             is_shown = isinstance(grad, LazyGradient) and grad.is_all_of(source)
             if source.state is not GradientState.NONE:
                 source.state = GradientState.CONSUMED if is_shown else GradientState.NONE
-        self.forget(params, of_all_ranks=of_all_ranks)
+        self.slots.forget(params, of_all_ranks=of_all_ranks)
 
 
 def _num_holders(table: Mapping[Any, torch.Tensor], key: Any) -> int:

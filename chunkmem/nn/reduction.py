@@ -23,16 +23,27 @@ _BUCKET_NUMEL = 1 << 22
 class Reduction:
     """Reduces what has landed on any rank and has not been reduced yet."""
 
-    def __init__(self, shards: ShardStore, gradients: GradientSlots, pager: Pager) -> None:
+    def __init__(
+        self, shards: ShardStore, gradients: GradientSlots, pager: Pager, *, show: Callable[[ManagedParameter], None]
+    ) -> None:
+        """Begin with nothing under way.
+
+        Args:
+            shards: of ranks, which own the groups.
+            gradients: in their slots.
+            pager: of their chunks.
+            show: is told of each parameter whose mean this rank has, of gradients that any rank had.
+        """
         self.shards = shards
         self._gradients = gradients
         self._pager = pager
+        self._show = show
         self._under_way: list[tuple[list[Chunk], Callable[[], None]]] = []
         """Chunks that are being reduced, and what waits for that."""
 
     def is_trained(self, group: int) -> bool:
         """Tell whether a group has gradients at all; the same on all ranks, which agree on what is frozen."""
-        return any(managed.requires_grad for managed in self._gradients.members[group])
+        return bool(self._gradients.groups[group].trained)
 
     def reduce(self, params: Sequence[ManagedParameter], *, is_step: bool) -> None:
         """Let the owners have the means over ranks; a rank without a gradient counts as one of zeros.
@@ -62,7 +73,7 @@ class Reduction:
         gradients.anywhere |= has_any
         for managed in params:
             if managed in has_any and self.shards.owns(managed.group):
-                gradients.show_reduced(managed)
+                self._show(managed)
         gradients.drop_empty()
 
     def _over_ranks(self, params: Sequence[ManagedParameter]) -> list[set[ManagedParameter]]:
@@ -88,8 +99,8 @@ class Reduction:
 
         Raises what `reduce` does.
         """
-        members = self._gradients.members
-        self._reduce_fresh([managed for group in sorted(members) for managed in members[group]])
+        groups = self._gradients.groups
+        self._reduce_fresh([managed for group in sorted(groups) for managed in groups[group].members])
         rows = [float(m in self._gradients.landed.get(m.group, ())) for m in params]
         anywhere = self.shards.ranks.max_over(rows, label=_READER) if rows else ()
         return [managed for managed, has in zip(params, anywhere, strict=True) if has]
@@ -127,7 +138,9 @@ class Reduction:
     def finish(self) -> None:
         """Wait for what was begun. Raises what `reduce` does."""
         under_way, self._under_way = self._under_way, []
-        self._gradients.under_way.clear()
+        for chunks, _ in under_way:
+            for chunk in chunks:
+                self._gradients.groups[chunk.id.group].finish = None
         for chunks, wait in under_way:
             try:
                 wait()
@@ -144,9 +157,8 @@ class Reduction:
         gradients, held = self._gradients, []
         try:
             for group in together:
-                trainable = {m for m in gradients.members[group] if m.requires_grad}
-                gradients.complete(group, trainable, reader=_READER)
-                chunk = gradients.chunks[group]
+                gradients.complete(group, reader=_READER)
+                chunk = gradients.groups[group].chunk
                 self._pager.pin(chunk, chunk.compute_tier, reader=_READER)
                 held.append(chunk)
             wait = self.shards.begin_reduction(held, reader=_READER)
@@ -154,7 +166,8 @@ class Reduction:
             self._unpin(held)
             raise
         self._under_way.append((held, wait))
-        gradients.under_way.update(dict.fromkeys(together, self.finish))
+        for group in together:
+            gradients.groups[group].finish = self.finish
 
     def _unpin(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:

@@ -103,7 +103,7 @@ class GroupwiseStep:
         pending = self._members.pending(besides=begun.updated)
         begun.anywhere = pending
         if self._host.is_shared:  # the same on all ranks
-            anywhere = self._updater.gradients.anywhere
+            anywhere = self._updater.gradients.slots.anywhere
             begun.anywhere = [managed for managed in self._members.known() if managed in anywhere]
         excluded = self._members.with_excluded_gradients()
         begun.excluded = list(zip(excluded, begun.hypers, strict=True))
@@ -112,7 +112,7 @@ class GroupwiseStep:
 
     def run(self, begun: BegunStep) -> None:
         """Do what is left of a step."""
-        left = begun.left(self._updater.gradients.has_values)
+        left = begun.left(self._updater.gradients.slots.has_values)
         if not begun.is_scaled:
             self._scale(begun, left, self._members.optimizer.max_grad_norm)
         if begun.overflows:
@@ -120,9 +120,9 @@ class GroupwiseStep:
             self._updater.gradients.use_up(set(left))
         else:
             self._update(begun, left)
-        self._updater.gradients.consumed(self._members.known())
+        self._updater.gradients.values.consumed(self._members.known())
         self._updater.ahead.end_step()
-        self._updater.gradients.anywhere.difference_update(begun.anywhere)
+        self._updater.gradients.slots.anywhere.difference_update(begun.anywhere)
 
     def end(self) -> None:
         """The step is over, or given up."""
@@ -274,7 +274,7 @@ class GroupwiseStep:
         begun = self.begun
         if begun is None or not begun.updated:
             begun = self.begun = self.new_begun(options_in_words(self._members.groups()))
-        params = sorted(self._updater.gradients.landed[group], key=self._numbers.__getitem__)
+        params = sorted(self._updater.gradients.slots.landed[group], key=self._numbers.__getitem__)
         self.states.make(params, begun.hypers, begun.stateless, anywhere=params)
         self._update_group(group, params, begun, in_step=False)
 
@@ -283,7 +283,7 @@ class GroupwiseStep:
         if self.in_backward:  # in place, and for good
             return None
         groups, items = self._members.groups(), dict[int, UpdateItem]()
-        for managed in self._updater.gradients.landed.get(group, ()):
+        for managed in self._updater.gradients.slots.landed.get(group, ()):
             index = self._options_of.get(managed)
             if index is None or index >= len(groups):
                 return None

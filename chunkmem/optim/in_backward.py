@@ -124,14 +124,18 @@ class BackwardUpdates:
 
     def begin_again(self, group: int) -> None:
         """If none of a group's gradients is left, what lands next is updated inside backward again."""
-        if group in self._unfinished and not self._gradients.landed.get(group):
+        if group in self._unfinished and not self._gradients.slots.landed.get(group):
             self._unfinished.discard(group)
 
     def _owner(self, group: int) -> Owner | None:
         """Return what updates a group now; None: the step does, as something is missing, or may still change."""
-        if group in self._unfinished or not self._gradients.is_complete(group) or self._gradients.is_touched(group):
+        if (
+            group in self._unfinished
+            or not self._gradients.slots.is_complete(group)
+            or self._gradients.is_touched(group)
+        ):
             return None
-        owners = {self._owner_of(managed) for managed in self._gradients.landed[group]}
+        owners = {self._owner_of(managed) for managed in self._gradients.slots.landed[group]}
         owner = owners.pop() if len(owners) == 1 else None
         return owner if owner in self.optimizers else None
 

@@ -64,8 +64,8 @@ class GroupMembers:
         """
         gradients = self._host.updater.gradients
         others = (managed for managed in self.known() if managed not in besides)
-        gradients.require_known(others, has_new=bool(besides))
-        return [managed for managed in self.owned() if managed in gradients.landed.get(managed.group, ())]
+        gradients.values.require_known(others, has_new=bool(besides))
+        return [managed for managed in self.owned() if managed in gradients.slots.landed.get(managed.group, ())]
 
     def by_index(self, saved: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, ManagedParameter]]:
         """Yield the managed ones with the index that each has in the parameter groups of a `state_dict`."""

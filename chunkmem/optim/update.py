@@ -107,7 +107,7 @@ class GroupUpdater:
         on_host = [group for group in found if self.is_on_host(group)]
         others = found[len(on_host) :]
         planned = self.pager.policy.update_order(others)
-        return [*on_host, *(planned or in_order_of_update(others, landing=list(self.gradients.landed)))]
+        return [*on_host, *(planned or in_order_of_update(others, landing=list(self.gradients.slots.landed)))]
 
     def is_on_host(self, group: int) -> bool:
         """Tell whether modules compute with a group on HOST, for good."""

@@ -63,9 +63,9 @@ class TiedParameters:
     def begin(self) -> None:
         """A step begins: set aside the gradients of earlier ones, which have been summed up."""
         for tie in self._ties:
-            if self._gradients.any_landed((tie.managed,)):
-                self._before[tie] = self._gradients.value(tie.managed).clone()
-                self._gradients.zero_landed(tie.managed)
+            if self._gradients.slots.any_landed((tie.managed,)):
+                self._before[tie] = self._gradients.slots.value(tie.managed).clone()
+                self._gradients.slots.zero_landed(tie.managed)
 
     def end(self) -> None:
         """Backward is over: have the sum over all ranks.
@@ -78,12 +78,12 @@ class TiedParameters:
             before = self._before.pop(tie, None)
             if before is not None:
                 total += before.to(total)
-            self._gradients.land(tie.managed, total, replacing=True)
-            self._gradients.show_reduced(tie.managed)
+            self._gradients.slots.land(tie.managed, total, replacing=True)
+            self._gradients.show_mean(tie.managed)
 
     def _sum(self, tie: Tie) -> torch.Tensor:
-        if self._gradients.any_landed((tie.managed,)):
-            own = self._gradients.value(tie.managed).cpu()
+        if self._gradients.slots.any_landed((tie.managed,)):
+            own = self._gradients.slots.value(tie.managed).cpu()
         else:
             own = torch.zeros(tie.managed.shape, dtype=tie.managed.placeholder.dtype, device="cpu")
         found = {rank: own if rank == self._ranks.rank else torch.empty_like(own) for rank in tie.ranks}

@@ -179,7 +179,7 @@ def test_results_are_ordinary_and_have_no_memory_of_chunks() -> None:
 
 def test_gradients_stay_where_they_are_while_norms_are_taken_and_scaled() -> None:
     manager, twin = landed()
-    chunks = manager.runtime.gradients.chunks.values()
+    chunks = [group.chunk for group in manager.runtime.gradients.slots.groups.values()]
 
     def places() -> tuple[list[list[Tier]], str]:
         memory = replace(manager.memory(), non_model_nbytes=0)  # that is what the process takes

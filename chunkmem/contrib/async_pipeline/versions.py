@@ -205,7 +205,7 @@ class GapAware(Predicted):
         self._max_rates = list(map(max, rates, self._max_rates or rates))
         places = {id(param): at for at, group in enumerate(groups) for param in group["params"]}
         averages = dict(self._weights.slots(self._averages, torch.float32))
-        landed = self._updater.gradients.landed
+        landed = self._updater.gradients.slots.landed
         found = [
             (managed, places[id(managed.param)], seen, averages[managed])
             for managed, seen in self._weights.slots(self._used[0])
