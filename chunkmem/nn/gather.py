@@ -18,7 +18,7 @@ from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
 from chunkmem.shard.shards import ShardStore
 from chunkmem.sizes import format_nbytes
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import Tier
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def gathered(
     landed = [m for m in exposed if m in gradients.slots.landed.get(m.group, ())]
     if reduction is not None and grads:
         landed = reduction.reduce_early(exposed)
-    weights = [pager.store.chunks[group] for group in dict.fromkeys(ChunkId(Role.PARAM, m.group) for m in wanted)]
+    weights = [pager.store.weights(group) for group in dict.fromkeys(m.group for m in wanted)]
     grad_chunks = [gradients.slots.groups[group].chunk for group in dict.fromkeys(m.group for m in landed)]
     _require_room([chunk for chunk in (*weights, *grad_chunks) if chunk.compute_tier is Tier.DEVICE], pager)
     with ExitStack() as stack:

@@ -16,7 +16,7 @@ import torch
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.claims import Claims
 from chunkmem.optim.rule import StateSpec
-from chunkmem.runtime.chunk import Chunk, slot_views
+from chunkmem.runtime.chunk import slot_views
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.disk_pool import DiskSlab
 from chunkmem.runtime.failed import lost_error
@@ -29,38 +29,31 @@ _READER = "averages of weights"
 class AverageChunks:
     """The averages of some groups that this rank owns."""
 
-    def __init__(self, pager: Pager, claims: Claims, groups: Collection[int], role: Role) -> None:
-        """Have chunks, without content so far.
+    def __init__(
+        self, pager: Pager, claims: Claims, groups: Collection[int], role: Role, *, is_blank: bool = False
+    ) -> None:
+        """Have chunks, of zeros if `is_blank`, else without content so far.
 
         Args:
             pager: of the chunks.
             claims: tell which groups are trained.
             groups: of the weights.
             role: of kind `AVERAGES`, the same on all ranks.
+            is_blank: see above.
 
         Raises:
             CapacityError: the tiers have no room for them; nothing has been made.
         """
-        self._pager = pager
         self._store = store = pager.store
         self.tier = store.staying_tier
-        new = [StateSpec(role).chunk(store.weights(group)) for group in groups]
-        claims.require_room({}, kept={self.tier: sum(chunk.nbytes for chunk in new)}, name="averages")
-        self._of: dict[int, Chunk] = {}
+        self._of = {group: StateSpec(role).chunk(store.weights(group)) for group in groups}
         """By group."""
-        for chunk in new:
+        for chunk in self._of.values():
             store.add(chunk)
-            self._of[chunk.id.group] = chunk
-
-    def begin(self) -> None:
-        """Begin with zeros.
-
-        Raises:
-            CapacityError: as the constructor.
-        """
         try:
-            for chunk in self._of.values():
-                self._pager.create(chunk, self.tier, reader=_READER, zero=True, elastic=True, is_of_step=False)
+            claims.require_room({}, name="averages")
+            for chunk in self._of.values() if is_blank else ():
+                pager.create(chunk, self.tier, reader=_READER, zero=True, elastic=True, is_of_step=False)
                 slab = chunk.replicas[self.tier].slab
                 if isinstance(slab, DiskSlab):
                     slab.write(torch.zeros(chunk.group.numel, dtype=chunk.dtype, device="cpu"))

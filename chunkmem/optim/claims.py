@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
@@ -15,7 +14,7 @@ from chunkmem.optim.shaped_state import merged
 from chunkmem.optim.speculative import Intent
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import ChunkId, Role
 
 Wanted = Mapping[ManagedParameter, Sequence[StateSpec]]
 """By parameter: the states that its optimizer keeps."""
@@ -156,20 +155,12 @@ class Claims:
         roles = (Role.PARAM, Role.GRAD, Role.MASTER, *(spec.role for spec in specs))
         self._chunks[group] = [store.chunks[key] for role in roles if (key := ChunkId(role, group)) in store.chunks]
 
-    def require_room(
-        self,
-        wanted: Wanted,
-        owner: Owner | None = None,
-        *,
-        kept: Mapping[Tier, int] = MappingProxyType({}),
-        name: str = "optimizer",
-    ) -> None:
+    def require_room(self, wanted: Wanted, owner: Owner | None = None, *, name: str = "optimizer") -> None:
         """Check that weights, and gradients and states of what is trained, fit the tiers together.
 
         Args:
             wanted: what is about to be claimed.
             owner: by which optimizer; None: by those that have it.
-            kept: by tier, bytes that are about to be there for good.
             name: begins the message of the error.
 
         Raises:
@@ -188,4 +179,4 @@ class Claims:
             if not (param.is_remote or param.is_copy)
         }
         groups = trained & states_nbytes.keys()
-        require_room(groups, states_nbytes, self._store, kept=kept, name=name, in_backward=groups - waiting)
+        require_room(groups, states_nbytes, self._store, name=name, in_backward=groups - waiting)

@@ -69,8 +69,8 @@ class EMA:
             self.excluded = {param: {_NAME: param.detach().clone()} for param in self._ordinary.values()}
             """Averages of parameters that no chunk holds, in their dtype and on their device."""
             self._role = self._free_role()
-            self._chunks = AverageChunks(host.updater.pager, host.updater.claims, self._own, self._role)
-            self._chunks.begin()
+            updater = host.updater
+            self._chunks = AverageChunks(updater.pager, updater.claims, self._own, self._role, is_blank=True)
             self._average(torch._foreach_copy_)
         host.add_holder(self)
 

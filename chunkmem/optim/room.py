@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from itertools import chain
 from math import gcd
@@ -19,7 +20,6 @@ def require_room(
     states_nbytes: Mapping[int, Collection[int]],
     store: ChunkStore,
     *,
-    kept: Mapping[Tier, int],
     name: str,
     in_backward: Collection[int] = (),
 ) -> None:
@@ -29,7 +29,6 @@ def require_room(
         groups: that are trained, of those that this rank owns.
         states_nbytes: by group, trained or not, what each chunk of its optimizer states takes, or will.
         store: has all other chunks; those of states are not looked at, but for averages.
-        kept: by tier, bytes that are about to be there for good, in addition to the averages that there are.
         name: begins the message of the error.
         in_backward: those of `groups` whose gradients need never exist together.
 
@@ -49,23 +48,20 @@ def require_room(
     # What is computed with on HOST never leaves it: it takes room of HOST, and none is needed to move it.
     on_host_nbytes = _in_training(on_host, groups, states_nbytes, store)
     limits = {tier: ledger.limit_nbytes for tier, ledger in ledgers.items()}
-    averages = {
-        tier: sum(chunk.nbytes for chunk in chunks.values() if chunk.id.role.kind.stays) + kept.get(tier, 0)
-        for tier, chunks in store.resident.items()
-    }
-    for_good = averages | {Tier.HOST: averages[Tier.HOST] + on_host_nbytes}
+    kept_nbytes = sum(chunk.nbytes for key, chunk in store.chunks.items() if key.role.kind.stays)
+    for_good = Counter({store.staying_tier: kept_nbytes}) + Counter({Tier.HOST: on_host_nbytes})
     taken_nbytes = 0
     for tier, nbytes in for_good.items():
         taken_nbytes += min(limits[tier], nbytes)
         limits[tier] -= min(limits[tier], nbytes)
     states = (states_nbytes[group] for group in states_nbytes if ChunkId(Role.PARAM, group) in sizes)
     need, cap = room_for(need, sizes=[*sizes.values(), *chain(*states)], limits=limits.values())
-    need, cap = need + sum(for_good.values()), cap + taken_nbytes
+    need, cap = need + for_good.total(), cap + taken_nbytes
     if need > cap:
         # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
         host_cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes
         host_need = host_cap + need - cap
-        said = f", and averages of {format_nbytes(sum(averages.values()))}," if any(averages.values()) else ""
+        said = f", and averages of {format_nbytes(kept_nbytes)}," if kept_nbytes else ""
         raise CapacityError(
             f"{name}: weights, gradients and states of {len(groups)} chunk groups{said} take {format_nbytes(need)}, "
             f"and DEVICE and HOST together may hold {format_nbytes(cap)}; raise memory.host from "
