@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class ClassHyper:
     """Copies."""
 
 
+@cache
 def role_of(key: str, dtype: torch.dtype | None) -> Role:
     """Return the role of a state: its key, with the dtype where that is not the one of the weights."""
     name = key if Role(key).is_state else f"{key} state"
@@ -119,8 +121,7 @@ class ClassRule(UpdateRule[ClassHyper]):
             )
             for at, result in zip(batch, results, strict=True):
                 record = item.records[at] if item.drafts is None else item.drafts[at]
-                own = {role: of_role[item.params[at].position] for role, of_role in views.items()}
-                record.become(self._kept(item, at, result, own, slots.weights[at].dtype))
+                record.become(self._kept(item, at, result, views, slots.weights[at].dtype))
         slots.round_()
 
     def step(
@@ -164,23 +165,28 @@ class ClassRule(UpdateRule[ClassHyper]):
         return found
 
     def _kept(
-        self, item: UpdateItem, at: int, result: Entry | None, slots: Mapping[Role, torch.Tensor], dtype: torch.dtype
+        self,
+        item: UpdateItem,
+        at: int,
+        result: Entry | None,
+        views: Mapping[Role, Sequence[torch.Tensor]],
+        dtype: torch.dtype,
     ) -> Record:
         """Return the record of what a class has made of an entry, tensors of which go to the parameter's slots.
 
         `dtype` is that of the weights.
         """
-        trial = item.hyper.trial
-        entry: Entry | None = None if result is None else dict(result)
+        trial, entry = item.hyper.trial, Entry()
         for key, value in (result or {}).items():
-            if not isinstance(value, torch.Tensor) or entry is None:
+            if not isinstance(value, torch.Tensor):
+                entry[key] = value
                 continue
-            entry[key] = value.detach()
             if value.dim() == 0:
+                entry[key] = value.detach()
                 trial.following |= set() if value.is_cpu else {key}
                 continue
             role = role_of(key, None if value.dtype is dtype else value.dtype)
-            slot = slots.get(role)
+            slot = views[role][item.params[at].position] if role in views else None
             if slot is None or slot.shape != value.shape:
                 room = "none" if slot is None or not slot.numel() else f"one of {tuple(slot.shape)}"
                 raise StateError(
@@ -190,7 +196,7 @@ class ClassRule(UpdateRule[ClassHyper]):
             if not value.is_set_to(slot):
                 slot.copy_(value)
             entry[key] = role
-        return Record(entry=entry, is_new=False)
+        return Record(entry=None if result is None else entry, is_new=False)
 
     def take_over(self, items: Sequence[UpdateItem]) -> None:
         for item in items:
