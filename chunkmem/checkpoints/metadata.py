@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import _check_box_bounds, _check_box_overlap
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -205,7 +206,7 @@ def _require_cover(name: str, size: torch.Size, parts: Sequence[ChunkStorageMeta
     for part in parts:
         if len(part.offsets) != len(size) or len(part.sizes) != len(size):
             raise _OddMetadataError(f"{name} of shape {tuple(size)} has a part of {len(part.sizes)} dimensions")
-        if any(at + extent > whole for at, extent, whole in zip(part.offsets, part.sizes, size, strict=True)):
+        if not _check_box_bounds(size, part):
             raise _OddMetadataError(f"{name} of shape {tuple(size)} has a part {_shown(part)}, which is outside of it")
     numel, covered = math.prod(size), sum(math.prod(part.sizes) for part in parts)
     if covered != numel or not parts:
@@ -223,8 +224,7 @@ def _overlap(parts: Sequence[ChunkStorageMetadata]) -> tuple[ChunkStorageMetadat
     for part in sorted(parts, key=lambda part: part.offsets[axis]):
         reached = [other for other in reached if other.offsets[axis] + other.sizes[axis] > part.offsets[axis]]
         for other in reached:
-            rows = zip(part.offsets, part.sizes, other.offsets, other.sizes, strict=True)
-            if all(at < start + extent and start < at + size for at, size, start, extent in rows):
+            if _check_box_overlap(other, part):
                 return other, part
         reached.append(part)
     return None

@@ -38,7 +38,7 @@ class PlainPyTorch:
         total = sum(sizes.values()) - activation_nbytes
         trained = [chunk for chunk in sizes if chunk.role.kind.is_weights and ChunkId(Role.GRAD, chunk.group) in sizes]
         remote_nbytes = sum(sizes[chunk] for chunk in trained if trace.is_remote(chunk))
-        owned_nbytes = sum(sizes[chunk] for chunk in trained if not trace.is_remote(chunk))
+        owned_nbytes = sum(sizes[chunk] for chunk in trained) - remote_nbytes
         if remote_nbytes and owned_nbytes:
             states_nbytes = sum(n for chunk, n in sizes.items() if chunk.role.kind.is_of_update)
             total += states_nbytes * remote_nbytes // owned_nbytes

@@ -10,11 +10,10 @@ import dataclasses
 import enum
 import types
 import typing
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from chunkmem.schema import BOOL, NULL, Check, either, integer, number, one_of
 from chunkmem.sizes import shown
@@ -58,23 +57,6 @@ class Wrong(Exception):
     def under(self, part: str) -> Wrong:
         self.path = part + self.path
         return self
-
-
-class Document(ABC):
-    """An object of its own, in a file or as a field of another one."""
-
-    @abstractmethod
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-serialisable data."""
-
-    @classmethod
-    @abstractmethod
-    def read(cls, values: object) -> Self:
-        """Make one from what `to_dict` gave.
-
-        Raises:
-            Wrong: a key or a value is not allowed.
-        """
 
 
 Tables = Mapping[str, Any]
@@ -311,7 +293,7 @@ def codec_of(hint: Any, tables: Tables) -> Codec:
         return _PLAIN[hint]
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _member_of(hint)
-    if isinstance(hint, type) and issubclass(hint, Document):
+    if hasattr(hint, "to_dict"):  # an object of its own: see `chunkmem.trace.saved`
         return Codec(hint.to_dict, hint.read)
     if origin is types.UnionType:
         kinds = [each for each in args if each is not types.NoneType]

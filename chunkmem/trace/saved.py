@@ -16,13 +16,13 @@ from typing import Any, ClassVar, Self
 from chunkmem.errors import ChunkmemError
 from chunkmem.files import replace_file, with_unique_keys
 from chunkmem.sizes import printable, shown
-from chunkmem.trace.codec import TABLES, Codec, Document, Tables, Wrong, codec_of
+from chunkmem.trace.codec import TABLES, Codec, Tables, Wrong, codec_of
 
 VERSION = 2
 """Of all kinds of files, whose forms the codec decides."""
 
 
-class Saved(Document):
+class Saved:
     """A dataclass that is kept in files: ``class Trace(Saved, name="chunkmem trace", error=TraceError, ...)``."""
 
     _name: ClassVar[str]
@@ -166,6 +166,7 @@ class Saved(Document):
 
     @classmethod
     def read(cls, values: object) -> Self:
+        """Make one from what `to_dict` gave; raises `Wrong`, with the path so far."""
         if not isinstance(values, Mapping):
             raise Wrong.needs(values, f"an object: a {cls._name}")
         assert dataclasses.is_dataclass(cls)

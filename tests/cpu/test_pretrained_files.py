@@ -258,6 +258,42 @@ def test_a_call_that_fails(before: str, after: str, tmp_path: Path) -> None:
     assert all(name.startswith(str(tmp_path)) for name in names)
 
 
+def test_what_cannot_be_removed_is_told_and_the_index_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was passed over in silence. Without an index, programs would take the files that are left for weights."""
+    real = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.name.startswith("model-"):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        real(path, missing_ok)
+
+    put(tmp_path, 1, "shards")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", unlink)
+        with pytest.warns(UserWarning, match=r"3 files of those before .* \(.*model-.*: Operation not permitted\)"):
+            put(tmp_path, 2, "one")
+    assert as_transformers(tmp_path) == as_others(tmp_path) == {2}
+    put(tmp_path, 3, "one")
+    assert as_transformers(tmp_path) == as_others(tmp_path) == {3}
+    assert len(os.listdir(tmp_path)) == num_files("one") - 1
+
+
+def test_what_somebody_else_has_removed_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index stayed, as if the files were there still."""
+    real = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.name.startswith("model-"):
+            real(path)
+        real(path, missing_ok)
+
+    put(tmp_path, 1, "shards")
+    monkeypatch.setattr(Path, "unlink", unlink)
+    put(tmp_path, 2, "one")
+    assert as_transformers(tmp_path) == as_others(tmp_path) == {2}
+    assert len(os.listdir(tmp_path)) == num_files("one") - 1
+
+
 def put_often(folder: Path, first: int, kind: str) -> None:
     for number in range(first, first + 10):
         put(folder, number, kind)

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkmem.errors import TraceError
-from chunkmem.trace.model import Entry, Kind, Mode, Moment, Trace
+from chunkmem.trace.model import Entry, Kind, Mode, Moment, Region, Trace
 from chunkmem.types import ChunkId, Role
 from tests.helpers.cpu_time import cpu_s
 
@@ -202,6 +202,23 @@ def test_a_name_of_full_length(tmp_path: Path) -> None:
     file = tmp_path / ("t" * 255)
     save_trace(SMALL, file)
     assert load_trace(file) == SMALL
+
+
+@pytest.mark.parametrize(
+    ("span", "says"),
+    [
+        (1, "is 1, but must be null, or a list"),
+        ([1], "is [1], but must be null, or a list of 2 values"),
+        ([0, -1], "[1] is -1, but must be an integer from 0 to 2**63 - 1"),
+    ],
+)
+def test_what_may_be_null_says_what_else_it_may_be(span: object, says: str) -> None:
+    """Of a row it said nothing after the comma."""
+    region = Region("blocks.0", ChunkId(Role.ACTIVATION, 7), 1, (0, 0), (0, 0))
+    values = replace(SMALL, regions=(region,)).to_dict()
+    values["regions"][0][5] = span
+    separator = "" if says.startswith("[") else " "
+    assert raised_by(lambda: Trace.from_dict(values)) == f"regions[0][5]{separator}{says}"
 
 
 @pytest.mark.parametrize("function", ["replace", "fsync"])
