@@ -240,7 +240,7 @@ class ManagedParameter:
 
     def clear(self) -> bool:
         """Make the placeholder NaN again; tell whether it was something else."""
-        blank = _blank_value(self._blank)
+        blank = blank_value(self._blank)
         was_set = bool(self._blank == self._blank) if blank != blank else bool(self._blank != blank)
         self._blank.fill_(blank)
         self.version = self.param._version
@@ -426,8 +426,9 @@ def blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the one element of a placeholder: NaN, or 0 of what has none."""
     with runtime_mode():
         element = torch.empty((), dtype=dtype, device=device)
-        return element.fill_(_blank_value(element))
+        return element.fill_(blank_value(element))
 
 
-def _blank_value(blank: torch.Tensor) -> float:
+def blank_value(blank: torch.Tensor) -> float:
+    """Return what elements without a value are: NaN, or 0 of dtypes that have none."""
     return float("nan") if blank.is_floating_point() or blank.is_complex() else 0

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from chunkmem.errors import LayoutError
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.binding import ManagedParameter, blank_value
 from chunkmem.packing.built import FreedRam
 from chunkmem.packing.initialisers import Initialisation
 
@@ -170,17 +170,12 @@ def blank_like(param: torch.Tensor, managed: ManagedParameter | None = None) -> 
     """Return a CPU tensor of the same shape and dtype without values: NaN, or 0 of what has none."""
     dtype = param.dtype if managed is None else managed.built_dtype
     values = torch.empty(param.shape, dtype=dtype, device="cpu")
-    return values.fill_(float("nan") if has_nan(values) else 0)
-
-
-def has_nan(values: torch.Tensor) -> bool:
-    """Tell whether elements can be NaN."""
-    return values.is_floating_point() or values.is_complex()
+    return values.fill_(blank_value(values))
 
 
 def has_gaps(values: torch.Tensor, *, has_moved: bool) -> bool:
     """Tell whether elements of what was `blank_like` have no values yet; `has_moved` is its version."""
-    if not has_nan(values):
+    if blank_value(values) == 0:
         return not has_moved and values.numel() > 0
     # Its sum is NaN then; adding is cheaper, in memory, too, than asking each.
     return bool(torch.isnan(values.sum())) and bool(torch.isnan(values).any())
