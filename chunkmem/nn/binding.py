@@ -62,7 +62,7 @@ class ManagedParameter:
 
     __slots__ = (
         "_assigned", "_blank", "_closed_class", "_num_users", "_open_class", "accumulator", "bound", "built_dtype",
-        "gradient_hook", "group", "is_drawn", "name", "num_assigned", "param", "placeholder", "position", "shape",
+        "group", "is_drawn", "name", "num_assigned", "param", "placeholder", "position", "shape",
         "slot", "stride", "version", "view",
     )  # fmt: skip
 
@@ -97,7 +97,6 @@ class ManagedParameter:
         self.placeholder = self._blank.expand(param.shape)
         """What the parameter stands on while its chunk is away; nobody gets to see it."""
         self.version = param._version
-        self.gradient_hook: torch.utils.hooks.RemovableHandle | None = None
         self.accumulator: object | None = None
         """The end of its gradients' way in autograd's graphs, kept so that references to the parameter can be counted:
         it holds one, and would come and go with graphs."""

@@ -51,19 +51,20 @@ class GradientHooks:
         self._updates = updates
         self._backward = backward
         self._turn = turn
+        self._handles: dict[ManagedParameter, torch.utils.hooks.RemovableHandle] = {}
+        """Of the parameters whose gradients are caught."""
 
     def watch(self, params: Iterable[ManagedParameter]) -> None:
         """Catch the gradients of those that are trainable from now on."""
         for managed in params:
-            if managed.gradient_hook is None and managed.requires_grad:
+            if managed not in self._handles and managed.requires_grad:
                 self._watch(managed)
 
     def unwatch(self, params: Iterable[ManagedParameter]) -> None:
         """Catch their gradients no more."""
         for managed in params:
-            if managed.gradient_hook is not None:
-                managed.gradient_hook.remove()
-                managed.gradient_hook = None
+            if (handle := self._handles.pop(managed, None)) is not None:
+                handle.remove()
 
     def _watch(self, managed: ManagedParameter) -> None:
         # Python does not see through a parameter's hooks: one that referred to the parameter would keep it for ever.
@@ -86,4 +87,4 @@ class GradientHooks:
                     if took_turn:
                         hooks._turn.give_back()
 
-        managed.gradient_hook = managed.param.register_post_accumulate_grad_hook(on_gradient)
+        self._handles[managed] = managed.param.register_post_accumulate_grad_hook(on_gradient)
