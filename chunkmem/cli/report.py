@@ -57,7 +57,7 @@ def _printable(text: str) -> str:
 
 
 def _lines(summaries: Sequence[Mapping[str, Any]], files: Sequence[str], notes: Sequence[str]) -> Iterator[str]:
-    from chunkmem.plan.regions import Policy, RegionPolicy
+    from chunkmem.report.regions import Policy, RegionPolicy
     from chunkmem.report.text import (
         REGION_COLUMNS,
         difference_lines,
