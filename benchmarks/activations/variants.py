@@ -18,8 +18,8 @@ import chunkmem
 from benchmarks.activations.models import NUM_BATCHES, Workload
 from chunkmem.errors import CapacityError
 from chunkmem.plan.machine import Machine, host_links
-from chunkmem.plan.regions import summary
 from chunkmem.plan.simulate import simulate
+from chunkmem.report.regions import region_policies
 from chunkmem.testing import ThrottledLanes
 
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -187,8 +187,7 @@ class Trainee:
         plan, trace = manager.plan, manager.trace
         policies = None
         if self._variant == AUTO:
-            again = [at for at, region in enumerate(trace.regions) if region.recomputed is not None]
-            policies = dict(Counter(region.policy.value for region in summary(trace, again, plan)))
+            policies = dict(Counter(region.policy.value for region in region_policies(plan, trace)))
         return Summary(digest.hexdigest(), simulate(plan, trace).step_s, manager.memory().device.peak_nbytes, policies)
 
     @contextmanager

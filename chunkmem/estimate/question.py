@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from chunkmem.comm.exchange import Traffic
@@ -22,14 +23,13 @@ from chunkmem.plan.candidates import candidates
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import make_plan
-from chunkmem.plan.regions import RegionPolicy, choose_regions
+from chunkmem.plan.regions import choose_regions
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
-from chunkmem.report.regions import region_policies
+from chunkmem.report.regions import RegionPolicy, region_policies
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.trace.model import Trace
-from chunkmem.trace.shared import shared_bytes
-from chunkmem.trace.uncharged import uncharged
+from chunkmem.trace.shared import kept_nbytes
 from chunkmem.types import Tier
 
 UNLIMITED_NBYTES = 2**60
@@ -209,13 +209,12 @@ def _kept(question: Question, rehearsal: Rehearsal) -> frozenset[int]:
     """Return the calls that are not recomputed, by number, chosen as in training: by a step that recomputes all."""
     trace = _steps(question, rehearsal).lazy.trace
     machine = _machine(question)
-    step = uncharged(trace, charges_non_model=machine.charges_non_model)
-    shared = None if machine.charges_non_model else shared_bytes(trace, {})
+    sizes = partial(kept_nbytes, trace, {}, charges_non_model=machine.charges_non_model)
     try:
-        choice = choose_regions(step, replace(machine, charges_non_model=True), options=_PLANNED, shared=shared)
+        choice = choose_regions(trace, machine, sizes, options=_PLANNED)
     except CapacityError:
         return frozenset()
-    return frozenset(region.number for at, region in enumerate(trace.regions) if at not in choice.recomputed)
+    return frozenset(trace.regions[at].number for at in choice.kept)
 
 
 def _steps(question: Question, rehearsal: Rehearsal) -> RankSteps:

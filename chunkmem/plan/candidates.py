@@ -109,7 +109,6 @@ class Candidates:
         options: PlanOptions,
         *,
         is_quick: bool = False,
-        placement: Placement | None = None,
     ) -> None:
         """Begin.
 
@@ -118,13 +117,11 @@ class Candidates:
             machine: caps and speeds to plan for.
             options: of a user's configuration.
             is_quick: make one candidate for each placement, to compare traces rather than to follow the plan.
-            placement: make candidates for this one only; None: for all.
         """
         self.given = trace
         self.trace = _repeating(trace)
         self.machine = machine
         self.options = options
-        self.only = placement
         self.is_small = len(trace.moments) <= _LARGE and not is_quick
         self.brief_reserves = (0,) if is_quick else (0, 2)
         self.has_extremes = self.is_small
@@ -151,13 +148,7 @@ class Candidates:
         """
         ratio, host_nbytes = self.options.margin_use_ratio, self.machine.host_nbytes
         full = None
-        if (
-            self.only is None
-            and host_nbytes > 0
-            and ratio > 0.0
-            and self.options.with_residents
-            and not has_idle_states(self.trace)
-        ):
+        if host_nbytes > 0 and ratio > 0.0 and self.options.with_residents and not has_idle_states(self.trace):
             full = FullPlacements(self.trace, self.budget, host_nbytes=host_nbytes, margin_use_ratio=ratio)
         is_found = False
         try:
@@ -166,7 +157,7 @@ class Candidates:
                 yield work, candidate
                 if candidate is not None and candidate.nbytes == 0 and not self._could_hide_updates(candidate):
                     return  # nothing moves: nothing can be better
-            for work, candidate in self._with_less() if self.is_small and self.only is None else ():
+            for work, candidate in self._with_less() if self.is_small else ():
                 yield work, candidate
             if not is_found and full is not None:
                 for work, candidate in self._with_least_on_host(full):
@@ -191,10 +182,6 @@ class Candidates:
         return [moment for moment in self.trace.moments if moment.kind is Kind.UPDATE]
 
     def _pieces(self, full: FullPlacements | None) -> Iterator[tuple[int, Candidate | None]]:
-        if self.only is not None:
-            if (way := self._placed(self.only)) is not None:
-                yield from self._by_rule(way, is_brief=True)
-            return
         ratio = self.options.margin_use_ratio
         tiers = placements(self.trace, self.machine, self.budget, ratio, with_half=self.is_small)
         others = [Placement(each) for each in tiers]

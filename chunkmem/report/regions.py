@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
 from chunkmem.plan.model import Copy, Plan
-from chunkmem.plan.regions import Policy, RegionPolicy
 from chunkmem.report.clock import recomputations
 from chunkmem.trace.activations import Content, activation_contents
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import DEVICE_LINKS, ChunkId
+
+
+class Policy(enum.Enum):
+    """What becomes of a region's activations between forward and backward."""
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class RegionPolicy:
+    """What becomes of one region's activations."""
+
+    name: str
+    policy: Policy
+    nbytes: int
+    """Of activations."""
+    seconds: float
+    """Of computing again, or of copying to HOST and back; 0 if kept."""
+
 
 DONE: Mapping[Policy, str] = MappingProxyType(
     {Policy.KEEP: "kept", Policy.OFFLOAD: "offloaded", Policy.RECOMPUTE: "recomputed"}

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from chunkmem.plan.model import DIRECTIONS
-from chunkmem.plan.regions import RegionPolicy
-from chunkmem.report.regions import DONE, alike
+from chunkmem.report.regions import DONE, RegionPolicy, alike
 from chunkmem.sizes import format_nbytes
 
 Row = tuple[str, ...]

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 
+from chunkmem.trace.kept import forward_of, recomputation_of
 from chunkmem.trace.model import Trace
 
 _FORWARD, _AGAIN, _BACKWARD = "forward", "again", "backward"
@@ -23,7 +24,7 @@ def retimed(trace: Trace, measured: Trace) -> Trace:
     is_s = dict(_seconds(measured))
     for region in measured.regions:
         if region.recomputed is None:
-            is_s[region.number, _AGAIN] = is_s.get((region.number, _FORWARD), 0.0)
+            is_s[region.number, _AGAIN] = is_s[region.number, _FORWARD]
     return _with_seconds(trace, is_s)
 
 
@@ -62,10 +63,10 @@ def _parts(trace: Trace) -> Iterator[Hashable]:
 
     What has none belongs to the one before. Where two backwards overlap, the second one has begun.
     """
-    spans = [(region.backward, (region.number, _BACKWARD)) for region in reversed(trace.regions)]
-    spans += [(region.forward, (region.number, _FORWARD)) for region in trace.regions]
-    spans += [(region.recomputed, (region.number, _AGAIN)) for region in trace.regions if region.recomputed is not None]
-    of_regions = {at: part for span, part in spans for at in range(*span)}
+    spans = [(range(*region.backward), (region.number, _BACKWARD)) for region in reversed(trace.regions)]
+    spans += [(forward_of(region), (region.number, _FORWARD)) for region in trace.regions]
+    spans += [(recomputation_of(r), (r.number, _AGAIN)) for r in trace.regions if r.recomputed is not None]
+    of_regions = {at: part for span, part in spans for at in span}
     part: Hashable = ""
     for at, moment in enumerate(trace.moments):
         part = of_regions.get(at, moment.label or part)

@@ -1,93 +1,87 @@
-"""What two regions have both saved, one as its output and the next one as its input: in neither's chunk. Pure."""
+"""How large the chunks of kept regions are: without what two of them have both saved. Pure.
+
+What a region returns is the next one's input, so the next one saves it. Where the region has saved it as well, as a
+residual block with an activation at its end does, it is in neither's chunk: others held it when the region was left,
+and the region holds it later. It is non-model data; where that counts, it is charged to the next one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
 from chunkmem.trace.model import Region, Trace
 
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What a region has saved, and one next to it as well: in no chunk if both are kept."""
-
-    before: int | None
-    """Index of the region whose output it has as its input."""
-    before_nbytes: int
-    """Saved by that one, too."""
-    after: int | None
-    """Index of the region that has its output as its input."""
-    after_nbytes: int
-    elsewhere_nbytes: int = 0
-    """Saved by it, and kept by others in any case, as a batch is by the training loop."""
-
-    def nbytes(self, recomputed: Collection[int]) -> int:
-        """Return what is not in the chunk of the region, which is kept."""
-        with_before = self.before is not None and self.before not in recomputed
-        with_after = self.after is not None and self.after not in recomputed
-        return self.before_nbytes * with_before + self.after_nbytes * with_after + self.elsewhere_nbytes
+_SHARE = 0.5
+"""Of an output that is taken to be saved by the region that returns it, where nothing is known."""
 
 
-def neighbours(regions: Collection[Region]) -> dict[int, tuple[int | None, int | None]]:
-    """Return, by index of a region, the ones whose output it takes and which takes its output, as far as one can tell.
+def kept_nbytes(
+    recorded: Trace, outside: Mapping[int, int], kept: Collection[int], *, charges_non_model: bool
+) -> dict[int, int]:
+    """Return the bytes of the chunks of regions, by index, if exactly these are kept.
 
-    They are calls of the blocks before and after, at the same place among the calls of a block: whether a step takes
-    one micro-batch after the other, or one block.
+    Args:
+        recorded: a step that recomputes all of its regions.
+        outside: what is known, see `outside_nbytes`; the others are taken to be like those.
+        kept: indices into its regions.
+        charges_non_model: non-model data counts.
+    """
+    regions, before = recorded.regions, inputs_from(recorded.regions)
+    border = {earlier: _inputs_nbytes(recorded, later) for later, earlier in before.items()}
+    """By index of a region: what it returns to the next one."""
+    known = {at: outside[region.number] for at, region in enumerate(regions) if region.number in outside}
+    shares = [min(1.0, known[at] / nbytes) for at, nbytes in border.items() if at in known and nbytes]
+    share = median(shares or [0.0 if charges_non_model else _SHARE])
+    left = {at: int(share * nbytes) for at, nbytes in border.items()} | known
+    found = {}
+    for at in kept:
+        nbytes = _saved_nbytes(recorded, at) - left.get(at, 0)
+        if before.get(at) in kept and not charges_non_model:
+            nbytes -= min(left[before[at]], border[before[at]])
+        found[at] = max(0, nbytes)
+    return found
+
+
+def outside_nbytes(recorded: Trace, measured: Trace) -> dict[int, int]:
+    """Return what regions have saved that is in no chunk, by number, besides what the ones before them have left out.
+
+    Args:
+        recorded: a step that recomputes all of its regions.
+        measured: one of the same kind, of which the regions count that it keeps.
+    """
+    own_nbytes = {region.number: region.nbytes for region in measured.regions if region.recomputed is None}
+    before = inputs_from(recorded.regions)
+    found: dict[int, int] = {}
+    for at, region in enumerate(recorded.regions):
+        if region.number in own_nbytes:
+            given = found.get(recorded.regions[before[at]].number, 0) if at in before else 0
+            nbytes = _saved_nbytes(recorded, at) - own_nbytes[region.number]
+            found[region.number] = max(0, nbytes - min(given, _inputs_nbytes(recorded, at)))
+    return found
+
+
+def inputs_from(regions: Collection[Region]) -> dict[int, int]:
+    """Return, by index of a region, the one whose output it takes, as far as one can tell.
+
+    It is a call of the block before, at the same place among the calls of a block: whether a step takes one micro-batch
+    after the other, or one block.
     """
     calls: dict[str, list[int]] = {}
     for index, region in enumerate(regions):
         calls.setdefault(region.name, []).append(index)
-    before: dict[int, int] = {}
-    for first, second in pairwise(calls.values()):
-        before |= dict(zip(second, first, strict=False))
-    after = {earlier: index for index, earlier in before.items()}
-    return {index: (before.get(index), after.get(index)) for index in range(len(regions))}
+    return {
+        later: earlier
+        for first, second in pairwise(calls.values())
+        for later, earlier in zip(second, first, strict=False)
+    }
 
 
-def known_nbytes(trace: Trace) -> dict[int, int]:
-    """Return what regions have in their chunks, by number, if they are kept and so are those next to them."""
-    found = {}
-    for index, (before, after) in neighbours(trace.regions).items():
-        around = (trace.regions[at] for at in (before, index, after) if at is not None)
-        if all(region.recomputed is None for region in around):
-            found[trace.regions[index].number] = trace.regions[index].nbytes
-    return found
+def _inputs_nbytes(recorded: Trace, index: int) -> int:
+    inputs = recorded.regions[index].inputs
+    return 0 if inputs is None else recorded.chunk_nbytes[inputs]
 
 
-def shared_bytes(recorded: Trace, kept_nbytes: Mapping[int, int]) -> dict[int, Shared]:
-    """Return what regions are taken to share with those next to them, by index.
-
-    Where it is not known, it is as much of inputs and outputs as where it is; where nothing is known, inputs.
-
-    Args:
-        recorded: a step in which each region is recomputed, from a chunk of its own if it has inputs.
-        kept_nbytes: of regions, by number; see `known_nbytes`.
-    """
-    regions, sizes = recorded.regions, recorded.chunk_nbytes
-    around = neighbours(regions)
-
-    def border_nbytes(index: int | None) -> int:
-        inputs = None if index is None else regions[index].inputs
-        return 0 if inputs is None else sizes[inputs]
-
-    most = {i: (border_nbytes(i) * (before is not None), border_nbytes(after)) for i, (before, after) in around.items()}
-    """Inputs and outputs that have a region next to them."""
-    known: dict[int, tuple[int, int, int]] = {}
-    for index, region in enumerate(regions):
-        if region.number in kept_nbytes:
-            saved_nbytes = sizes[region.chunk] + border_nbytes(index)
-            nbytes = max(0, saved_nbytes - kept_nbytes[region.number])
-            inputs_nbytes = min(most[index][0], nbytes)
-            outputs_nbytes = min(most[index][1], nbytes - inputs_nbytes)
-            known[index] = inputs_nbytes, outputs_nbytes, nbytes - inputs_nbytes - outputs_nbytes
-    inputs_part = median([known[at][0] / most[at][0] for at in known if most[at][0]] or [1.0])
-    outputs_part = median([known[at][1] / most[at][1] for at in known if most[at][1]] or [0.0])
-    found = {}
-    for index, (before, after) in around.items():
-        guessed = int(inputs_part * most[index][0]), int(outputs_part * most[index][1]), 0
-        before_nbytes, after_nbytes, elsewhere_nbytes = known.get(index, guessed)
-        found[index] = Shared(before, before_nbytes, after, after_nbytes, elsewhere_nbytes)
-    return found
+def _saved_nbytes(recorded: Trace, index: int) -> int:
+    return recorded.chunk_nbytes[recorded.regions[index].chunk] + _inputs_nbytes(recorded, index)

@@ -16,9 +16,7 @@ from chunkmem.plan.planner import make_plan
 from chunkmem.steps.plan_cache import Key
 from chunkmem.steps.region_choice import RegionChoices
 from chunkmem.trace.model import Kind, Trace
-from chunkmem.trace.recomputed import with_recomputed
-from chunkmem.trace.shared import shared_bytes
-from chunkmem.trace.uncharged import uncharged
+from chunkmem.trace.shared import kept_nbytes, outside_nbytes
 from tests.cpu.test_activations import AMPLE_NBYTES, CASES, config, smallest_nbytes
 from tests.helpers.lanes import adversarial
 from tests.helpers.region_traces import Block, as_recorded, gpt_like, region_trace
@@ -188,12 +186,13 @@ def test_a_choice_is_judged_with_the_bytes_that_chunks_then_have(
     assert trace is not None
     true = [region.nbytes for region in trace.regions]
     assert [region.recomputed for region in trace.regions] == [None] * 5
-    kept_nbytes = {number: true[number] for number in known}
-    step = uncharged(recorded[0], charges_non_model=False, kept_nbytes=kept_nbytes)
-    found = with_recomputed(step, (), shared=shared_bytes(recorded[0], kept_nbytes))
+    outside = {number: outside_nbytes(recorded[0], trace)[number] for number in known}
+    found = kept_nbytes(recorded[0], outside, range(5), charges_non_model=False)
     # The batch is the loop's, and what the last one returns was kept elsewhere: known if these two are.
     ends = slice(None) if len(known) == len(true) else slice(1, -1)
-    assert [region.nbytes for region in found.regions][ends] == true[ends] or not is_exact
-    assert all(region.nbytes >= nbytes for region, nbytes in zip(found.regions, true, strict=True))
-    assert sum(true) < sum(region.nbytes for region in step.regions)
+    assert list(found.values())[ends] == true[ends] or not is_exact
+    assert all(nbytes >= true[at] for at, nbytes in found.items())
+    assert sum(true) < sum(
+        kept_nbytes(recorded[0], dict.fromkeys(range(5), 0), range(5), charges_non_model=False).values()
+    )
     manager.close()

@@ -94,27 +94,31 @@ def region_trace(blocks: Sequence[Block], recomputed: Collection[int] = (), *, u
     return Trace(Mode.TRAIN, LAYOUT, sizes, tuple(moments), regions=tuple(regions))
 
 
-def as_recorded(blocks: Sequence[Block], *, inputs_nbytes: int) -> Trace:
-    """Return the step that recomputes every region as it is recorded: with chunks for inputs, and for what is saved."""
-    trace = region_trace(blocks, range(len(blocks)))
+def as_recorded(blocks: Sequence[Block], kept: Collection[int] = (), *, inputs_nbytes: int = 1) -> Trace:
+    """Return the step that recomputes all regions but those `kept` as it is recorded: with chunks for inputs, and for
+    what is saved."""
+    trace = region_trace(blocks, [at for at in range(len(blocks)) if at not in kept])
     sizes = dict(trace.chunk_nbytes)
     before: dict[int, list[Moment]] = defaultdict(list)
     saved: dict[int, int] = defaultdict(int)
-    for region in reversed(trace.regions):
+    for region in reversed([region for region in trace.regions if region.recomputed is not None]):
         inputs, label = _inputs_of(region, len(blocks)), f"{region.name} backward"
         sizes |= {region.chunk: region.nbytes, inputs: inputs_nbytes}
         assert region.recomputed is not None
         (start, stop), again = region.backward, region.recomputed[1]
         before[region.forward[1]].append(Moment(Kind.CREATE, inputs, f"{region.name} forward"))
         before[start].append(Moment(Kind.HOLD, inputs, label))
-        before[again] += (Moment(kind, region.chunk, label) for kind in (Kind.CREATE, Kind.HOLD))
+        peak = trace.moments[stop - 1].non_model_peak_nbytes - region.nbytes
+        before[again] += (Moment(kind, region.chunk, label, 0.0, peak) for kind in (Kind.CREATE, Kind.HOLD))
         for chunk in (region.chunk, inputs):
-            before[stop] += (Moment(kind, chunk) for kind in (Kind.RELEASE, Kind.CONSUME))
+            before[stop] += (Moment(kind, chunk, "", 0.0, peak) for kind in (Kind.RELEASE, Kind.CONSUME))
         saved |= dict.fromkeys(range(again - 1, stop), region.nbytes)
     moments: list[Moment] = []
     for at, moment in enumerate(trace.moments):
         moments += before[at]
         moments.append(replace(moment, non_model_peak_nbytes=moment.non_model_peak_nbytes - saved[at]))
+    if kept:
+        return replace(trace, chunk_nbytes=sizes, moments=tuple(moments), regions=())
     places = {(moment.kind, moment.chunk): at for at, moment in enumerate(moments)}
     regions: list[Region] = []
     for number, region in enumerate(trace.regions):

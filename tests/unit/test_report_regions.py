@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from chunkmem.plan.planner import make_plan
-from chunkmem.plan.regions import Policy
 from chunkmem.report.clock import AGAIN, phases, recomputations
 from chunkmem.report.page import timeline_page
 from chunkmem.report.picture import memory_picture
-from chunkmem.report.regions import alike, chunk_names, region_policies
+from chunkmem.report.regions import Policy, alike, chunk_names, region_policies
 from chunkmem.report.run import Run, load_run
 from chunkmem.report.summary import PlainPyTorch, summarize
 from chunkmem.report.text import region_rows
