@@ -20,6 +20,7 @@ from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.region_chunks import activation_chunk
 from chunkmem.optim.adam_rule import AdamRule
+from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.lanes import BlockingLanes
@@ -250,7 +251,7 @@ class RankStage:
                 self._has_states.add(managed.group)
                 updater.make_states([managed], roles)
         updater.complete_states(updated)
-        for group in updater.in_order(groups):
+        for group in in_order_of_update(groups, landing=groups):
             updater.update(group, (), self._rule)  # of no parameter: nothing is computed
             if updater.is_on_host(group):
                 moved_nbytes = 2 * sum(chunk.nbytes for chunk in updater.claims.chunks(group))
