@@ -146,8 +146,6 @@ def predict(
 
 def ask(size: Size, device_nbytes: int, host_nbytes: int, batch: int, hardware: str) -> dict[str, Any]:
     """Return what `chunkmem estimate` says of a model in bf16 with blocks recomputed, on some hardware."""
-    import torch
-
     from chunkmem.errors import CapacityError
     from chunkmem.estimate.hardware import HARDWARE
     from chunkmem.estimate.question import Question, device_need, find
@@ -158,7 +156,7 @@ def ask(size: Size, device_nbytes: int, host_nbytes: int, batch: int, hardware: 
         hardware=HARDWARE[hardware],
         device_nbytes=device_nbytes,
         host_nbytes=host_nbytes,
-        dtype=torch.bfloat16,
+        precision="bf16",
         checkpointing=True,
     )
     rehearsal = question.rehearse()

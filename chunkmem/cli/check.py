@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from chunkmem.cli.answer import CommandResult, printable, table
-from chunkmem.cli.machine import OPTIMIZERS, count, parse_size
+from chunkmem.cli.machine import OPTIMIZERS, PRECISIONS, count, parse_size
 from chunkmem.errors import ChunkmemError, ConfigError
 from chunkmem.sizes import format_nbytes, shown
 
@@ -36,7 +36,6 @@ MODEL is a preset (gpt:1m to gpt:1t), a config.json of transformers, or module:f
 of `batch` and `seq` that it takes. With another --optimizer than AdamW and Adam, chunkmem.Optimizer trains in chunks.
 The exit status is 1 if anything differs or is refused."""
 
-_PRECISIONS = ("fp32", "bf16", "fp16")
 _DEFAULT_SEQ = 64
 _GRACE_S = 10.0
 """For a process that has sent its answer to end by itself."""
@@ -52,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--disk", metavar="FOLDER", help="on a disk, for what a cap on HOST leaves no room for")
     add("--batch", type=count, default=1, metavar="N", help="samples a step (default: 1)")
     add("--seq", type=count, metavar="N", help=f"positions a sample (default: {_DEFAULT_SEQ})")
-    add("--precision", choices=_PRECISIONS, default="fp32", help="of weights and gradients (default: fp32)")
+    add("--precision", choices=PRECISIONS, default="fp32", help="of weights and gradients (default: fp32)")
     add("--optimizer", default="adamw", metavar="NAME", help=f"{OPTIMIZERS} (default: adamw)")
     add("--chunk-size", type=count, metavar="NUMEL", help="default_chunk_size, in elements; default: some dozen chunks")
     add("--orders", type=count, default=3, metavar="N", help="orders of late copies (default: 3)")

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkmem.cli.answer import CommandResult
-from chunkmem.cli.estimate_answer import DTYPES
-from chunkmem.cli.machine import OPTIMIZERS, count, parse_size, parse_speed
+from chunkmem.cli.machine import OPTIMIZERS, PRECISIONS, count, parse_size, parse_speed
 from chunkmem.errors import CapacityError, ConfigError, LayoutError
 from chunkmem.runtime.quiet import silenced
 from chunkmem.types import ACTIVATION_POLICIES
@@ -61,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--disk-speed", metavar="SPEED", help="bytes a second of DISK: 6GB/s, or 6GB/s,4GB/s for reading, writing")
     add("--batch", type=count, default=1, metavar="N", help="samples a step and rank (default: 1)")
     add("--seq", type=count, metavar="N", help="positions a sample (default: 2048)")
-    add("--precision", choices=DTYPES, default="fp32", help="of weights and gradients (default: fp32)")
+    add("--precision", choices=PRECISIONS, default="fp32", help="of weights and gradients (default: fp32)")
     add("--no-master-weights", action="store_true", help="update weights in the low precision: master_weights false")
     add("--states", choices=("fp32", "8bit"), default="fp32", help="optimizer.params.states (default: fp32)")
     add("--in-backward", action="store_true", help="update inside backward: optimizer.params.in_backward")
@@ -115,7 +114,7 @@ def run(options: argparse.Namespace) -> CommandResult:
     gc.freeze()
     progress = tqdm(desc="rehearsing", unit=" steps", disable=None, leave=False)
     with silenced("torch._subclasses.fake_tensor"), progress as bar:
-        rehearse_other = in_fork(lambda: _rehearsed_if_possible(other))
+        other_nbytes = in_fork(lambda: _activation_nbytes(other))
 
         def rehearse(asked: Question) -> Rehearsal:
             if asked not in known:
@@ -129,19 +128,14 @@ def run(options: argparse.Namespace) -> CommandResult:
             finding = find(question, rehearsal)
         except CapacityError as error:
             if error.on_host and trains_on_demand(question, rehearsal):
-                return without_plan(question, rehearsal, rehearse_other(), need, error)
-            of_other = rehearse_other()
-            if of_other is not None:
-                known[other] = of_other
+                return without_plan(question, rehearsal, other_nbytes(), need, error)
             changes = smallest_changes(question, rehearsal, rehearse=rehearse)
-            return no(question, rehearsal, of_other, need, error, changes)
+            return no(question, rehearsal, other_nbytes(), need, error, changes)
         rehearsal, finding = find_chosen(question, rehearsal, finding)
-        return yes(question, rehearsal, rehearse_other(), need, finding)
+        return yes(question, rehearsal, other_nbytes(), need, finding)
 
 
 def _question(options: argparse.Namespace) -> Question:
-    import torch
-
     from chunkmem.estimate.models import resolve_model
     from chunkmem.estimate.optimizers import BUILT_IN, class_named
     from chunkmem.estimate.question import Question
@@ -172,7 +166,7 @@ def _question(options: argparse.Namespace) -> Question:
         device_nbytes=_device_nbytes(options, hardware),
         host_nbytes=None if options.host is None else parse_size("--host", options.host),
         disk_nbytes=0 if options.disk is None else parse_size("--disk", options.disk),
-        dtype=getattr(torch, DTYPES[options.precision]),
+        precision=options.precision,
         master_weights=not options.no_master_weights,
         states=options.states,
         master=options.master,
@@ -224,7 +218,7 @@ def _largest(options: argparse.Namespace) -> CommandResult:
 
     from chunkmem.cli.estimate_answer import answer
     from chunkmem.estimate.families import family_of
-    from chunkmem.estimate.largest import Tried, largest
+    from chunkmem.estimate.largest import Fitting, TooLarge, largest
 
     family = family_of(options.model, seq=options.seq)
     if options.host is None:
@@ -236,8 +230,8 @@ def _largest(options: argparse.Namespace) -> CommandResult:
         tqdm(desc="largest", unit=" tries", disable=None, leave=False) as bar,
     ):
 
-        def note(tried: Tried) -> None:
-            bar.set_postfix_str(f"{tried.layers} layers {'fit' if tried.finding else 'do not fit'}")
+        def note(tried: Fitting | TooLarge) -> None:
+            bar.set_postfix_str(f"{tried.layers} layers {'fit' if isinstance(tried, Fitting) else 'do not fit'}")
             bar.update()
 
         return answer(largest(family, question, note=note))
@@ -278,9 +272,9 @@ def _positive(text: str) -> float:
     return value
 
 
-def _rehearsed_if_possible(question: Question) -> Rehearsal | None:
-    """Return the rehearsal; None for a model without blocks that could be recomputed."""
+def _activation_nbytes(question: Question) -> int | None:
+    """Return what activations take at most; None for a model without blocks that could be recomputed."""
     try:
-        return question.rehearse()
+        return question.rehearse().activation_nbytes
     except LayoutError:
         return None

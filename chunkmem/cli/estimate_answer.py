@@ -15,22 +15,28 @@ from chunkmem.types import Role, Tier
 
 if TYPE_CHECKING:
     from chunkmem.errors import CapacityError
-    from chunkmem.estimate.largest import Largest, Tried
+    from chunkmem.estimate.changes import Change
+    from chunkmem.estimate.largest import Largest, TooLarge
+    from chunkmem.estimate.needs import DeviceNeed
+    from chunkmem.estimate.question import Finding, Question
+    from chunkmem.estimate.rehearse import Rehearsal
 
 
 def answer(found: Largest) -> CommandResult:
     """Return the answer; without a model that fits, it is no."""
-    from chunkmem.estimate.question import device_need
-
     fitting, beyond = found.fitting, found.beyond
-    limit = None if beyond is None else _limit(beyond)
-    if fitting is None or fitting.finding is None:
+    limit = None if beyond is None else {
+        "tier": beyond.binding.value,
+        "layers": beyond.layers,
+        "needed_nbytes": beyond.shortage.needed_nbytes,
+        "cap_nbytes": beyond.shortage.cap_nbytes,
+    }  # fmt: skip
+    if fitting is None:
         assert beyond is not None
-        line = f"no model fits: with {_layers(beyond.layers)}, {name_of(beyond)} lacks room: {_why(beyond)}"
+        line = f"no model fits: with {_layers(beyond.layers)}, {beyond.question.name} lacks room: {_why(beyond)}"
         return CommandResult({"fits": False, "largest": None, "limit": limit}, line, fits=False)
-    need = device_need(fitting.question, fitting.rehearsal)
-    said = yes(fitting.question, fitting.rehearsal, None, need, fitting.finding)
-    name, params = name_of(fitting), fitting.rehearsal.num_params
+    said = yes(fitting.question, fitting.rehearsal, None, fitting.device_need, fitting.finding)
+    name, params = fitting.question.name, fitting.rehearsal.num_params
     data = {"model": name, "width": fitting.width or None, "layers": fitting.layers, "parameters": params,
             "num_tried": found.num_tried}  # fmt: skip
     batch, rate = fitting.question.batch, said.data["tokens_per_s"]
@@ -39,36 +45,16 @@ def answer(found: Largest) -> CommandResult:
     if beyond is None:
         lines.append(f"the search ended at {_layers(fitting.layers)}")
     else:
-        lines.append(f"{str(limit and limit['tier']).upper()} binds: with {_layers(beyond.layers)}, {_why(beyond)}")
+        lines.append(f"{beyond.binding.name} binds: with {_layers(beyond.layers)}, {_why(beyond)}")
     return CommandResult({**said.data, "largest": data, "limit": limit}, "\n".join([*lines, "", said.text]))
 
 
-def name_of(tried: Tried) -> str:
-    """Return the model's name."""
-    return tried.question.model(tried.question.batch).name
-
-
-def _limit(beyond: Tried) -> dict[str, Any]:
-    from chunkmem.estimate.largest import binds_on_device
-
-    shortage = _shortage(beyond)
-    return {
-        "tier": "device" if binds_on_device(beyond) else "disk" if shortage.on_disk else "host",
-        "layers": beyond.layers,
-        "needed_nbytes": shortage.needed_nbytes,
-        "cap_nbytes": shortage.cap_nbytes,
-    }
-
-
-def _why(beyond: Tried) -> str:
-    from chunkmem.estimate.largest import binds_on_device
-    from chunkmem.estimate.question import device_need
-
-    shortage = _shortage(beyond)
-    if not binds_on_device(beyond):
-        tier = "DISK" if shortage.on_disk else "HOST"
-        return f"{tier} needs {format_nbytes(shortage.needed_nbytes)}, and has {format_nbytes(shortage.cap_nbytes)}"
-    need = device_need(beyond.question, beyond.rehearsal)
+def _why(beyond: TooLarge) -> str:
+    tier, need, shortage = beyond.binding, beyond.device_need, beyond.shortage
+    if tier is not Tier.DEVICE:
+        return (
+            f"{tier.name} needs {format_nbytes(shortage.needed_nbytes)}, and has {format_nbytes(shortage.cap_nbytes)}"
+        )
     activations_nbytes = beyond.rehearsal.activation_nbytes
     chunk_nbytes = max(beyond.rehearsal.trace.chunk_nbytes.values())
     return (
@@ -78,23 +64,12 @@ def _why(beyond: Tried) -> str:
     )
 
 
-def _shortage(beyond: Tried) -> CapacityError:
-    assert beyond.shortage is not None
-    return beyond.shortage
-
-
 def _layers(count: int) -> str:
     return f"{count} layer{'s' * (count > 1)}"
 
 
-if TYPE_CHECKING:
-    from chunkmem.errors import CapacityError
-    from chunkmem.estimate.needs import DeviceNeed
-    from chunkmem.estimate.question import Change, Finding, Question
-    from chunkmem.estimate.rehearse import Rehearsal
-
-DTYPES = MappingProxyType({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
-"""Names of torch's dtypes by the precision a user asks for."""
+_SAID = ("precision", "checkpointing", "cpu_embedding", "tile_numel", "activations", "world", "optimizer")
+"""Of a question, in the answer."""
 _ROLES = MappingProxyType(
     {
         Role.PARAM: "weights",
@@ -105,9 +80,9 @@ _ROLES = MappingProxyType(
 
 
 def yes(
-    question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need: DeviceNeed, finding: Finding
+    question: Question, rehearsal: Rehearsal, other_nbytes: int | None, need: DeviceNeed, finding: Finding
 ) -> CommandResult:
-    """Say that it fits, and what a step takes; `other` is the same step with or without checkpointing."""
+    """Say that it fits, and what a step takes; `other_nbytes`: activations with checkpointing, or without."""
     from chunkmem.estimate.question import step_range
 
     peaks = {tier: finding.timeline.peak_nbytes.get(tier, 0) for tier in (Tier.DEVICE, Tier.HOST)}
@@ -117,7 +92,7 @@ def yes(
         for chunks, moment in zip(finding.timeline.device_nbytes, finding.trace.moments, strict=True)
     )
     step = step_range(question, finding)
-    data = _subject(question, rehearsal, other, need) | time_data(question, rehearsal, finding, step) | {
+    data = _subject(question, rehearsal, other_nbytes, need) | time_data(question, rehearsal, finding, step) | {
         "fits": True,
         "limit": None,
         "planned": True,
@@ -129,7 +104,7 @@ def yes(
         "disk": disk_data(question, finding),
         "exchanged": {"sent_nbytes": finding.exchanged.sent_nbytes,
                       "received_nbytes": finding.exchanged.received_nbytes,
-                      "buffered_nbytes": finding.exchanged.buffered_nbytes},
+                      "buffered_nbytes": finding.exchanged.peak_buffered_nbytes},
         "updated_on_device": sum(tier is Tier.DEVICE for tier in finding.plan.update_tiers.values()),
         "updated_on_host": sum(tier is Tier.HOST for tier in finding.plan.update_tiers.values()),
         "regions": [asdict(region) | {"policy": region.policy.value} for region in finding.regions],
@@ -158,7 +133,7 @@ def yes(
         lines.append(f"the first step needs {format_nbytes(finding.first_host_nbytes)} on HOST{hint}")
     if finding.regions:
         lines += ["", table(REGION_COLUMNS, region_rows(finding.regions))]
-    return CommandResult(data, "\n".join([_subject_text(question, rehearsal, other), "", *lines]))
+    return CommandResult(data, "\n".join([_subject_text(question, rehearsal, other_nbytes), "", *lines]))
 
 
 def _least(need: DeviceNeed) -> str:
@@ -182,10 +157,10 @@ def _beyond(question: Question) -> Iterator[str]:
 
 
 def without_plan(
-    question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need: DeviceNeed, shortage: CapacityError
+    question: Question, rehearsal: Rehearsal, other_nbytes: int | None, need: DeviceNeed, shortage: CapacityError
 ) -> CommandResult:
     """Say that it fits, but not with a plan, which needs more of HOST; so how long a step takes is not known."""
-    data = _subject(question, rehearsal, other, need) | {
+    data = _subject(question, rehearsal, other_nbytes, need) | {
         "fits": True,
         "limit": None,
         "planned": False,
@@ -202,13 +177,13 @@ def without_plan(
         f"{format_nbytes(shortage.needed_nbytes)} ({shortage.needed_nbytes} bytes) at least: every access is served on "
         "demand, which is slower"
     )
-    return CommandResult(data, "\n".join([_subject_text(question, rehearsal, other), "", line]))
+    return CommandResult(data, "\n".join([_subject_text(question, rehearsal, other_nbytes), "", line]))
 
 
 def no(
     question: Question,
     rehearsal: Rehearsal,
-    other: Rehearsal | None,
+    other_nbytes: int | None,
     need: DeviceNeed,
     shortage: CapacityError,
     changes: list[Change],
@@ -218,7 +193,7 @@ def no(
     limit = "device" if need.nbytes > question.device_nbytes else below.value
     needed_nbytes = need.nbytes if limit == "device" else shortage.needed_nbytes
     described = [{"what": change.what, "options": list(change.options)} for change in changes]
-    data = _subject(question, rehearsal, other, need) | {
+    data = _subject(question, rehearsal, other_nbytes, need) | {
         "fits": False,
         "limit": limit,
         "needed_nbytes": needed_nbytes,
@@ -237,44 +212,41 @@ def no(
     ]
     if len(changes) > 1:
         lines.append(f"or one of: {'; '.join(map(_shown, changes[1:]))}")
-    return CommandResult(data, "\n".join([_subject_text(question, rehearsal, other), "", *lines]), fits=False)
+    return CommandResult(data, "\n".join([_subject_text(question, rehearsal, other_nbytes), "", *lines]), fits=False)
 
 
-def _subject(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need: DeviceNeed) -> dict[str, Any]:
+def _subject(question: Question, rehearsal: Rehearsal, other_nbytes: int | None, need: DeviceNeed) -> dict[str, Any]:
+    hardware = question.hardware
     return {
-        "model": question.model(question.batch).name,
+        "model": question.name,
         "parameters": rehearsal.num_params,
         "batch": question.batch,
         "tokens": rehearsal.tokens,
-        "precision": next(name for name, dtype in DTYPES.items() if str(question.dtype) == f"torch.{dtype}"),
-        "checkpointing": question.checkpointing,
-        "cpu_embedding": question.cpu_embedding,
-        "tile_numel": question.tile_numel,
-        "activations": question.activations,
-        "world": question.world,
-        "optimizer": question.optimizer,
+        **{name: getattr(question, name) for name in _SAID},
         "role_nbytes": {role.value: nbytes for role, nbytes in rehearsal.role_nbytes.items()},
         "parameter_nbytes": rehearsal.layout.payload_nbytes,
         "slab_nbytes": rehearsal.layout.slab_nbytes,
         "activation_nbytes": rehearsal.activation_nbytes,
         "activation_nbytes_by_checkpointing": {
-            str(way).lower(): found.activation_nbytes
-            for way, found in ((question.checkpointing, rehearsal), (not question.checkpointing, other))
-            if found is not None
+            str(way).lower(): nbytes
+            for way, nbytes in (
+                (question.checkpointing, rehearsal.activation_nbytes),
+                (not question.checkpointing, other_nbytes),
+            )
+            if nbytes is not None
         },
         "flop": rehearsal.flop,
         "need": {"device_nbytes": need.nbytes, "moment": need.moment, "first_step_nbytes": need.first_nbytes,
                  "planned_nbytes": need.planned_nbytes},
-        "assumed": {"flop_per_s": question.hardware.flop_rate(question.dtype), "link_Bps": question.hardware.link_Bps,
-                    "eager_share": question.hardware.eager_share, "duplex_Bps": question.hardware.duplex_Bps,
-                    "host_memory_Bps": question.hardware.host_memory_Bps, "memory_Bps": question.hardware.memory_Bps,
-                    "network_Bps": question.hardware.exchange_Bps(question.world),
-                    "disk_read_Bps": question.hardware.disk_read_Bps,
-                    "disk_write_Bps": question.hardware.disk_write_Bps},
+        "assumed": {"flop_per_s": hardware.flop_rate(question.dtype), "link_Bps": hardware.link_Bps,
+                    "eager_share": hardware.eager_share, "duplex_Bps": hardware.duplex_Bps,
+                    "host_memory_Bps": hardware.host_memory_Bps, "memory_Bps": hardware.memory_Bps,
+                    "network_Bps": hardware.exchange_Bps(question.world), "disk_read_Bps": hardware.disk_read_Bps,
+                    "disk_write_Bps": hardware.disk_write_Bps},
     }  # fmt: skip
 
 
-def _subject_text(question: Question, rehearsal: Rehearsal, other: Rehearsal | None) -> str:
+def _subject_text(question: Question, rehearsal: Rehearsal, other_nbytes: int | None) -> str:
     subject = _subject_line(question, rehearsal)
     params = max(1, rehearsal.num_params)
     rows = [
@@ -292,16 +264,15 @@ def _subject_text(question: Question, rehearsal: Rehearsal, other: Rehearsal | N
     if in_chunks:
         rows.append(("activations in chunks", format_nbytes(in_chunks), ""))
     rows.append(("other activations" if in_chunks else "activations", format_nbytes(rehearsal.activation_nbytes), ""))
-    if other is not None:
+    if other_nbytes is not None:
         way = "without" if question.checkpointing else "with"
-        rows.append((f"  {way} checkpointing", format_nbytes(other.activation_nbytes), ""))
+        rows.append((f"  {way} checkpointing", format_nbytes(other_nbytes), ""))
     scope = "over all ranks" if question.world > 1 else ""
     assumed = "\n".join(assumption_lines(question))
     return f"{subject}\n{assumed}\n\n{table((scope, 'bytes', 'a parameter'), rows)}"
 
 
 def _subject_line(question: Question, rehearsal: Rehearsal) -> str:
-    name = question.model(question.batch).name
     batch = f"{rehearsal.tokens:,} tokens" if rehearsal.tokens else f"a batch of {question.batch}"
     ranks = f", {question.world} ranks" if question.world > 1 else ""
     recomputing = ", recomputing blocks" if question.checkpointing else ""
@@ -311,8 +282,8 @@ def _subject_line(question: Question, rehearsal: Rehearsal) -> str:
     optimizer = "" if question.optimizer == "adamw" else f", optimizer {question.optimizer}"
     tiled = "" if question.tile_numel is None else f", tiles of at most {question.tile_numel:,} elements"
     return (
-        f"{name}: {billions(rehearsal.num_params)} parameters in {len(rehearsal.layout.groups)} chunk groups, {batch} "
-        f"a step{ranks}, {str(question.dtype).removeprefix('torch.')}{recomputing}{embedding}{tiled}{optimizer}"
+        f"{question.name}: {billions(rehearsal.num_params)} parameters in {len(rehearsal.layout.groups)} chunk groups, "
+        f"{batch} a step{ranks}, {str(question.dtype).removeprefix('torch.')}{recomputing}{embedding}{tiled}{optimizer}"
     )
 
 

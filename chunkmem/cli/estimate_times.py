@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.plan.model import Lane
@@ -26,11 +27,9 @@ def time_data(question: Question, rehearsal: Rehearsal, finding: Finding, step: 
         "step_range_s": [step.fastest_s, step.slowest_s],
         "tokens_per_s": tokens / step.typical_s if tokens and step.typical_s else None,
         "stall_s": finding.timeline.stall_s,
-        "start_up": {"build_s": start_up.build_s, "pin_s": start_up.pin_s},
-        "lower_bounds": {"compute_s": bounds.compute_s, "link_s": bounds.link_s,
-                         "host_memory_s": bounds.host_memory_s, "network_s": bounds.network_s, "disk_s": bounds.disk_s,
-                         "binding": bounds.binding},
-    }  # fmt: skip
+        "start_up": asdict(start_up),
+        "lower_bounds": asdict(bounds) | {"binding": bounds.binding},
+    }
 
 
 def time_lines(question: Question, rehearsal: Rehearsal, finding: Finding, step: StepRange) -> Iterator[str]:

@@ -14,6 +14,7 @@ from chunkmem.types import LINKS, Tier
 
 OPTIMIZERS = "adamw, adam, sgd, sgd-momentum, muon, another class of torch.optim in lower case, or module:Class"
 """What `--optimizer` takes."""
+PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:

@@ -73,7 +73,7 @@ def pipeline_answer(
         kept_nbytes=max(0, question.device_nbytes - rehearsal.activation_nbytes // num_devices),
         cap_nbytes=cap_nbytes,
     )
-    name = question.model(question.batch).name
+    name = question.name
     data: dict[str, Any] = {"model": name, "num_devices": num_devices, "num_micro_batches": num_micro_batches}
     try:
         choice = choose_schedule(model_blocks(question, rehearsal), num_micro_batches, machine)
@@ -153,13 +153,8 @@ def blocks_named(text: str) -> tuple[Block, ...]:
     from chunkmem.estimate.question import Question
     from chunkmem.runtime.quiet import silenced
 
-    hardware = HARDWARE["h100"]
-    question = Question(
-        model=lambda batch: resolve_model(text, batch=batch),
-        batch=1,
-        hardware=hardware,
-        device_nbytes=hardware.usable_nbytes,
-    )
+    device_nbytes = HARDWARE["h100"].usable_nbytes
+    question = Question(model=lambda batch: resolve_model(text, batch=batch), batch=1, device_nbytes=device_nbytes)
     with silenced("torch._subclasses.fake_tensor"):
         return model_blocks(question, question.rehearse())
 

@@ -2,25 +2,23 @@
 
 Alone, backward releases chunks in other places than with units. But among several ranks none of it depends on how
 many there are, since ranks differ in what is done then. So a model is run once, and the log is replayed for every rank
-of any number of them (`chunkmem.estimate.rank_steps`).
+of any number of them (`chunkmem.estimate.rank_stage`).
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from chunkmem.layout.spec import Layout, Slot
-from chunkmem.nn.begun import StepLedger
+from chunkmem.layout.spec import Layout
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
-from chunkmem.optim.adam_rule import AdamRule
-from chunkmem.optim.in_backward import BackwardUpdates
 from chunkmem.optim.rule import StateSpec
+from chunkmem.optim.speculative import Intent
 from chunkmem.optim.update import UpdateParts
 from chunkmem.runtime.chunk import Chunk, Replica
 from chunkmem.runtime.pager import Pager
@@ -28,7 +26,7 @@ from chunkmem.runtime.store import ChunkStore
 from chunkmem.shard.shards import ShardStore
 from chunkmem.shard.units import Unit, Units
 from chunkmem.trace.model import Region
-from chunkmem.types import Role, Tier
+from chunkmem.types import ChunkId, Role, Tier
 
 _LOGGED = (Role.PARAM, Role.ACTIVATION)
 
@@ -45,8 +43,8 @@ class Asked(enum.Enum):
     """Its content is used up."""
     LAND = "land"
     """A gradient is final for this backward."""
-    LANDED = "landed"
-    """What has read its parameter in backward is over: its group may be updated inside backward."""
+    UPDATE = "update"
+    """A group is updated inside backward."""
     ENTER = "enter"
     """A call of a unit begins."""
     LEAVE = "leave"
@@ -59,17 +57,6 @@ class Asked(enum.Enum):
     """The optimizer steps."""
 
     __hash__ = object.__hash__
-
-
-@dataclass(frozen=True, eq=False)
-class RehearsedParameter:
-    """Of a managed parameter, what gradients and reductions look at."""
-
-    name: str
-    slot: Slot
-    group: int
-    position: int
-    requires_grad: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +75,12 @@ class Call:
     """One call, and what the model did before it."""
 
     asked: Asked
-    subject: int | RehearsedParameter | Unit | None
-    """The group, the parameter or the unit concerned."""
+    subject: int | Chunk | ManagedParameter | Unit | None
+    """The group, the chunk, the parameter or the unit concerned."""
     reader: str
     with_grad: bool
     """Autograd records: what is exchanged is part of a training step."""
     before: Measured
-
-
-@dataclass(frozen=True, slots=True)
-class Activations:
-    """A chunk of activations."""
-
-    label: str
-    nbytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,20 +91,22 @@ class StepCalls:
     calls: tuple[Call, ...]
     units: tuple[Unit, ...]
     """All that have weights; none if the step is that of one process alone."""
-    parameters: tuple[RehearsedParameter, ...]
+    parameters: tuple[ManagedParameter, ...]
     """All that are managed."""
     host_Bps: float
     """Of HOST's memory."""
-    activations: Mapping[int, Activations] = field(default_factory=dict)
-    """By group, the chunks that are created."""
-    regions: tuple[Region, ...] = ()
+    regions: tuple[Region, ...]
     """Calls of which is decided whether they are recomputed; their moments are those of `calls`."""
-    states: tuple[StateSpec, ...] = AdamRule.all_states
-    """Of the optimizer that the configuration names, for which chunks are packed."""
-    kept: Mapping[RehearsedParameter, tuple[StateSpec, ...]] | None = None
-    """Of another optimizer, by parameter."""
-    in_backward: bool = False
+    states: Mapping[ManagedParameter, Sequence[StateSpec]]
+    """That the optimizer keeps."""
+    in_backward: bool
     """The optimizer updates inside backward."""
+
+    @property
+    def activations(self) -> dict[ChunkId, Chunk]:
+        """The chunks of activations."""
+        created = (call.subject for call in self.calls if call.asked is Asked.CREATE)
+        return {chunk.id: chunk for chunk in created if isinstance(chunk, Chunk)}
 
 
 class CallLog:
@@ -134,11 +115,11 @@ class CallLog:
     def __init__(self, measure: Callable[[], Measured]) -> None:
         """Begin an empty log; `measure` tells of the model since it was last asked."""
         self.calls: list[Call] = []
-        self.activations: dict[int, Activations] = {}
-        """By group, the chunks that were created."""
         self._measure = measure
 
-    def add(self, asked: Asked, subject: int | RehearsedParameter | Unit | None = None, *, reader: object = "") -> None:
+    def add(
+        self, asked: Asked, subject: int | Chunk | ManagedParameter | Unit | None = None, *, reader: object = ""
+    ) -> None:
         """Log a call that is about to be served."""
         self.calls.append(Call(asked, subject, str(reader), torch.is_grad_enabled(), self._measure()))
 
@@ -152,23 +133,22 @@ class LoggedPager(Pager):
 
     def pin(self, chunk: Chunk, tier: Tier, *, reader: object, elastic: bool = False) -> Replica:
         if chunk.id.role in _LOGGED:
-            self.log.add(Asked.PIN, chunk.id.group, reader=reader)
+            self.log.add(Asked.PIN, chunk, reader=reader)
         return super().pin(chunk, tier, reader=reader, elastic=elastic)
 
     def unpin(self, chunk: Chunk, tier: Tier) -> None:
         if chunk.id.role in _LOGGED:
-            self.log.add(Asked.UNPIN, chunk.id.group)
+            self.log.add(Asked.UNPIN, chunk)
         super().unpin(chunk, tier)
 
     def create(self, chunk: Chunk, tier: Tier, *, reader: object, zero: bool, **options: Any) -> Replica:
         if chunk.id.role is Role.ACTIVATION:
-            self.log.add(Asked.CREATE, chunk.id.group, reader=reader)
-            self.log.activations[chunk.id.group] = Activations(chunk.label, chunk.nbytes)
+            self.log.add(Asked.CREATE, chunk, reader=reader)
         return super().create(chunk, tier, reader=reader, zero=zero, **options)
 
     def consume(self, chunk: Chunk) -> None:
         if chunk.id.role is Role.ACTIVATION:
-            self.log.add(Asked.CONSUME, chunk.id.group)
+            self.log.add(Asked.CONSUME, chunk)
         super().consume(chunk)
 
 
@@ -179,28 +159,27 @@ class LoggedGradients(GradientBook):
         """Make an empty book; `settles` is as for `GradientBook`."""
         super().__init__(pager, parts.ledger, settles=settles, before_change=parts.ahead.roll_back, landed=parts.landed)
         self._log = log
-        self.parameters: dict[ManagedParameter, RehearsedParameter] = {}
-
-    def add(self, parameters: Iterable[ManagedParameter]) -> None:
-        found = tuple(parameters)
-        super().add(found)
-        self.parameters |= {m: RehearsedParameter(m.name, m.slot, m.group, m.position, m.requires_grad) for m in found}
 
     def land(self, managed: ManagedParameter, grad: torch.Tensor, *, replacing: bool = False) -> None:
-        self._log.add(Asked.LAND, self.parameters[managed])
+        self._log.add(Asked.LAND, managed)
         super().land(managed, grad, replacing=replacing)
 
 
-class LoggedUpdates(BackwardUpdates):
-    """Logs where groups may be updated inside backward. Nothing is updated."""
+class LoggedOptimizer:
+    """Owns the states. Nothing is updated, but where groups may be updated inside backward is logged."""
 
-    def __init__(self, pager: Pager, gradients: LoggedGradients, log: CallLog) -> None:
-        super().__init__(pager, gradients, StepLedger(), owner_of=lambda managed: None)
-        self._parameters = gradients.parameters
+    def __init__(self, log: CallLog | None, *, in_backward: bool) -> None:
+        self.in_backward = in_backward
         self._log = log
 
-    def landed(self, managed: ManagedParameter, graph_references: Mapping[int, int]) -> None:
-        self._log.add(Asked.LANDED, self._parameters[managed])
+    def update_in_backward(self, group: int) -> None:
+        """Log that it may be."""
+        if self._log is not None:
+            self._log.add(Asked.UPDATE, group)
+
+    def intent(self, group: int) -> Intent | None:
+        """Return that it cannot tell."""
+        return None
 
 
 class LoggedUnits(Units):

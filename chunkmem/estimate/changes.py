@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-
-import torch
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from chunkmem.errors import LayoutError, StateError
 from chunkmem.estimate.optimizers import is_elementwise
-from chunkmem.estimate.question import UNLIMITED_NBYTES, Change, Question, device_need, disk_need, fits, host_need
+from chunkmem.estimate.question import UNLIMITED_NBYTES, Question, device_need, disk_need, fits, host_need
 from chunkmem.estimate.rehearse import Rehearsal
 from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, SLABS_PER_CAP
 
@@ -21,7 +20,47 @@ _IMPOSSIBLE = LayoutError, StateError
 _QUARTERINGS = 3
 """How often tiles are quartered in search of those that fit."""
 
+_OPTIONS = MappingProxyType(
+    {
+        "device_nbytes": ("device", "--device"),
+        "host_nbytes": ("host", "--host"),
+        "disk_nbytes": ("disk", "--disk"),
+        "tile_numel": ("tile", "--tile"),
+        "is_accumulating": ("accumulate", "--accumulate"),
+        "checkpointing": ("checkpointing", "--checkpointing"),
+        "activations": ("activations", "--activations"),
+        "cpu_embedding": ("cpu embedding", "--cpu-embedding"),
+        "in_backward": ("in backward", "--in-backward"),
+        "precision": ("precision", "--precision"),
+        "batch": ("batch", "--batch"),
+        "world": ("world", "--world"),
+    }
+)
+"""By what of a question may be changed: its name, and the option of the command line."""
+
 Rehearse = Callable[[Question], Rehearsal]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What to change so that it fits."""
+
+    what: str
+    """Names of `_OPTIONS`; several are joined by " + "."""
+    options: tuple[str, ...]
+    """Of the command line, to add or to replace: ``("--batch", "2")``."""
+    question: Question
+    """The question after the change; the answer to it is that it fits."""
+
+
+def _change(question: Question, changed: Question) -> Change:
+    names, words = [], []
+    for field, (name, option) in _OPTIONS.items():
+        value = getattr(changed, field)
+        if value != getattr(question, field):
+            names.append(name)
+            words += [option] if value is True else [option, str(value)]
+    return Change(" + ".join(names), tuple(words), changed)
 
 
 def smallest_changes(question: Question, rehearsal: Rehearsal, *, rehearse: Rehearse) -> list[Change]:
@@ -33,8 +72,8 @@ def smallest_changes(question: Question, rehearsal: Rehearsal, *, rehearse: Rehe
         rehearse: returns the rehearsal of another question; takes seconds for a large model.
     """
     caps = raised_caps(question, rehearsal, rehearse)
-    found = [*_alone(question, rehearsal, rehearse)]
-    if not any(change.what != "world" for change in found):
+    found = [_change(question, changed) for changed in _alone(question, rehearsal, rehearse)]
+    if all(change.what == "world" for change in found):
         found += _together(question, rehearse)
     return [caps, *found] if _is_near(question, caps.question) else [*found, caps]
 
@@ -51,14 +90,7 @@ def raised_caps(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) ->
     raised = enough
     if raised.host_nbytes is not None and not fits(raised, rehearsal):
         raised = _below_raised(raised, rehearsal)
-    parts: dict[str, tuple[str, ...]] = {}
-    if raised.device_nbytes > question.device_nbytes:
-        parts["device"] = ("--device", str(raised.device_nbytes))
-    if raised.host_nbytes is not None and raised.host_nbytes != question.host_nbytes:
-        parts["host"] = ("--host", str(raised.host_nbytes))
-    if raised.disk_nbytes != question.disk_nbytes:
-        parts["disk"] = ("--disk", str(raised.disk_nbytes))
-    return _joined(parts, raised)
+    return _change(question, raised)
 
 
 def _below_raised(question: Question, rehearsal: Rehearsal) -> Question:
@@ -70,15 +102,11 @@ def _below_raised(question: Question, rehearsal: Rehearsal) -> Question:
     return _below_raised(replace(question, host_nbytes=host_nbytes), rehearsal)
 
 
-def _with_disk(question: Question, rehearsal: Rehearsal) -> Iterator[Change]:
+def _with_disk(question: Question, rehearsal: Rehearsal) -> Iterator[Question]:
     if question.disk_nbytes or not question.host_nbytes:  # raising it is another change
         return
     if (disk_nbytes := disk_need(question, rehearsal)) is not None:
-        yield Change("disk", ("--disk", str(disk_nbytes)), replace(question, disk_nbytes=disk_nbytes))
-
-
-def _joined(parts: Mapping[str, tuple[str, ...]], question: Question) -> Change:
-    return Change(" + ".join(parts), tuple(word for words in parts.values() for word in words), question)
+        yield replace(question, disk_nbytes=disk_nbytes)
 
 
 def _slab_floor(question: Question) -> int:
@@ -92,28 +120,27 @@ def _is_near(question: Question, raised: Question) -> bool:
     return raised.device_nbytes <= _NEAR * question.device_nbytes and raised_host <= _NEAR * host
 
 
-def _alone(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iterator[Change]:
+def _alone(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iterator[Question]:
     accumulating = replace(question, is_accumulating=True)
     if question.world > 1 and not question.is_accumulating and fits(accumulating, rehearsal):
-        yield Change("accumulate", ("--accumulate",), accumulating)
+        yield accumulating
     yield from _tiled(question, rehearsal, rehearse)
     if not question.checkpointing:
-        yield from _tried(replace(question, checkpointing=True), "checkpointing", ("--checkpointing",), rehearse)
+        yield from _if_it_fits(replace(question, checkpointing=True), rehearse)
         if question.activations is None:
-            options = ("--activations", "auto")
-            yield from _tried(replace(question, activations="auto"), "activations", options, rehearse)
+            yield from _if_it_fits(replace(question, activations="auto"), rehearse)
     if not question.cpu_embedding:
-        yield from _tried(replace(question, cpu_embedding=True), "cpu embedding", ("--cpu-embedding",), rehearse)
-    yield from _smaller_batch(question, rehearse)
+        yield from _if_it_fits(replace(question, cpu_embedding=True), rehearse)
+    yield from _largest_batch(question, rehearse, below=question.batch)
     yield from _with_disk(question, rehearsal)
     if question.world == 1 and not question.in_backward:
-        yield from _tried(replace(question, in_backward=True), "in backward", ("--in-backward",), rehearse)
-    if question.dtype is torch.float32:
-        yield from _tried(replace(question, dtype=torch.bfloat16), "precision", ("--precision", "bf16"), rehearse)
+        yield from _if_it_fits(replace(question, in_backward=True), rehearse)
+    if question.precision == "fp32":
+        yield from _if_it_fits(replace(question, precision="bf16"), rehearse)
     yield from _more_ranks(question, rehearsal, rehearse)
 
 
-def _tiled(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iterator[Change]:
+def _tiled(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iterator[Question]:
     """Find the largest of quarters, sixteenths and so on of the widest weight as tiles of which it fits."""
     need_nbytes = device_need(question, rehearsal).nbytes
     if need_nbytes <= question.device_nbytes or not is_elementwise(question.optimizer):
@@ -129,7 +156,7 @@ def _tiled(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iter
         tiled = replace(question, tile_numel=numel)
         rehearsal = rehearse(tiled)
         if fits(tiled, rehearsal):
-            yield Change("tile", ("--tile", str(numel)), tiled)
+            yield tiled
             return
         before, need_nbytes = need_nbytes, device_need(tiled, rehearsal).nbytes
         if need_nbytes >= before:  # something else is what needs most
@@ -137,61 +164,36 @@ def _tiled(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iter
 
 
 def _together(question: Question, rehearse: Rehearse) -> Iterator[Change]:
+    precision = "bf16" if question.precision == "fp32" else question.precision
     for cpu_embedding in dict.fromkeys((question.cpu_embedding, True)):
-        all_of_them = replace(question, checkpointing=True, dtype=torch.bfloat16, cpu_embedding=cpu_embedding)
-        for change in _smaller_batch(all_of_them, rehearse, and_same=True):
-            parts = {
-                "checkpointing": () if question.checkpointing else ("--checkpointing",),
-                "cpu embedding": () if question.cpu_embedding is cpu_embedding else ("--cpu-embedding",),
-                "precision": ("--precision", "bf16") if question.dtype is torch.float32 else (),
-                "batch": change.options if change.question.batch != question.batch else (),
-            }
-            used = {what: options for what, options in parts.items() if options}
-            if len(used) > 1:
-                yield _joined(used, change.question)
+        all_of_them = replace(question, checkpointing=True, precision=precision, cpu_embedding=cpu_embedding)
+        for fitting in _largest_batch(all_of_them, rehearse, below=question.batch + 1):
+            change = _change(question, fitting)
+            if " + " in change.what:
+                yield change
             return
 
 
-def _tried(changed: Question, what: str, options: tuple[str, ...], rehearse: Rehearse) -> Iterator[Change]:
+def _if_it_fits(changed: Question, rehearse: Rehearse) -> Iterator[Question]:
     try:
         rehearsal = rehearse(changed)
     except _IMPOSSIBLE:
         return
     if fits(changed, rehearsal):
-        yield Change(what, options, changed)
+        yield changed
 
 
-def _smaller_batch(question: Question, rehearse: Rehearse, *, and_same: bool = False) -> Iterator[Change]:
-    """Find the largest batch that fits; `and_same` tries the question's own, too."""
-    high = question.batch + 1 if and_same else question.batch
+def _largest_batch(question: Question, rehearse: Rehearse, *, below: int) -> Iterator[Question]:
+    """Find the largest batch that fits."""
 
-    def need(batch: int) -> int:
-        asked = replace(question, batch=batch)
-        return device_need(asked, rehearse(asked)).nbytes
+    def lacks_room(batch: int) -> bool:
+        return not any(_if_it_fits(replace(question, batch=batch), rehearse))
 
-    def enough(batch: int) -> bool:
-        asked = replace(question, batch=batch)
-        return fits(asked, rehearse(asked))
-
-    low = 1
-    try:
-        if high <= low or not enough(low):
-            return
-    except _IMPOSSIBLE:
-        return
-    # Each sample adds about the same bytes, so a straight line soon finds the place.
-    low_need, high_need = need(low), need(high - 1 if and_same else high)
-    while high - low > 1:
-        share = (question.device_nbytes - low_need) / max(1, high_need - low_need)
-        guess = max(low + 1, min(high - 1, low + int((high - low) * share)))
-        if enough(guess):
-            low, low_need = guess, need(guess)
-        else:
-            high, high_need = guess, need(guess)
-    yield Change("batch", ("--batch", str(low)), replace(question, batch=low))
+    if below > 1 and not lacks_room(1):
+        yield replace(question, batch=_first(1, below, lacks_room) - 1)
 
 
-def _more_ranks(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iterator[Change]:
+def _more_ranks(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iterator[Question]:
     """Find the fewest ranks, each with the same batch; a batch that is too large for one stays too large.
 
     They are looked for with the chunks of one rehearsal, and those found are tried with chunks of their own.
@@ -210,12 +212,17 @@ def _more_ranks(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) ->
         high *= 2
         if high > most:
             return
-    low = max(question.world, high // 2)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(over(middle), rehearsal) else (middle, high)
+    high = _first(max(question.world, high // 2), high, lambda world: fits(over(world), rehearsal))
     while not fits(over(high), rehearse(over(high))):
         high *= 2
         if high > most:
             return
-    yield Change("world", ("--world", str(high)), over(high))
+    yield over(high)
+
+
+def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """Return the first number for which something holds: `high`, or one between it and `low`."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

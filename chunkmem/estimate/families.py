@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from chunkmem.errors import ConfigError
 from chunkmem.estimate.gpt import usual_width
 from chunkmem.estimate.model import Model
-from chunkmem.estimate.models import DEFAULT_SEQ, from_function, resolve_model
+from chunkmem.estimate.models import resolve_model
 
 FAMILIES = "gpt, a config.json of transformers, or module:function with a parameter `layers`"
 _NARROWER = 0.75
@@ -33,27 +32,16 @@ def family_of(text: str, *, seq: int | None) -> Family:
         ConfigError: it names none, or a model of a size.
     """
     if text == "gpt":
-        return Family(
-            _gpt_widths,
-            lambda width, layers: lambda batch: resolve_model(f"gpt:{width}x{layers}", batch=batch, seq=seq),
-        )
+        return Family(_gpt_widths, lambda width, layers: _resolving(f"gpt:{width}x{layers}", seq=seq))
     if text.startswith("gpt:"):
         raise ConfigError(f"MODEL {text!r} has a size, and --largest looks for one: chunkmem estimate gpt --largest")
-    if text.endswith(".json"):
-        from chunkmem.estimate.huggingface import from_config
+    if not text.endswith(".json") and ":" not in text:
+        raise ConfigError(f"MODEL {text!r} is not a family of models; --largest takes {FAMILIES}")
+    return Family(lambda num_params: (0,), lambda width, layers: _resolving(text, seq=seq, layers=layers))
 
-        return Family(
-            lambda num_params: (0,),
-            lambda width, layers: (
-                lambda batch: from_config(Path(text), batch=batch, seq=seq or DEFAULT_SEQ, layers=layers)
-            ),
-        )
-    if ":" in text:
-        return Family(
-            lambda num_params: (0,),
-            lambda width, layers: lambda batch: from_function(text, batch=batch, seq=seq, layers=layers),
-        )
-    raise ConfigError(f"MODEL {text!r} is not a family of models; --largest takes {FAMILIES}")
+
+def _resolving(text: str, *, seq: int | None, layers: int | None = None) -> Callable[[int], Model]:
+    return lambda batch: resolve_model(text, batch=batch, seq=seq, layers=layers)
 
 
 def _gpt_widths(num_params: int) -> list[int]:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 from chunkmem.errors import CapacityError
 from chunkmem.estimate.families import Family
+from chunkmem.estimate.needs import DeviceNeed
 from chunkmem.estimate.question import Finding, Question, device_need, find, find_chosen
 from chunkmem.estimate.rehearse import Rehearsal
+from chunkmem.types import Tier
 
 MOST_LAYERS = 1000
 """Where the search ends."""
@@ -18,16 +20,12 @@ _BYTES_A_PARAM = 16
 
 @dataclass(frozen=True)
 class Tried:
-    """A model that was planned, and how that went."""
+    """A model that was planned."""
 
     width: int
     layers: int
     question: Question
     rehearsal: Rehearsal
-    finding: Finding | None
-    """None: it does not fit."""
-    shortage: CapacityError | None
-    """Why not."""
 
     @property
     def nbytes(self) -> int:
@@ -35,18 +33,44 @@ class Tried:
         activations_nbytes = self.question.world * self.rehearsal.activation_nbytes
         return sum(self.rehearsal.role_nbytes.values()) + activations_nbytes
 
+    @property
+    def device_need(self) -> DeviceNeed:
+        """The smallest cap on DEVICE."""
+        return device_need(self.question, self.rehearsal)
+
+
+@dataclass(frozen=True)
+class Fitting(Tried):
+    """A model that fits."""
+
+    finding: Finding
+
+
+@dataclass(frozen=True)
+class TooLarge(Tried):
+    """A model that does not fit."""
+
+    shortage: CapacityError
+
+    @property
+    def binding(self) -> Tier:
+        """The tier that is too small."""
+        if self.device_need.nbytes > self.question.device_nbytes:
+            return Tier.DEVICE
+        return Tier.DISK if self.shortage.on_disk else Tier.HOST
+
 
 @dataclass(frozen=True)
 class Largest:
     """The largest model that fits, if one does, and the one beyond it, which does not."""
 
-    fitting: Tried | None
-    beyond: Tried | None
+    fitting: Fitting | None
+    beyond: TooLarge | None
     """None: the search ended at `MOST_LAYERS`."""
     num_tried: int
 
 
-def largest(family: Family, question: Question, *, note: Callable[[Tried], None]) -> Largest:
+def largest(family: Family, question: Question, *, note: Callable[[Fitting | TooLarge], None]) -> Largest:
     """Search by layers, at the widest sensible width of which one layer fits. More layers never need less.
 
     Args:
@@ -58,7 +82,7 @@ def largest(family: Family, question: Question, *, note: Callable[[Tried], None]
     total_nbytes = question.world * (question.device_nbytes + question.host_nbytes + question.disk_nbytes)
     num_tried = 0
 
-    def tried(width: int, layers: int) -> Tried:
+    def tried(width: int, layers: int) -> Fitting | TooLarge:
         nonlocal num_tried
         num_tried += 1
         found = _try(replace(question, model=family.sized(width, layers)), width, layers)
@@ -66,63 +90,47 @@ def largest(family: Family, question: Question, *, note: Callable[[Tried], None]
         return found
 
     for width in family.widths(total_nbytes // _BYTES_A_PARAM):
-        fitting = tried(width, 1)
-        if fitting.finding is not None:
+        first = tried(width, 1)
+        if isinstance(first, Fitting):
             break
-    else:
-        return Largest(None, fitting, num_tried)
+    if isinstance(first, TooLarge):
+        return Largest(None, first, num_tried)
     second = tried(width, 2)
-    if second.finding is None:
-        return Largest(_as_trained(fitting), second, num_tried)
-    layer_nbytes = max(1, second.nbytes - fitting.nbytes)
-    on_device_nbytes = max(1, _on_device(second) - _on_device(fitting))
+    if isinstance(second, TooLarge):
+        return Largest(_as_trained(first), second, num_tried)
+    layer_nbytes = max(1, second.nbytes - first.nbytes)
+    on_device_nbytes = max(1, second.device_need.nbytes - first.device_need.nbytes)
     fitting, beyond = second, None
     guess = 2 + min(
         (total_nbytes - second.nbytes) // layer_nbytes,
-        (question.device_nbytes - _on_device(second)) // on_device_nbytes,
+        (question.device_nbytes - second.device_need.nbytes) // on_device_nbytes,
     )
     stride = max(1, guess // 8)
     while fitting.layers < MOST_LAYERS and (beyond is None or beyond.layers > fitting.layers + 1):
         most = MOST_LAYERS if beyond is None else beyond.layers - 1
         found = tried(width, max(fitting.layers + 1, min(most, guess)))
-        if found.finding is not None:
+        if isinstance(found, Fitting):
             fitting, guess, stride = found, found.layers + stride, 2 * stride
         else:
             beyond, stride = found, 1
-            each_nbytes = on_device_nbytes if binds_on_device(found) else layer_nbytes // question.world
-            guess = found.layers - _layers_too_many(found, each_nbytes)
+            each_nbytes = on_device_nbytes if found.binding is Tier.DEVICE else layer_nbytes // question.world
+            # How many layers the shortage is, if each takes so many bytes of the tier that binds.
+            short_nbytes = found.shortage.needed_nbytes - found.shortage.cap_nbytes
+            guess = found.layers - max(1, -(-short_nbytes // max(1, each_nbytes)))
             if guess <= fitting.layers:
                 guess = (fitting.layers + found.layers) // 2
     return Largest(_as_trained(fitting), beyond, num_tried)
 
 
-def _as_trained(tried: Tried) -> Tried:
+def _as_trained(fitting: Fitting) -> Fitting:
     """Return a model that fits as it is trained: when it was tried, all regions were recomputed."""
-    assert tried.finding is not None
-    rehearsal, finding = find_chosen(tried.question, tried.rehearsal, tried.finding)
-    return replace(tried, rehearsal=rehearsal, finding=finding)
+    rehearsal, finding = find_chosen(fitting.question, fitting.rehearsal, fitting.finding)
+    return replace(fitting, rehearsal=rehearsal, finding=finding)
 
 
-def _try(question: Question, width: int, layers: int) -> Tried:
+def _try(question: Question, width: int, layers: int) -> Fitting | TooLarge:
     rehearsal = question.rehearse()
     try:
-        return Tried(width, layers, question, rehearsal, find(question, rehearsal), None)
+        return Fitting(width, layers, question, rehearsal, find(question, rehearsal))
     except CapacityError as error:
-        return Tried(width, layers, question, rehearsal, None, error)
-
-
-def _layers_too_many(tried: Tried, layer_nbytes: int) -> int:
-    """Return how many layers the shortage is, if each takes so many bytes of the tier that binds."""
-    shortage = tried.shortage
-    assert shortage is not None
-    short_nbytes = (shortage.needed_nbytes or 0) - (shortage.cap_nbytes or 0)
-    return max(1, -(-short_nbytes // max(1, layer_nbytes)))
-
-
-def binds_on_device(tried: Tried) -> bool:
-    """Tell whether it is DEVICE that is too small for a model which does not fit."""
-    return _on_device(tried) > tried.question.device_nbytes
-
-
-def _on_device(tried: Tried) -> int:
-    return device_need(tried.question, tried.rehearsal).nbytes
+        return TooLarge(width, layers, question, rehearsal, error)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from operator import itemgetter
 
 from chunkmem.estimate.hardware import Hardware
 from chunkmem.plan.disk_bound import disk_bound
@@ -23,14 +24,17 @@ class LowerBounds:
 
     @property
     def step_s(self) -> float:
-        return max(self.compute_s, self.link_s, self.host_memory_s, self.network_s, self.disk_s)
+        return max(self._seconds.values())
 
     @property
     def binding(self) -> str:
         """Name the largest."""
-        named = {"compute": self.compute_s, "link": self.link_s, "host memory": self.host_memory_s,
-                 "network": self.network_s, "disk": self.disk_s}  # fmt: skip
-        return max(named, key=lambda name: named[name])
+        largest, _ = max(self._seconds.items(), key=itemgetter(1))
+        return largest.removesuffix("_s").replace("_", " ")
+
+    @property
+    def _seconds(self) -> dict[str, float]:
+        return asdict(self)
 
 
 def lower_bounds_of(plan: Plan, trace: Trace, hardware: Hardware, *, exchange_s: float = 0.0) -> LowerBounds:

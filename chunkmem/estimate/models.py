@@ -20,14 +20,17 @@ DEFAULT_SEQ = 2048
 KINDS = f"a GPT ({SIZES}), a config.json of transformers, or module:function"
 
 
-def resolve_model(text: str, *, batch: int, seq: int | None = None, default_seq: int = DEFAULT_SEQ) -> Model:
+def resolve_model(
+    text: str, *, batch: int, seq: int | None = None, default_seq: int = DEFAULT_SEQ, layers: int | None = None
+) -> Model:
     """Return the model that `text` names, with a batch of `batch` samples of `seq` positions.
 
     Args:
-        text: ``gpt:7b``; a path that ends in ``.json``; or ``module:function``, see `from_function`.
+        text: ``gpt:7b``; a path that ends in ``.json``; or ``module:function``, see `_from_function`.
         batch: samples a step.
         seq: positions a sample; None is `default_seq`, or what the function takes by itself.
         default_seq: positions a sample of a preset and of a `config.json`, where `seq` is None.
+        layers: of a `config.json` or a function, instead of their own.
 
     Raises:
         ConfigError: it names none of these; says what is allowed.
@@ -37,11 +40,11 @@ def resolve_model(text: str, *, batch: int, seq: int | None = None, default_seq:
     if text.endswith(".json"):
         from chunkmem.estimate.huggingface import from_config
 
-        return from_config(Path(text), batch=batch, seq=seq or default_seq)
+        return from_config(Path(text), batch=batch, seq=seq or default_seq, layers=layers)
     if text == "gpt":
         raise ConfigError(f"MODEL {text!r} is a family; give a size ({SIZES}), or --largest")
     if ":" in text:
-        return from_function(text, batch=batch, seq=seq)
+        return _from_function(text, batch=batch, seq=seq, layers=layers)
     raise ConfigError(f"MODEL {text!r} is not known; allowed: {KINDS}")
 
 
@@ -55,7 +58,7 @@ def _preset(text: str, *, batch: int, seq: int) -> Model:
     return Model(text, lambda: GPT(shape, seq=seq), loss, tokens=batch * seq)
 
 
-def from_function(text: str, *, batch: int, seq: int | None, layers: int | None = None) -> Model:
+def _from_function(text: str, *, batch: int, seq: int | None, layers: int | None) -> Model:
     """Return what the user's function makes.
 
     It is called with those of ``batch``, ``seq`` and ``layers`` that it takes, and returns ``(model, step)``: a module,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from chunkmem.estimate.rank_steps import RankSteps
+from chunkmem.estimate.rank_stage import RankSteps
 from chunkmem.optim.room import room_for
 from chunkmem.plan.gaps import in_use_nbytes
 from chunkmem.trace.model import Kind, Trace
@@ -44,8 +44,8 @@ def _most_in_use(trace: Trace, charges_non_model: bool) -> Need:
     return Need(sums[at], str(trace.moments[at]))
 
 
-def least_on_host(trace: Trace, *, device_nbytes: int, charges_non_model: bool) -> Need:
-    """Return the smallest cap on HOST under which a first step runs: whatever DEVICE has no room for.
+def least_on_host(trace: Trace, *, device_nbytes: int, charges_non_model: bool) -> int:
+    """Return the smallest cap on HOST, in bytes, under which a first step runs: whatever DEVICE has no room for.
 
     Args:
         trace: of the first step, in which the optimizer makes its states.
@@ -55,15 +55,13 @@ def least_on_host(trace: Trace, *, device_nbytes: int, charges_non_model: bool) 
     sizes = tuple(nbytes for chunk, nbytes in trace.chunk_nbytes.items() if not trace.is_remote(chunk))
     living = _living(trace)
     non_model = (moment.non_model_peak_nbytes if charges_non_model else 0 for moment in trace.moments)
-    sums = [chunks + others for chunks, others in zip(living, non_model, strict=True)]
-    at = max(range(len(sums)), key=lambda i: (sums[i], -i))
+    most_nbytes = max(chunks + others for chunks, others in zip(living, non_model, strict=True))
     host_nbytes = 0
     while True:
-        need_nbytes, cap_nbytes = room_for(sums[at], sizes=sizes, limits=(device_nbytes, host_nbytes))
+        need_nbytes, cap_nbytes = room_for(most_nbytes, sizes=sizes, limits=(device_nbytes, host_nbytes))
         if need_nbytes <= cap_nbytes:
-            break
+            return host_nbytes
         host_nbytes += need_nbytes - cap_nbytes
-    return Need(host_nbytes, str(trace.moments[at]))
 
 
 def least_over_disk(trace: Trace) -> int:

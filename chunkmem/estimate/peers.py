@@ -7,11 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from chunkmem.comm.agreement import Operation
-from chunkmem.comm.exchange import Shard, Traffic, Work
+from chunkmem.comm.exchange import PendingWork, Shard, Traffic, Work, sum_dtype
 from chunkmem.comm.ranks import Ranks
-from chunkmem.layout.spec import Layout
-
-_FP32_NBYTES = 4
 
 
 class UnisonRanks(Ranks):
@@ -32,65 +29,45 @@ class UnisonRanks(Ranks):
         return tensor
 
 
-class _Counted:
-    """An exchange that is over as soon as it is waited for."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish = finish
-        self._is_over = False
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        if not self._is_over:
-            self._is_over = True
-            self._finish()
-
-
 class CountedExchange:
     """Exchanges nothing, and counts what `chunkmem.comm.methods` would: `PointToPoint` in RAM, else `Grouped`.
 
     Of the two that an accelerator has, `Grouped` is used until both were timed, and it is the one that needs memory.
     """
 
-    def __init__(self, ranks: Ranks, layout: Layout, *, is_accelerator: bool, on_buffer: Callable[[int], None]) -> None:
+    def __init__(self, ranks: Ranks, *, is_accelerator: bool, on_buffer: Callable[[int], None]) -> None:
         """Begin with nothing exchanged; `on_buffer` hears of non-model bytes that exchanges take and give back."""
         self.traffic = Traffic()
         self._ranks = ranks
-        self._groups = {group.id: group for group in layout.groups}
         self._is_accelerator = is_accelerator
         self._on_buffer = on_buffer
 
     def gather(self, shards: Sequence[Shard], *, label: str) -> Work:
         """Count a gather."""
         self.traffic.num_gathers += 1
-        nbytes = [self._groups[shard.index].nbytes for shard in shards]
+        nbytes = [shard.flat.nbytes for shard in shards]
         owned, others = self._by_owner(shards, nbytes)
         self._count(nbytes, sent=owned * (self._ranks.size - 1), received=others)
-        return self._buffered(sum(nbytes) if self._is_grouped(shards) else 0)
+        return self._buffered(sum(nbytes) if self._is_grouped(shards) else 0, label)
 
     def reduce(self, shards: Sequence[Shard], *, label: str) -> Work:
         """Count a reduction."""
         self.traffic.num_reductions += 1
-        nbytes = [self._summed_nbytes(shard) for shard in shards]
+        nbytes = [self._summed_nbytes(shard.flat) for shard in shards]
         owned, others = self._by_owner(shards, nbytes)
         self._count(nbytes, sent=others, received=owned * (self._ranks.size - 1))
         if not self._is_accelerator:
-            return self._buffered(owned * (self._ranks.size - 1))
-        chunks = [self._groups[shard.index].nbytes for shard in shards]
-        copies = sum(n for n, own in zip(nbytes, chunks, strict=True) if n != own)
-        return self._buffered(copies + (sum(nbytes) if self._is_grouped(shards) else 0))
+            return self._buffered(owned * (self._ranks.size - 1), label)
+        copies = sum(n for n, shard in zip(nbytes, shards, strict=True) if n != shard.flat.nbytes)
+        return self._buffered(copies + (sum(nbytes) if self._is_grouped(shards) else 0), label)
 
-    def _summed_nbytes(self, shard: Shard) -> int:
-        """Return the bytes that are sent of a gradient: over libraries in float32 at least."""
-        group = self._groups[shard.index]
-        is_low = self._is_accelerator and group.itemsize < _FP32_NBYTES
-        return group.numel * _FP32_NBYTES if is_low else group.nbytes
+    def _summed_nbytes(self, flat: torch.Tensor) -> int:
+        """Return the bytes that are sent of a gradient: over libraries as they sum it."""
+        return flat.numel() * (sum_dtype(flat.dtype) if self._is_accelerator else flat.dtype).itemsize
 
     def _is_grouped(self, shards: Sequence[Shard]) -> bool:
         """Tell whether the library gets one chunk of each rank, all alike, which it copies."""
-        alike = {(self._groups[s.index].nbytes, self._groups[s.index].dtype) for s in shards}
+        alike = {(shard.flat.numel(), shard.flat.dtype) for shard in shards}
         owners = sorted(shard.owner for shard in shards)
         return self._is_accelerator and len(alike) == 1 and owners == list(range(self._ranks.size))
 
@@ -105,10 +82,10 @@ class CountedExchange:
         self.traffic.sent_nbytes += sent
         self.traffic.received_nbytes += received
 
-    def _buffered(self, nbytes: int) -> Work:
+    def _buffered(self, nbytes: int, label: str) -> Work:
         def change(by_nbytes: int) -> None:
             self.traffic.buffer(by_nbytes)
             self._on_buffer(by_nbytes)
 
         change(nbytes)
-        return _Counted(lambda: change(-nbytes))
+        return PendingWork(self._ranks, label, [], finish=lambda: change(-nbytes))

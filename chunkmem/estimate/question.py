@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
-
+from chunkmem.comm.exchange import Traffic
 from chunkmem.errors import CapacityError
-from chunkmem.estimate.hardware import FASTER, SLOWER, Hardware
+from chunkmem.estimate.hardware import FASTER, SLOWER
 from chunkmem.estimate.lower_bounds import LowerBounds, lower_bounds_of
 from chunkmem.estimate.model import Model
-from chunkmem.estimate.needs import DeviceNeed, Need, least_on_device, least_on_host, least_over_disk
-from chunkmem.estimate.rank_stage import Exchanged, Step
-from chunkmem.estimate.rank_steps import RankSteps, serve_on_demand
+from chunkmem.estimate.needs import DeviceNeed, least_on_device, least_on_host, least_over_disk
+from chunkmem.estimate.peers import UnisonRanks
+from chunkmem.estimate.rank_stage import RankStage, RankSteps, Step
 from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
+from chunkmem.estimate.weightless import counted_memory
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.candidates import candidates
 from chunkmem.plan.machine import Machine
@@ -33,86 +34,33 @@ from chunkmem.types import Tier
 
 UNLIMITED_NBYTES = 2**60
 """A HOST that nobody has said the size of."""
+_PLANNED = PlanOptions()
 _NUM_TRIED = 8
 """Ranks whose first steps are served on demand, those that own most."""
 
 
-@dataclass(frozen=True)
-class Question:
-    """A model, a way to train it, and a machine; `Setting` tells of what is not told of here."""
+@dataclass(frozen=True, kw_only=True)
+class Question(Setting):
+    """A model, a way to train it, and a machine."""
 
     model: Callable[[int], Model]
     """Returns the model with a batch of so many samples."""
     batch: int
-    hardware: Hardware
-    device_nbytes: int
     host_nbytes: int | None = None
     """None: as much as it takes."""
     disk_nbytes: int = 0
     """Cap on DISK; 0: there is none."""
-    dtype: torch.dtype = torch.float32
-    master_weights: bool = True
-    states: str = "fp32"
-    master: str = "fp32"
-    in_backward: bool = False
-    optimizer: str = "adamw"
-    checkpointing: bool = False
-    cpu_embedding: bool = False
-    activations: str | None = None
-    world: int = 1
     is_accumulating: bool = False
     """`manager.accumulate(1)` is called, so that the first step knows that its backward is the last one, too."""
-    chunk_numel: int | None = None
-    tile_numel: int | None = None
-    """Linear layers with a larger weight are tiled; None: none is."""
-    options: PlanOptions = field(default_factory=PlanOptions)
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return self.model(self.batch).name
 
     def rehearse(self) -> Rehearsal:
-        """Return the step of one rank, of whatever number of them; under "auto", all is recomputed."""
-        return self._rehearse(frozenset())
-
-    def rehearse_chosen(self, rehearsal: Rehearsal) -> Rehearsal:
-        """Return the step with those regions recomputed that training would choose, given one that recomputes all."""
-        kept = _kept(self, rehearsal) if rehearsal.step.regions else frozenset[int]()
-        return self._rehearse(kept) if kept else rehearsal
-
-    def _rehearse(self, kept: frozenset[int]) -> Rehearsal:
-        return rehearse(
-            self.model(self.batch),
-            Setting(
-                dtype=self.dtype,
-                master_weights=self.master_weights,
-                states=self.states,
-                master=self.master,
-                in_backward=self.in_backward,
-                optimizer=self.optimizer,
-                checkpointing=self.checkpointing,
-                cpu_embedding=self.cpu_embedding,
-                host_Bps=self.hardware.host_memory_Bps,
-                activations=self.activations,
-                kept=kept,
-                chunk_numel=self.chunk_numel,
-                tile_numel=self.tile_numel,
-                device_nbytes=self.device_nbytes,
-                num_ranks=self.world,
-                flop_per_s=self.hardware.eager_share * self.hardware.flop_rate(self.dtype),
-                memory_Bps=self.hardware.eager_share * self.hardware.memory_Bps,
-            ),
-        )
-
-
-@dataclass(frozen=True)
-class Change:
-    """One thing to change so that it fits."""
-
-    what: str
-    """"device", "host", "disk", "batch", "checkpointing", "activations", "cpu embedding", "precision", "tile",
-    "accumulate", "in backward" or "world"; several are joined by " + ".
-    """
-    options: tuple[str, ...]
-    """Of the command line, to add or to replace: ``("--batch", "2")``."""
-    question: Question
-    """The question after the change; the answer to it is that it fits."""
+        """Return the step of one rank, of whatever number of them; under "auto", all but `kept` is recomputed."""
+        return rehearse(self.model(self.batch), self)
 
 
 @dataclass(frozen=True)
@@ -132,7 +80,7 @@ class Finding:
     plan: Plan
     timeline: Timeline
     lower_bounds: LowerBounds
-    exchanged: Exchanged
+    exchanged: Traffic
     on_host_nbytes: int
     """What modules that compute on HOST take there."""
     first_host_nbytes: int
@@ -155,18 +103,8 @@ def host_need(question: Question, rehearsal: Rehearsal) -> int:
     Raises:
         CapacityError: DEVICE is too small whatever HOST has.
     """
-    least = _least_on_host(question, _steps(question, rehearsal))
-    host_nbytes = max(1, least)  # 0 would be one tier
-    while True:
-        try:
-            require_plan(replace(question, host_nbytes=host_nbytes), rehearsal)
-        except CapacityError as error:
-            if not error.on_host:
-                raise
-            # What DISK lacks, HOST may have instead.
-            host_nbytes = host_nbytes + _short_nbytes(error) if error.on_disk else error.needed_nbytes
-        else:
-            return host_nbytes
+    least_nbytes = _least_on_host(question, _steps(question, rehearsal))
+    return _raised(replace(question, host_nbytes=max(1, least_nbytes)), rehearsal, "host_nbytes")  # 0 would be one tier
 
 
 def disk_need(question: Question, rehearsal: Rehearsal) -> int | None:
@@ -176,20 +114,23 @@ def disk_need(question: Question, rehearsal: Rehearsal) -> int | None:
         disk_nbytes = require_plan(replace(question, disk_nbytes=UNLIMITED_NBYTES), rehearsal).peak_nbytes[Tier.DISK]
     except CapacityError:
         return None
+    return _raised(replace(question, disk_nbytes=max(1, disk_nbytes)), rehearsal, "disk_nbytes")
+
+
+def _raised(question: Question, rehearsal: Rehearsal, cap: str) -> int:
+    """Return a cap, `host_nbytes` or `disk_nbytes`, raised until there is a plan. What DISK lacks, HOST may have."""
     while True:
-        asked = replace(question, disk_nbytes=max(1, disk_nbytes))
+        nbytes: int = getattr(question, cap)
         try:
-            require_plan(asked, rehearsal)
+            require_plan(question, rehearsal)
         except CapacityError as error:
-            if not error.on_disk:
+            if not (error.on_host if cap == "host_nbytes" else error.on_disk):
                 raise
-            disk_nbytes = asked.disk_nbytes + _short_nbytes(error)
+            short_nbytes = max(1, error.needed_nbytes - error.cap_nbytes)
+            caps: dict[str, Any] = {cap: nbytes + short_nbytes if error.on_disk else error.needed_nbytes}
+            question = replace(question, **caps)
         else:
-            return asked.disk_nbytes
-
-
-def _short_nbytes(error: CapacityError) -> int:
-    return max(1, error.needed_nbytes - error.cap_nbytes)
+            return nbytes
 
 
 def find(question: Question, rehearsal: Rehearsal) -> Finding:
@@ -204,15 +145,15 @@ def find(question: Question, rehearsal: Rehearsal) -> Finding:
     most_nbytes = max(step.exchanged.sent_nbytes, step.exchanged.received_nbytes)
     exchange_s = most_nbytes / question.hardware.exchange_Bps(question.world)
     lower_bounds = lower_bounds_of(plan, step.trace, question.hardware, exchange_s=exchange_s)
-    least, taken = _least_on_host(question, steps), _on_host_nbytes(step)
+    least, taken = _least_on_host(question, steps), step.on_host_nbytes.total()
     return Finding(step.trace, plan, timeline, lower_bounds, step.exchanged, taken, least)
 
 
 def find_chosen(question: Question, rehearsal: Rehearsal, finding: Finding) -> tuple[Rehearsal, Finding]:
     """Return the step that training would choose, if it fits; given is one that recomputes all, and its plan."""
-    chosen = question.rehearse_chosen(rehearsal)
-    if chosen is not rehearsal:
+    if rehearsal.step.regions and (kept := _kept(question, rehearsal)):
         with contextlib.suppress(CapacityError):
+            chosen = replace(question, kept=kept).rehearse()
             return chosen, find(question, chosen)
     return rehearsal, finding
 
@@ -250,11 +191,17 @@ def require_plan(question: Question, rehearsal: Rehearsal) -> Timeline:
     _require_steps(question, rehearsal)
     step = _steps(question, rehearsal).lazy
     with _on_host_counted(step):
-        return next(candidates(step.trace, _machine(question, step), options=question.options)).timeline
+        return next(candidates(step.trace, _machine(question, step), options=_PLANNED)).timeline
 
 
 def _require_steps(question: Question, rehearsal: Rehearsal) -> None:
-    _require_device(question, device_need(question, rehearsal))
+    need = device_need(question, rehearsal)
+    if need.nbytes > question.device_nbytes:
+        raise CapacityError(
+            f"{need.moment}: DEVICE needs {need.nbytes} bytes and has {question.device_nbytes}; raise it first",
+            needed_nbytes=need.nbytes,
+            cap_nbytes=question.device_nbytes,
+        )
     require_room(question, rehearsal)
 
 
@@ -265,7 +212,7 @@ def _kept(question: Question, rehearsal: Rehearsal) -> frozenset[int]:
     step = uncharged(trace, charges_non_model=machine.charges_non_model)
     shared = None if machine.charges_non_model else shared_bytes(trace, {})
     try:
-        choice = choose_regions(step, replace(machine, charges_non_model=True), options=question.options, shared=shared)
+        choice = choose_regions(step, replace(machine, charges_non_model=True), options=_PLANNED, shared=shared)
     except CapacityError:
         return frozenset()
     return frozenset(region.number for at, region in enumerate(trace.regions) if at not in choice.recomputed)
@@ -283,15 +230,10 @@ def _steps(question: Question, rehearsal: Rehearsal) -> RankSteps:
 
 def _least_on_host(question: Question, steps: RankSteps) -> int:
     charges = question.hardware.is_accelerator
-    need = least_on_host(steps.first.trace, device_nbytes=question.device_nbytes, charges_non_model=charges)
-    least_nbytes = need.nbytes
+    least_nbytes = least_on_host(steps.first.trace, device_nbytes=question.device_nbytes, charges_non_model=charges)
     if question.disk_nbytes:
         least_nbytes = min(least_nbytes, max(least_nbytes - question.disk_nbytes, least_over_disk(steps.first.trace)))
-    return least_nbytes + _on_host_nbytes(steps.first)
-
-
-def _on_host_nbytes(step: Step) -> int:
-    return sum(step.on_host_nbytes.values())
+    return least_nbytes + steps.first.on_host_nbytes.total()
 
 
 def _host_nbytes(question: Question) -> int:
@@ -300,7 +242,7 @@ def _host_nbytes(question: Question) -> int:
 
 def _machine(question: Question, step: Step | None = None) -> Machine:
     """Return what plans are made for: a rank's caps, less what modules take that compute on HOST in `step`."""
-    taken_nbytes = 0 if step is None else _on_host_nbytes(step)
+    taken_nbytes = 0 if step is None else step.on_host_nbytes.total()
     return question.hardware.machine(
         question.device_nbytes,
         max(0, _host_nbytes(question) - taken_nbytes),
@@ -316,18 +258,9 @@ def _on_host_counted(step: Step) -> Iterator[None]:
         yield
     except CapacityError as error:
         if error.on_host and not error.on_disk:
-            error.needed_nbytes += _on_host_nbytes(step)
-            error.cap_nbytes += _on_host_nbytes(step)
+            error.needed_nbytes += step.on_host_nbytes.total()
+            error.cap_nbytes += step.on_host_nbytes.total()
         raise
-
-
-def _require_device(question: Question, need: Need) -> None:
-    if need.nbytes > question.device_nbytes:
-        raise CapacityError(
-            f"{need.moment}: DEVICE needs {need.nbytes} bytes and has {question.device_nbytes}; raise it first",
-            needed_nbytes=need.nbytes,
-            cap_nbytes=question.device_nbytes,
-        )
 
 
 def require_room(question: Question, rehearsal: Rehearsal) -> None:
@@ -351,14 +284,16 @@ def require_room(question: Question, rehearsal: Rehearsal) -> None:
         if question.disk_nbytes:
             ledgers.append(Ledger(Tier.DISK, question.disk_nbytes, question.disk_nbytes))
         try:
-            serve_on_demand(
+            stage = RankStage(
                 rehearsal.step,
-                ledgers,
-                rank=rank,
-                world=question.world,
+                UnisonRanks(rank, question.world),
+                counted_memory(ledgers),
+                is_accelerator=False,
                 is_accumulating=question.is_accumulating,
-                margin_use_ratio=question.options.margin_use_ratio,
+                margin_use_ratio=_PLANNED.margin_use_ratio,
             )
+            stage.step()
+            stage.step()  # with the states that the first one has made
         except CapacityError as error:
             # All tiers together are too small. More of DISK will do, unless HOST is smaller than what it has at a time.
             is_disk = question.disk_nbytes > 0 and least_nbytes <= host_nbytes
@@ -376,8 +311,7 @@ def require_room(question: Question, rehearsal: Rehearsal) -> None:
 def trains_on_demand(question: Question, rehearsal: Rehearsal) -> bool:
     """Tell whether steps run where HOST is too small for a plan: every access is served on demand, which is slower."""
     try:
-        _require_device(question, device_need(question, rehearsal))
-        require_room(question, rehearsal)
+        _require_steps(question, rehearsal)
     except CapacityError:
         return False
     return True
@@ -388,7 +322,7 @@ def _faster(question: Question, steps: RankSteps) -> tuple[Step, Plan, Timeline]
 
     def planned(step: Step) -> tuple[Step, Plan, Timeline]:
         with _on_host_counted(step):
-            plan = make_plan(step.trace, _machine(question, step), options=question.options)
+            plan = make_plan(step.trace, _machine(question, step), options=_PLANNED)
         return step, plan, simulate(plan, step.trace)
 
     lazy = planned(steps.lazy)

@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
 
 from chunkmem.assembly.parts import Memory, make_sharding, make_shards, make_update_parts, make_updater
+from chunkmem.comm.exchange import Traffic
 from chunkmem.comm.ranks import Ranks
-from chunkmem.estimate.calls import Asked, Call, Measured, StepCalls
+from chunkmem.estimate.calls import Asked, Call, LoggedOptimizer, Measured, StepCalls
 from chunkmem.estimate.peers import CountedExchange
+from chunkmem.estimate.weightless import ANYTHING
 from chunkmem.layout.spec import digest
-from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.region_chunks import activation_chunk
 from chunkmem.optim.adam_rule import AdamRule
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
-from chunkmem.optim.rule import StateSpec
-from chunkmem.optim.speculative import Intent
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.timestamps import HostClock
-from chunkmem.shard.units import Unit, Units
-from chunkmem.trace.model import Kind, Mode, Moments, Region, Trace
+from chunkmem.shard.units import Unit
+from chunkmem.trace.model import Mode, Moments, Region, Trace
 from chunkmem.tracing.recorder import Recorder
-from chunkmem.types import ChunkId, Role, Tier
-
-
-@dataclass(frozen=True)
-class Exchanged:
-    """Bytes of content between ranks in a step, as one rank sees them."""
-
-    sent_nbytes: int = 0
-    received_nbytes: int = 0
-    buffered_nbytes: int = 0
-    """Highest non-model bytes of exchanges, those within the library included."""
+from chunkmem.types import Role, Tier
 
 
 @dataclass(frozen=True)
@@ -47,15 +37,30 @@ class Step:
     """One step of a rank."""
 
     trace: Trace
-    exchanged: Exchanged = Exchanged()
-    on_host_nbytes: Mapping[Role, int] = field(default_factory=dict)
+    exchanged: Traffic
+    """Bytes of content between ranks, as this one sees them; what the library buffers is counted, too."""
+    on_host_nbytes: Counter[Role] = field(default_factory=Counter)
     """Of modules that compute on HOST, and so in no trace."""
 
 
+@dataclass(frozen=True)
+class RankSteps:
+    """The steps of a rank that differ from each other."""
+
+    first: Step
+    """Nobody knows which backward is the last one, so gradients are reduced when the optimizer steps."""
+    lazy: Step
+    """A later one that gathers when it needs to."""
+    ahead: Step | None
+    """A later one that gathers one unit ahead; None: that is not tried, as there is no room for two units at a time."""
+
+
 class _Meter:
-    """Time and non-model bytes since they were last taken: the model's, as logged, and those of exchanges."""
+    """Time and non-model bytes of moments: the model's, as logged, and those of exchanges."""
 
     def __init__(self) -> None:
+        self.moments_s: list[float] = []
+        """Of the step; what passed before its first moment comes first."""
         self._duration_s = 0.0
         self._now_nbytes = self._buffered_nbytes = self._peak_nbytes = 0
 
@@ -74,39 +79,12 @@ class _Meter:
         self._buffered_nbytes += nbytes
         self._peak_nbytes = max(self._peak_nbytes, self._now_nbytes + self._buffered_nbytes)
 
-    def take_peak_nbytes(self) -> int:
-        peak, self._peak_nbytes = self._peak_nbytes, self._now_nbytes + self._buffered_nbytes
-        return peak
-
-    def take_s(self) -> float:
-        duration_s, self._duration_s = self._duration_s, 0.0
-        return duration_s
-
-
-class _TimedRecorder(Recorder):
-    """Takes the logged times of a step with its events."""
-
-    def __init__(self, meter: _Meter) -> None:
-        super().__init__(Mode.TRAIN, clock=HostClock(), take_peaks=lambda: (meter.take_peak_nbytes(), 0))
-        self._meter = meter
-        self.passed_s: list[float] = []
-        """Before each event, since the one before it."""
-
-    def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
-        self.passed_s.append(self._meter.take_s())
-        super().event(kind, chunk, reader)
-
-
-class _Optimizer:
-    """Owns the states; nothing is updated before its step, or all groups inside backward."""
-
-    def __init__(self, update: Callable[[int], None], *, in_backward: bool) -> None:
-        self.in_backward = in_backward
-        self.update_in_backward = update
-
-    def intent(self, group: int) -> Intent | None:
-        """Return that it cannot tell."""
-        return None
+    def end_moment(self) -> tuple[int, int]:
+        """Note the time of a moment; return its peak of non-model bytes, and none as sampled."""
+        self.moments_s.append(self._duration_s)
+        peak_nbytes = self._peak_nbytes
+        self._duration_s, self._peak_nbytes = 0.0, self._now_nbytes + self._buffered_nbytes
+        return peak_nbytes, 0
 
 
 class RankStage:
@@ -119,106 +97,112 @@ class RankStage:
         memory: Memory,
         *,
         is_accelerator: bool,
+        is_accumulating: bool = False,
         margin_use_ratio: float = 0.0,
     ) -> None:
-        """Pack the model; `margin_use_ratio` is as for `first_residents`.
+        """Pack the model.
+
+        Args:
+            step: what a rehearsal has logged.
+            ranks: each has the batch of the rehearsal.
+            memory: that only counts.
+            is_accelerator: what DEVICE is; it decides how chunks are exchanged.
+            is_accumulating: `manager.accumulate(1)` was called: the first backward is known to be the last one, too.
+            margin_use_ratio: see `first_residents`.
 
         Raises:
             CapacityError: there is no room for the weights, or for what training adds to them.
         """
-        self._calls, self._activations, self._regions = step.calls, step.activations, step.regions
-        self._calls = step.calls
-        self._host_Bps = step.host_Bps
-        kept = dict.fromkeys(step.parameters, step.states) if step.kept is None else step.kept
-        self._states = cast(Mapping[ManagedParameter, tuple[StateSpec, ...]], kept)
-        self._pager, self._store = memory.pager, memory.store
-        self._parameters = cast(list[ManagedParameter], list(step.parameters))
+        self._log = step
+        self._memory, self._pager, self._store = memory, memory.pager, memory.store
         self._meter = _Meter()
-        self._exchange = CountedExchange(
-            ranks, step.layout, is_accelerator=is_accelerator, on_buffer=self._meter.buffer
-        )
+        self._exchange = CountedExchange(ranks, is_accelerator=is_accelerator, on_buffer=self._meter.buffer)
         places = StatePlaces(memory.store, memory.caps, margin_use_ratio=margin_use_ratio)
         parts = make_update_parts(memory.store, memory.compute, BlockingLanes(memory.compute))
         self._slots = GradientSlots(memory.pager, settles=places.updates_on_host, landed=parts.landed)
         shards = make_shards(memory, ranks, [self._exchange])
         self._sharding = make_sharding(memory, ranks, shards, self._slots)
         gradients = cast(GradientBook, self._slots)  # there is no `.grad` to keep in line
+        self._units = self._sharding.units
         self._updater = make_updater(memory, gradients, places, parts)
         self._layout = digest([step.layout])
         if ranks.size > 1:
             self._layout += f" on rank {ranks.rank} of {ranks.size}"
-        self._optimizer = _Optimizer(lambda group: self._update([group]), in_backward=step.in_backward)
-        if step.in_backward:
-            self._updater.in_backward.optimizers.add(self._optimizer)
+        self._optimizer = LoggedOptimizer(None, in_backward=step.in_backward)
         self._rule = AdamRule(self._updater.native, decoupled=True)
-        self._pack(step, memory)
+        self._pack()
         self._has_states: set[int] = set()
+        self._num_steps = 0
+        if is_accumulating:
+            self._units.accumulate(1)
 
-    @property
-    def units(self) -> Units:
-        """Of exchange."""
-        return self._sharding.units
-
-    def _pack(self, step: StepCalls, memory: Memory) -> None:
-        packer, shards = memory.packer(step.states), self._sharding.shards
-        names = {managed.slot.tensor: managed.name for managed in self._parameters}
+    def _pack(self) -> None:
+        step, packer, shards = self._log, self._memory.packer(()), self._sharding.shards
+        by_tensor = {managed.slot.tensor: managed for managed in step.parameters}
         for group in step.layout.groups:
-            inside = [names[slot.tensor] for slot in group.slots]
-            packer.make_chunks(group, inside, is_own=shards is None or shards.owns(group.id))
+            inside = [by_tensor[slot.tensor] for slot in group.slots]
+            forms = tuple((managed.shape, managed.stride) for managed in inside)
+            is_own = shards is None or shards.owns(group.id)
+            packer.make_chunks(group, [managed.name for managed in inside], forms, is_own=is_own)
         if shards is not None:
             shards.drop_unowned(group.id for group in step.layout.groups)
-        for number, kept in step.activations.items():
-            self._store.add(activation_chunk(number, kept.label, kept.nbytes))
-        self._slots.add(self._parameters)
-        self.units.add(step.units)
-        self._updater.claims.require_room(self._states, self._optimizer)
-        self._updater.claim(self._states, self._optimizer, forget_plans=lambda: None)
+        for key, chunk in step.activations.items():
+            self._store.add(activation_chunk(key.group, chunk.label, chunk.nbytes))
+        self._slots.add(step.parameters)
+        self._units.add(step.units)
+        self._updater.claims.require_room(step.states, self._optimizer)
+        self._updater.claim(step.states, self._optimizer, forget_plans=lambda: None)
 
-    def measure_links(self) -> None:
-        """Gather the largest unit a few times, as ranks do after their first step."""
-        if self._sharding.shards is not None and self.units.prefetch is not None:
-            self._sharding.shards.measure(self.units.prefetch.largest(), time_s=_done_at_once)
-
-    def begin_ahead(self) -> bool:
-        """Gather ahead from the next step on, if there is room for it; tell whether there is."""
-        prefetch = self.units.prefetch
-        assert prefetch is not None
+    def steps(self) -> RankSteps:
+        """Do the first steps: until nothing changes, if the rank trains alone."""
+        first, prefetch = self.step(), self._units.prefetch
+        if prefetch is None:
+            return RankSteps(first, first, None)
+        lazy = self.step()
         prefetch.is_wanted = prefetch.has_room
-        return prefetch.is_wanted
+        return RankSteps(first, lazy, self.step() if prefetch.is_wanted else None)
 
     def step(self) -> Step:
-        """Do one step, and write it down."""
-        self._pager.policy = recorder = _TimedRecorder(self._meter)
-        traffic = self._exchange.traffic
-        before, traffic.peak_buffered_nbytes = replace(traffic), traffic.buffered_nbytes
-        self.units.begin_root(grad_enabled=True)
+        """Do one step, and write it down.
+
+        Raises:
+            CapacityError: room cannot be made under the caps.
+        """
+        shards, prefetch = self._sharding.shards, self._units.prefetch
+        if self._num_steps == 1 and shards is not None and prefetch is not None:
+            # As ranks do after their first step.
+            shards.measure(prefetch.largest(), time_s=self._memory.compute.time_s)
+        self._num_steps += 1
+        self._meter.moments_s.clear()
+        self._exchange.traffic = Traffic()
+        recorder = Recorder(Mode.TRAIN, clock=HostClock(), take_peaks=self._meter.end_moment)
+        self._pager.policy = recorder
+        self._units.begin_root(grad_enabled=True)
         places = []
         """By index of a call: how many moments there are then."""
-        for call in self._calls:
+        for call in self._log.calls:
             places.append(recorder.num_moments)
             self._meter.pass_over(call.before)
             with torch.set_grad_enabled(call.with_grad):
                 self._serve(call)
         recorder.end()
-        durations_s = [*recorder.passed_s, self._meter.take_s()]
-        # What passed before the first event is forward's own beginning.
-        first_s, *durations_s = durations_s
+        # What passed before the first moment is forward's own beginning.
+        first_s, *durations_s = self._meter.moments_s
         durations_s[0] += first_s
-        regions = tuple(_moved(region, [*places, recorder.num_moments]) for region in self._regions)
+        regions = tuple(_moved(region, [*places, recorder.num_moments]) for region in self._log.regions)
         trace = recorder.trace(self._layout, self._store.chunks, regions)
         timed = zip(trace.moments, durations_s, strict=True)
         trace = replace(trace, moments=tuple(replace(moment, duration_s=s) for moment, s in timed))
         self._pager.policy = OnDemand()
-        self.units.end_step()
-        sent, received = traffic.sent_nbytes - before.sent_nbytes, traffic.received_nbytes - before.received_nbytes
-        exchanged = Exchanged(sent, received, traffic.peak_buffered_nbytes)
-        return Step(trace, exchanged, self._store.kept_nbytes(Tier.HOST))
+        self._units.end_step()
+        return Step(trace, self._exchange.traffic, self._store.kept_nbytes(Tier.HOST))
 
     def _serve(self, call: Call) -> None:
         subject = call.subject
         if isinstance(subject, int):
-            role = Role.ACTIVATION if subject in self._activations else Role.PARAM
-            chunk = self._store.chunks[ChunkId(role, subject)]
+            self._update([subject])
+        elif isinstance(subject, Chunk):
+            chunk = self._store.chunks[subject.id]
             if call.asked is Asked.PIN:
                 self._pager.pin(chunk, chunk.compute_tier, reader=call.reader)
             elif call.asked is Asked.UNPIN:
@@ -232,17 +216,15 @@ class RankStage:
         elif isinstance(subject, Unit):
             if self._sharding.reduction is not None:  # alone, there are no units
                 by_name = {
-                    Asked.ENTER: self.units.enter,
-                    Asked.LEAVE: self.units.leave,
-                    Asked.RECOMPUTE: self.units.recompute,
+                    Asked.ENTER: self._units.enter,
+                    Asked.LEAVE: self._units.leave,
+                    Asked.RECOMPUTE: self._units.recompute,
                 }
-                by_name.get(call.asked, self.units.announce)(subject)
-        elif call.asked is Asked.LANDED:
-            self._updater.in_backward.landed(cast(ManagedParameter, subject), {})
+                by_name.get(call.asked, self._units.announce)(subject)
         elif subject is not None:
-            self._slots.land(cast(ManagedParameter, subject), _NOTHING, replacing=True)
+            self._slots.land(subject, ANYTHING, replacing=True)
         elif call.asked is Asked.END_BACKWARD:
-            self.units.end_backward()
+            self._units.end_backward()
         else:
             self._end_step()
 
@@ -250,19 +232,20 @@ class RankStage:
         """Do what `optimizer.step()` does: reduce what has not been, make states, update, use the gradients up."""
         slots = self._slots
         if self._sharding.reduction is not None:
-            self._sharding.reduction.reduce(self._parameters, is_step=True)
+            self._sharding.reduction.reduce(self._log.parameters, is_step=True)
         self._update([group for group, landed in slots.landed.items() if landed])
         if self._sharding.shards is not None:
-            trained = {managed.group for managed in self._parameters if managed.requires_grad}
+            trained = {managed.group for managed in self._log.parameters if managed.requires_grad}
             self._sharding.shards.send_on_host(trained, reader="updated weights on HOST")
-        slots.forget(self._parameters)  # as `zero_grad` does: frozen ones have zeros, which were reduced with others
+        # As `zero_grad` does: frozen ones have zeros, which were reduced with others.
+        slots.forget(self._log.parameters)
 
     def _update(self, groups: Sequence[int]) -> None:
         """Make states, update groups, and use their gradients up."""
         slots, updater = self._slots, self._updater
-        updater.place(filter(self._sharding.owns, self._parameters))
+        updater.place(filter(self._sharding.owns, self._log.parameters))
         updated = [managed for group in groups for managed in slots.members[group] if managed in slots.landed[group]]
-        roles = {spec.role for managed in updated for spec in self._states[managed]}
+        roles = {spec.role for managed in updated for spec in self._log.states[managed]}
         for managed in updated:
             if managed.group not in self._has_states:
                 self._has_states.add(managed.group)
@@ -272,7 +255,7 @@ class RankStage:
             updater.update(group, (), self._rule)  # of no parameter: nothing is computed
             if updater.is_on_host(group):
                 moved_nbytes = 2 * sum(chunk.nbytes for chunk in updater.claims.chunks(group))
-                self._meter.wait(moved_nbytes / self._host_Bps)
+                self._meter.wait(moved_nbytes / self._log.host_Bps)
             slots.forget(set(slots.landed[group]))
 
 
@@ -284,11 +267,3 @@ def _moved(region: Region, places: Sequence[int]) -> Region:
 
     again = None if region.recomputed is None else moved(region.recomputed)
     return replace(region, forward=moved(region.forward), backward=moved(region.backward), recomputed=again)
-
-
-def _done_at_once(work: Callable[[], object]) -> float:
-    work()
-    return 0.0
-
-
-_NOTHING = torch.empty(0, device="cpu")

@@ -3,15 +3,14 @@
 The model runs under torch's fake tensors, and everything that listens to it is what listens in training: the same
 hooks, the same frames, the same pager. Only chunks have no memory, copies are none, and operators take the time that
 a clock says. What is asked of the pager is logged, and replayed for each rank with what ranks train with and the
-same recorder (`chunkmem.estimate.rank_steps`). So the moments are those that `manager.trace` would have.
+same recorder (`chunkmem.estimate.rank_stage`). So the moments are those that `manager.trace` would have.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -37,22 +36,23 @@ from chunkmem.estimate.calls import (
     Asked,
     CallLog,
     LoggedGradients,
+    LoggedOptimizer,
     LoggedPager,
     LoggedUnits,
-    LoggedUpdates,
     Measured,
-    RehearsedParameter,
     StepCalls,
 )
 from chunkmem.estimate.clock import HostOperators, OperatorClock
+from chunkmem.estimate.hardware import HARDWARE, Hardware
 from chunkmem.estimate.model import Model, checkpointed
 from chunkmem.estimate.needs import gradient_peak_nbytes
 from chunkmem.estimate.optimizers import BUILT_IN, states_kept
 from chunkmem.estimate.peers import UnisonRanks
-from chunkmem.estimate.rank_steps import RankSteps, replay
-from chunkmem.estimate.weightless import NO_CAP_NBYTES, counted_memory, one_tier, two_tiers
+from chunkmem.estimate.rank_stage import RankStage, RankSteps
+from chunkmem.estimate.weightless import ANYTHING, NO_CAP_NBYTES, counted_memory, uncapped
 from chunkmem.estimate.workspace import with_workspace
 from chunkmem.layout.spec import Layout
+from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.built import Built
 from chunkmem.nn.guard import only_makes_a_view
 from chunkmem.nn.module_policy import ModulePolicies
@@ -76,12 +76,15 @@ _UNKNOWABLE = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How the model would be trained."""
+    """How the model would be trained, and on what."""
 
-    dtype: torch.dtype = torch.float32
-    """Of weights and gradients; other than float32, a float32 master copy of the weights comes with the states."""
+    hardware: Hardware = HARDWARE["h100"]
+    device_nbytes: int = 2**40
+    """Cap on DEVICE; the search for a chunk size looks at it."""
+    precision: str = "fp32"
+    """Of weights and gradients; other than fp32, a float32 master copy of the weights comes with the states."""
     master_weights: bool = True
     """`master_weights` of the configuration: False leaves that copy out."""
     states: str = "fp32"
@@ -102,23 +105,20 @@ class Setting:
     """`default_chunk_size`, in elements; None searches the size that wastes least."""
     tile_numel: int | None = None
     """`with_tiling_linear`, in elements; None tiles nothing."""
-    device_nbytes: int = 2**40
-    """Cap on DEVICE; the search for a chunk size looks at it."""
     cpu_embedding: bool = False
     """`use_cpu_embedding` of the configuration."""
-    host_Bps: float = 1e10
-    """Of HOST's memory, for operators and updates of modules that compute there."""
-    num_ranks: int = 1
+    world: int = 1
     """Ranks that train together. With several, the model has units; the search for a chunk size looks at them, too."""
-    flop_per_s: float = 1e12
-    memory_Bps: float = 1e11
-    """Of DEVICE, for operators whose bytes take longer than their arithmetic."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and gradients."""
+        return DTYPES[self.precision]
 
     def config(self) -> Config:
         """Return the configuration of such a training."""
-        precision = next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
         values: dict[str, Any] = {
-            "precision": precision,
+            "precision": self.precision,
             "master_weights": self.master_weights,
             "use_cpu_embedding": self.cpu_embedding,
             "optimizer": {"params": {"states": self.states, "master": self.master}},
@@ -160,23 +160,25 @@ class Rehearsal:
         is_accumulating: bool = False,
         device_nbytes: int = NO_CAP_NBYTES,
     ) -> RankSteps:
-        """Return the steps of one of `world` ranks; see `chunkmem.estimate.rank_steps.replay`.
+        """Return the steps of one of `world` ranks; see `RankStage`.
 
-        Several have units, so the model has to have been rehearsed for several.
+        Several have units, so the model has to have been rehearsed for several. `device_nbytes`, the cap on DEVICE,
+        decides whether they try to gather ahead.
         """
         assert world == 1 or self.step.units, "the model was rehearsed alone"
         if world == 1:
             rank, is_accelerator, is_accumulating, device_nbytes = 0, True, False, NO_CAP_NBYTES
         key = world, rank, is_accelerator, is_accumulating, device_nbytes
         if key not in self._replayed:
-            self._replayed[key] = replay(
+            ledgers = uncapped(device_nbytes, has_host=any(group.is_on_host for group in self.layout.groups))
+            stage = RankStage(
                 self.step,
-                rank=rank,
-                world=world,
+                UnisonRanks(rank, world),
+                counted_memory(ledgers),
                 is_accelerator=is_accelerator,
                 is_accumulating=is_accumulating,
-                device_nbytes=device_nbytes,
             )
+            self._replayed[key] = stage.steps()
         return self._replayed[key]
 
     def fullest_ranks(self, world: int) -> list[int]:
@@ -213,13 +215,17 @@ def rehearse(model: Model, setting: Setting) -> Rehearsal:
         TraceError: the step needs values, which fake tensors do not have; names the module and the operator. Or the
             model's own code raised something.
     """
-    clock = OperatorClock(flop_per_s=setting.flop_per_s, memory_Bps=setting.memory_Bps)
+    hardware = setting.hardware
+    clock = OperatorClock(
+        flop_per_s=hardware.eager_share * hardware.flop_rate(setting.dtype),
+        memory_Bps=hardware.eager_share * hardware.memory_Bps,
+    )
     fake = FakeTensorMode()
     try:
         with fake:
             module = _build(model, setting)
         stage = _Stage(module, setting, clock)
-        with fake, stage.watching():
+        with fake, stage:
             loss = model.loss(module)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise TraceError(f"the step of {model.name} returned {shape_of(loss)} instead of a loss of one element")
@@ -271,31 +277,38 @@ class _Fake(Built):
     def is_released(self, param: nn.Parameter) -> bool:
         return True
 
+    def take(self, param: nn.Parameter, group: int, *, name: str) -> torch.Tensor:
+        return ANYTHING
 
-class _Stage:
-    """A model fitted as for training, over chunks that are only counted; what it asks of them is logged."""
+
+class _Stage(TorchDispatchMode):
+    """A model fitted as for training, over chunks that are only counted; what it asks of them is logged.
+
+    Inside, the time and the memory of every operator are counted.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare every operator a wrapper that keeps torch's compiler out, which never comes here."""
+        return False
 
     def __init__(self, module: nn.Module, setting: Setting, clock: OperatorClock) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._clock = clock
-        self._host_clock = OperatorClock(flop_per_s=inf, memory_Bps=setting.host_Bps)
-        self._host_Bps = setting.host_Bps
-        self.log = CallLog(self._measure)
-        config = setting.config()
-        self._module, self._optimizer = module, setting.optimizer
-        self._states = adam_states(config.optimizer.params)
-        tiers = two_tiers if setting.cpu_embedding else one_tier
-        memory = counted_memory(*tiers(setting.device_nbytes), make_pager=partial(LoggedPager, log=self.log))
+        self._host_clock = OperatorClock(flop_per_s=inf, memory_Bps=setting.hardware.host_memory_Bps)
+        self._module, self._setting, self._log = module, setting, CallLog(self._measure)
+        ledgers = uncapped(setting.device_nbytes, has_host=setting.cpu_embedding)
+        memory = counted_memory(ledgers, make_pager=partial(LoggedPager, log=self._log))
         places = StatePlaces(memory.store, memory.caps, margin_use_ratio=0.0)
         parts = make_update_parts(memory.store, memory.compute, BlockingLanes(memory.compute))
-        self._gradients = LoggedGradients(memory.pager, self.log, parts, settles=places.updates_on_host)
-        self._units = LoggedUnits(self.log, is_alone=setting.num_ranks == 1)
-        sharding = Sharding(UnisonRanks(0, setting.num_ranks), None, None, self._units, OrdinaryGradients(None))
-        self._updater = make_updater(memory, self._gradients, places, parts)
-        self._in_backward = setting.in_backward
-        if setting.in_backward:
-            self._updater.in_backward = LoggedUpdates(memory.pager, self._gradients, self.log)
+        gradients = LoggedGradients(memory.pager, self._log, parts, settles=places.updates_on_host)
+        self._units = LoggedUnits(self._log, is_alone=setting.world == 1)
+        sharding = Sharding(UnisonRanks(0, setting.world), None, None, self._units, OrdinaryGradients(None))
+        self._updater = make_updater(memory, gradients, places, parts)
         self._modules = make_modules(
-            config, memory, sharding, self._gradients, self._updater, ModulePolicies(), is_rehearsal=True
+            setting.config(), memory, sharding, gradients, self._updater, ModulePolicies(), is_rehearsal=True
         )
         added = self._modules.registry.add([module], [], _Fake())
         if not added:
@@ -303,44 +316,60 @@ class _Stage:
         self._hooks = self._modules.hooks(self)
         self._modules.fit([module], added, self._hooks, dtype=setting.dtype)
         self._on_host = HostOperators(self._modules.registry.on_host)
-        (packed,) = added
-        self.layout = packed.layout
-        self._probe = LiveStorageProbe({managed.storage_id for managed in packed.parameters}.__contains__)
+        (self._packed,) = added
+        parameters = self._packed.parameters
+        self._owner = LoggedOptimizer(self._log, in_backward=setting.in_backward)
+        self._updater.claim(dict.fromkeys(parameters, ()), self._owner, forget_plans=lambda: None)
+        if setting.in_backward:
+            self._updater.in_backward.optimizers.add(self._owner)
+        self._probe = LiveStorageProbe({managed.storage_id for managed in parameters}.__contains__)
         memory.pager.events.activation_taken.append(self._probe.leave_out)
-        self._modules.regions.begin_iteration(setting.kept, lambda: len(self.log.calls))
+        self._modules.regions.begin_iteration(setting.kept, lambda: len(self._log.calls))
 
-    def watching(self) -> AbstractContextManager[object]:
-        """Return what has to be around the step: it counts the memory and the time of operators."""
-        stack = self._modules.access.stack
-        where = lambda: str(stack[-1]) if stack else ""  # noqa: E731
-        return _RehearsalMode(self._probe, self._clock, where, on_host=self._on_host, host_clock=self._host_clock)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # three of four calls, all from torch itself
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        if self._on_host.is_running:
+            result = func(*args, **kwargs)
+            self._host_clock.count(func, args, kwargs, result)
+            return result
+        if only_makes_a_view(func):
+            return func(*args, **kwargs)
+        try:
+            result = self._probe.run(_with_workspaces(func), args, kwargs)
+        except _UNKNOWABLE:
+            stack = self._modules.access.stack
+            where = str(stack[-1]) if stack else "the step, outside of any module"
+            raise TraceError(
+                f"{where}: operator {func} needs values, which an estimate does not have; train one step under "
+                "manager.record(DIR), then ask chunkmem plan DIR"
+            ) from None
+        self._clock.count(func, args, kwargs, result)
+        return result
 
     def step(self) -> StepCalls:
         """Drop leftovers, as `optimizer.step()` does first, and return what the whole step has asked for."""
         self._modules.access.reset(step=True)
         self._modules.backward.reset(step=True)
-        self.log.add(Asked.STEP)
+        self._log.add(Asked.STEP)
         return StepCalls(
-            self.layout,
-            tuple(self.log.calls),
+            self._packed.layout,
+            tuple(self._log.calls),
             self._units.found,
-            tuple(self._gradients.parameters.values()),
-            self._host_Bps,
-            self.log.activations,
+            self._packed.parameters,
+            self._setting.hardware.host_memory_Bps,
             self._modules.regions.recorded(),
-            self._states,
-            self._kept(),
-            self._in_backward,
+            self._states(),
+            self._setting.in_backward,
         )
 
-    def _kept(self) -> Mapping[RehearsedParameter, tuple[StateSpec, ...]] | None:
-        """Return the states of an optimizer that is none of `BUILT_IN`."""
-        if self._optimizer in BUILT_IN:
-            return None
-        parameters = self._gradients.parameters
-        forms = {managed: self._updater.weight_form(managed) for managed in parameters}
-        kept = states_kept(self._optimizer, self._module, forms)
-        return {rehearsed: kept.get(managed, ()) for managed, rehearsed in parameters.items()}
+    def _states(self) -> Mapping[ManagedParameter, Sequence[StateSpec]]:
+        if self._setting.optimizer in BUILT_IN:
+            return dict.fromkeys(self._packed.parameters, adam_states(self._setting.config().optimizer.params))
+        forms = {managed: self._updater.weight_form(managed) for managed in self._packed.parameters}
+        kept = states_kept(self._setting.optimizer, self._module, forms)
+        return {managed: kept.get(managed, ()) for managed in forms}
 
     def begin_root(self, root: nn.Module) -> None:
         """Drop what an interrupted call left."""
@@ -356,54 +385,6 @@ class _Stage:
     def _measure(self) -> Measured:
         passed_s = self._clock.take_s() + self._host_clock.take_s()
         return Measured(passed_s, self._probe.take_peak_nbytes(), self._probe.take_peak_nbytes())
-
-
-class _RehearsalMode(TorchDispatchMode):
-    """Shows every operator to the probe and to the clock."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Spare every operator a wrapper that keeps torch's compiler out, which never comes here."""
-        return False
-
-    def __init__(
-        self,
-        probe: LiveStorageProbe,
-        clock: OperatorClock,
-        where: Callable[[], str],
-        *,
-        on_host: HostOperators,
-        host_clock: OperatorClock,
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._on_host = on_host
-        self._host_clock = host_clock
-        self._probe = probe
-        self._clock = clock
-        self._where = where
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # three of four calls, all from torch itself
-            return args[0].fake_device
-        kwargs = kwargs or {}
-        if self._on_host.is_running:
-            result = func(*args, **kwargs)
-            self._host_clock.count(func, args, kwargs, result)
-            return result
-        if only_makes_a_view(func):
-            return func(*args, **kwargs)
-        try:
-            result = self._probe.run(_with_workspaces(func), args, kwargs)
-        except _UNKNOWABLE:
-            where = self._where() or "the step, outside of any module"
-            raise TraceError(
-                f"{where}: operator {func} needs values, which an estimate does not have; train one step under "
-                "manager.record(DIR), then ask chunkmem plan DIR"
-            ) from None
-        self._clock.count(func, args, kwargs, result)
-        return result
 
 
 def _with_workspaces(operator: Any) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ import chunkmem
 from chunkmem.cli.main import main
 from chunkmem.estimate.hardware import HARDWARE
 from chunkmem.estimate.model import Model
-from chunkmem.estimate.question import Question, device_need, find
+from chunkmem.estimate.question import Question, device_need, find, find_chosen
 from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
 from chunkmem.plan.regions import Policy
 from chunkmem.plan.simulate import simulate
@@ -112,7 +112,7 @@ def tower(width: int, depth: int) -> Model:
 
 
 def asked(**options: object) -> Question:
-    question = Question(lambda batch: tower(256, 8), 1, HARDWARE["h100"], 2 << 30, chunk_numel=1 << 19)
+    question = Question(model=lambda batch: tower(256, 8), batch=1, device_nbytes=2 << 30, chunk_numel=1 << 19)
     return Question(**{**vars(question), **options})  # type: ignore[arg-type]
 
 
@@ -133,7 +133,8 @@ def test_auto_takes_what_is_faster(link_Bps: float) -> None:
     speeds = {"link_Bps": link_Bps, "duplex_Bps": link_Bps, "host_memory_Bps": max(130e9, link_Bps)}
     hardware = HARDWARE["h100"].__class__(**{**vars(HARDWARE["h100"]), **speeds})
     question = asked(activations="auto", hardware=hardware, device_nbytes=1 << 30)
-    found = find(question, question.rehearse_chosen(question.rehearse()))
+    rehearsal = question.rehearse()
+    _, found = find_chosen(question, rehearsal, find(question, rehearsal))
     policies = {region.policy for region in found.regions}
     assert len(found.regions) == 8
     assert (Policy.OFFLOAD if link_Bps > 1e10 else Policy.RECOMPUTE) in policies

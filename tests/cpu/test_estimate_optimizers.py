@@ -87,8 +87,7 @@ def built(case: ZooModel, way: Way) -> nn.Module:
 @functools.cache
 def estimated(way: Way) -> Rehearsal:
     model = Model("gpt", lambda: built(GPT, way), lambda model: GPT.loss(model, GPT.batch(0)))
-    dtype = torch.float32 if way.precision == "fp32" else torch.bfloat16
-    return rehearse(model, Setting(chunk_numel=GPT.chunk_numel, dtype=dtype, optimizer=way.name))
+    return rehearse(model, Setting(chunk_numel=GPT.chunk_numel, precision=way.precision, optimizer=way.name))
 
 
 @dataclass(frozen=True)

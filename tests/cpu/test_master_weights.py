@@ -96,9 +96,7 @@ def test_the_estimate_counts_the_same_bytes(case: ZooModel) -> None:
         trainer.evaluate()
         trace = manager.trace
     assert trace is not None
-    predicted = rehearse(
-        as_model(case, VARIANTS_HERE[0]), Setting(dtype=torch.bfloat16, chunk_numel=2 * case.chunk_numel)
-    )
+    predicted = rehearse(as_model(case, VARIANTS_HERE[0]), Setting(precision="bf16", chunk_numel=2 * case.chunk_numel))
     assert predicted.trace.chunk_nbytes == trace.chunk_nbytes
     assert predicted.trace.digest == trace.digest
 

@@ -126,7 +126,7 @@ def test_the_estimate_has_the_same_moments_and_bytes(case: ZooModel, variant: Va
         trainer.evaluate()  # which ends the record
         trace = manager.trace
     assert trace is not None
-    predicted = rehearse(as_model(case, variant), Setting(dtype=torch.bfloat16, chunk_numel=2 * case.chunk_numel))
+    predicted = rehearse(as_model(case, variant), Setting(precision="bf16", chunk_numel=2 * case.chunk_numel))
     assert predicted.trace.digest == trace.digest
     if case.name not in ("cnn",):  # batch statistics keep their weights in float32
         assert predicted.role_nbytes[Role.MASTER] == 2 * predicted.role_nbytes[Role.PARAM]

@@ -259,7 +259,7 @@ def test_the_estimate_has_the_same_moments_and_bytes(case: Case) -> None:
         trainer.evaluate()
         trace = manager.trace
     assert trace is not None
-    setting = Setting(dtype=torch.bfloat16, chunk_numel=2 * case.model.chunk_numel)
+    setting = Setting(precision="bf16", chunk_numel=2 * case.model.chunk_numel)
     assert rehearse(as_model(case.model, ORDINARY), setting).trace.digest == trace.digest
 
 

@@ -42,7 +42,7 @@ class Case:
             hardware=IN_RAM,
             device_nbytes=AMPLE_NBYTES,
             host_nbytes=AMPLE_NBYTES,
-            dtype=torch.bfloat16 if self.config.get("precision") == "bf16" else torch.float32,
+            precision=self.config.get("precision", "fp32"),
             master_weights=self.config.get("master_weights", True),
             checkpointing=self.checkpointing,
             world=world,
