@@ -6,7 +6,7 @@ import argparse
 import gc
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult
 from chunkmem.cli.machine import OPTIMIZERS, PRECISIONS, count, parse_size, parse_speed
@@ -93,6 +93,18 @@ def run(options: argparse.Namespace) -> CommandResult:
     Raises:
         ChunkmemError: the model cannot be built, or its step depends on values.
     """
+    if not options.stages and (options.micro_batches or options.picture):
+        name = "--micro-batches" if options.micro_batches else "--picture"
+        raise ConfigError(f"{name} is about a pipeline; give --stages, too")
+    # What has been imported stays: looking through all of it again and again takes a sixth of a rehearsal.
+    gc.freeze()
+    with silenced("torch._subclasses.fake_tensor"):
+        if options.stages:
+            return _pipeline(options)
+        return _largest(options) if options.largest else _answer(_question(options))
+
+
+def _answer(question: Question) -> CommandResult:
     from tqdm import tqdm
 
     from chunkmem.cli.estimate_answer import no, without_plan, yes
@@ -100,20 +112,9 @@ def run(options: argparse.Namespace) -> CommandResult:
     from chunkmem.estimate.forked import in_fork
     from chunkmem.estimate.question import device_need, find, find_chosen, trains_on_demand
 
-    if options.stages:
-        return _pipeline(options)
-    if options.micro_batches or options.picture:
-        name = "--micro-batches" if options.micro_batches else "--picture"
-        raise ConfigError(f"{name} is about a pipeline; give --stages, too")
-    if options.largest:
-        return _largest(options)
-    question = _question(options)
     other = replace(question, checkpointing=not question.checkpointing, activations=None)
     known: dict[Question, Rehearsal] = {}
-    # What has been imported stays: looking through all of it again and again takes a sixth of a rehearsal.
-    gc.freeze()
-    progress = tqdm(desc="rehearsing", unit=" steps", disable=None, leave=False)
-    with silenced("torch._subclasses.fake_tensor"), progress as bar:
+    with tqdm(desc="rehearsing", unit=" steps", disable=None, leave=False) as bar:
         other_nbytes = in_fork(lambda: _activation_nbytes(other))
 
         def rehearse(asked: Question) -> Rehearsal:
@@ -186,21 +187,19 @@ def _hardware(options: argparse.Namespace) -> Hardware:
     """Return the hardware that was named, with what is said of it instead."""
     from chunkmem.estimate.hardware import HARDWARE
 
-    hardware = HARDWARE[options.hardware]
+    hardware, said = HARDWARE[options.hardware], dict[str, Any]()
     if options.link is not None:
         link_Bps = parse_speed("--link", options.link)
-        hardware = replace(hardware, link_Bps=link_Bps, duplex_Bps=link_Bps * hardware.duplex_Bps / hardware.link_Bps)
+        said |= {"link_Bps": link_Bps, "duplex_Bps": link_Bps * hardware.duplex_Bps / hardware.link_Bps}
     if options.host_memory is not None:
-        hardware = replace(hardware, host_memory_Bps=parse_speed("--host-memory", options.host_memory))
+        said["host_memory_Bps"] = parse_speed("--host-memory", options.host_memory)
     if options.network is not None:
-        network_Bps = parse_speed("--network", options.network)
-        hardware = replace(hardware, peer_Bps=network_Bps, network_Bps=network_Bps)
+        said["peer_Bps"] = said["network_Bps"] = parse_speed("--network", options.network)
     if options.tflops is not None:
-        hardware = replace(hardware, flop_per_s=1e12 * options.tflops, fp32_flop_per_s=1e12 * options.tflops)
+        said["flop_per_s"] = said["fp32_flop_per_s"] = 1e12 * options.tflops
     if options.disk_speed is not None:
-        read_Bps, write_Bps = _disk_speeds(options)
-        hardware = replace(hardware, disk_read_Bps=read_Bps, disk_write_Bps=write_Bps)
-    return hardware
+        said["disk_read_Bps"], said["disk_write_Bps"] = _disk_speeds(options)
+    return replace(hardware, **said)
 
 
 def _disk_speeds(options: argparse.Namespace) -> tuple[float, float]:
@@ -224,11 +223,7 @@ def _largest(options: argparse.Namespace) -> CommandResult:
     if options.host is None:
         raise ConfigError("--largest needs --host: if HOST may take as much as it likes, no model is the largest")
     question = _question(options)
-    gc.freeze()
-    with (
-        silenced("torch._subclasses.fake_tensor"),
-        tqdm(desc="largest", unit=" tries", disable=None, leave=False) as bar,
-    ):
+    with tqdm(desc="largest", unit=" tries", disable=None, leave=False) as bar:
 
         def note(tried: Fitting | TooLarge) -> None:
             bar.set_postfix_str(f"{tried.layers} layers {'fit' if isinstance(tried, Fitting) else 'do not fit'}")
@@ -245,15 +240,13 @@ def _pipeline(options: argparse.Namespace) -> CommandResult:
         ["--largest"] * options.largest + ["--world"] * (options.world > 1) + ["--disk"] * bool(options.disk),
     )
     question = _question(options)
-    gc.freeze()
-    with silenced("torch._subclasses.fake_tensor"):
-        return pipeline_answer(
-            question,
-            question.rehearse(),
-            options.stages,
-            num_micro_batches=options.micro_batches,
-            picture=options.picture,
-        )
+    return pipeline_answer(
+        question,
+        question.rehearse(),
+        options.stages,
+        num_micro_batches=options.micro_batches,
+        picture=options.picture,
+    )
 
 
 def _device_nbytes(options: argparse.Namespace, hardware: Hardware) -> int:
