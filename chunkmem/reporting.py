@@ -26,7 +26,7 @@ class Reporting:
         runtime = self.runtime
         if runtime.memory.pager.closed is not None:
             return "ChunkManager(closed)"
-        params = list(runtime.registry.parameters)
+        params = runtime.registry.parameters
         numel = sum(managed.shape.numel() for managed in params)
         held = f"{len(params)} parameters of {numel:,} elements in {len({m.group for m in params})} chunk groups"
         tiers = [

@@ -185,7 +185,7 @@ def require_let_go(runtime: Runtime, *, call: str, why: str, is_spent: bool = Fa
     if block := next((holder.open_block for holder in runtime.holders if holder.open_block), None):
         raise StateError(f"{call} inside {block}: leave the block first")
     gradients.discard_unset()
-    params = list(runtime.registry.parameters)
+    params = runtime.registry.parameters
     waiting = next((m for m in params if m.grad is not None or gradients.slots.any_landed((m,))), None)
     excluded = (param for param in runtime.sharding.ordinary.parameters if param.grad is not None)
     if not is_spent and (waiting is not None or next(excluded, None) is not None):

@@ -241,7 +241,7 @@ def _require_between_steps(runtime: Runtime, call: str) -> None:
         raise StateError(f"manager.{call}() inside of {where}: call it between two steps")
     runtime.entry_points.require_drained(f"manager.{call}()")
     runtime.gradients.settle(runtime.registry.parameters)
-    if runtime.gradients.slots.any_given(list(runtime.registry.parameters)):
+    if runtime.gradients.slots.any_given(runtime.registry.parameters):
         raise StateError(
             f"manager.{call}(): there are gradients that wait for their step; call optimizer.step() or "
             "optimizer.zero_grad() before it: what is trained changes between two steps, not between micro-batches"

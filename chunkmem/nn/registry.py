@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +40,9 @@ class ModelRegistry:
         self.models: list[PackedModel] = []
 
     @property
-    def parameters(self) -> Iterator[ManagedParameter]:
+    def parameters(self) -> list[ManagedParameter]:
         """All managed parameters."""
-        return (managed for model in self.models for managed in model.parameters)
+        return [managed for model in self.models for managed in model.parameters]
 
     @property
     def padding_nbytes(self) -> int:

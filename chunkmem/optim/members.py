@@ -40,7 +40,8 @@ class GroupMembers:
     def known(self) -> list[ManagedParameter]:
         """Return the managed ones, on whichever rank."""
         lookup = self._registry.lookup
-        return [managed for managed in map(lookup, self.params()) if managed is not None]
+        found = [lookup(param) for group in self.groups() for param in group["params"]]  # a generator takes longer
+        return [managed for managed in found if managed is not None]
 
     def owned(self) -> list[ManagedParameter]:
         """Return the managed ones, over ranks those that this one owns: it has their states."""
@@ -62,10 +63,11 @@ class GroupMembers:
         Raises:
             StateError: plain PyTorch would use a gradient that is gone.
         """
-        gradients = self._host.updater.gradients
-        others = (managed for managed in self.known() if managed not in besides)
+        gradients, owns, known = self._host.updater.gradients, self._host.owns, self.known()
+        others = [managed for managed in known if managed not in besides]
         gradients.values.require_known(others, has_new=bool(besides))
-        return [managed for managed in self.owned() if managed in gradients.slots.landed.get(managed.group, ())]
+        landed = gradients.slots.landed
+        return [managed for managed in known if managed in landed.get(managed.group, ()) and owns(managed)]
 
     def by_index(self, saved: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, ManagedParameter]]:
         """Yield the managed ones with the index that each has in the parameter groups of a `state_dict`."""

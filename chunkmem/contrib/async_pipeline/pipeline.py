@@ -89,7 +89,7 @@ class AsynchronousPipeline(StagedPipeline):
     def _require_no_gradients(self) -> None:
         runtime = self._runtime
         runtime.gradients.settle(runtime.registry.parameters)
-        if runtime.gradients.slots.any_given(list(runtime.registry.parameters)):
+        if runtime.gradients.slots.any_given(runtime.registry.parameters):
             raise StateError(
                 "pipe.step(): there are gradients of another backward, and no telling which update they are for; call "
                 "optimizer.step() or optimizer.zero_grad() before it"
