@@ -244,7 +244,7 @@ class EntryPoints:
         gradients.settle(self._modules.registry.parameters)
         if reduction is not None:
             self._state_frozen()
-            parameters = list(self._modules.registry.parameters)
+            parameters = self._modules.registry.parameters
             if self._scaler is not None and not gradients.slots.any_landed(parameters):
                 self._scaler.note_scaled()  # what this rank adds is 0 at any scale
             self._sharding.units.replay_without_batch(label)
