@@ -253,7 +253,7 @@ class ChunkManager(ModelBuilding, Reporting):
             CapacityError: they do not fit DEVICE together.
         """
         self.runtime.require_open()
-        self.runtime.modules.surface.awaited.require()
+        self.runtime.modules.require_values()
         wanted = (
             self.runtime.registry.parameters
             if params is None
@@ -331,7 +331,7 @@ class ChunkManager(ModelBuilding, Reporting):
         """
         self.runtime.require_open()
         self.runtime.registry.check()
-        self.runtime.modules.surface.awaited.require()
+        self.runtime.modules.require_values()
         if lazy:
             self.runtime.ranks.require_one("manager.state_dict(lazy=True)")
         with self.runtime.together("manager.state_dict()"):
@@ -389,7 +389,7 @@ class ChunkManager(ModelBuilding, Reporting):
         """
         self.runtime.require_open()
         self.runtime.registry.check()
-        self.runtime.modules.surface.awaited.require()
+        self.runtime.modules.require_values()
         with self.runtime.ranks.telling():
             where = checkpoint_path(path)
         return self._saver.save(
@@ -457,7 +457,7 @@ class ChunkManager(ModelBuilding, Reporting):
         """
         self.runtime.require_open()
         self.runtime.registry.check()
-        self.runtime.modules.surface.awaited.require()
+        self.runtime.modules.require_values()
         with self.runtime.ranks.telling():
             where = checkpoint_path(path)
         save_pretrained(self.runtime, where, model, max_shard_nbytes=parse_nbytes(max_shard_size))

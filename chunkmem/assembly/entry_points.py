@@ -108,7 +108,7 @@ class EntryPoints:
         self._controller.begin_root(id(root), grad_enabled=grad_enabled, before_iteration=self._leave_to_autograd)
         modules.registry.check()
         modules.surface.check_copies()
-        modules.surface.awaited.require()
+        modules.require_values()
         modules.gradient_hooks.watch(modules.registry.parameters)
 
     def _compiler_begins(self) -> None:
@@ -122,7 +122,7 @@ class EntryPoints:
 
     def begin_outside(self, first: int) -> None:
         """A parameter is used outside of models, in what backward may come to: a step may begin with it."""
-        self._modules.surface.awaited.require()
+        self._modules.require_values()
         if self._controller.is_between_steps:
             self._controller.begin_root(
                 first, grad_enabled=True, before_iteration=self._leave_to_autograd, is_model=False
@@ -231,7 +231,7 @@ class EntryPoints:
         modules.registry.check()
         modules.surface.check()
         modules.surface.check_copies()
-        modules.surface.awaited.require()
+        modules.require_values()
         for chunk in modules.access.chunks.values():
             pager.notice_writes(chunk)
         # Of a recorded step, too: optimizer states are about to be made.

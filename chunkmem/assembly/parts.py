@@ -175,6 +175,10 @@ class Modules:
     compiled: CompiledModules
     copies: ModelCopies
 
+    def require_values(self) -> None:
+        """Raise a `StateError` if a parameter has no values yet: its model was packed with `skip_init=True`."""
+        self.surface.awaited.require()
+
     def hooks(self, calls: RootCalls) -> ModuleHooks:
         """Make what modules are fitted with; `calls` hears of those from outside."""
         return ModuleHooks(

@@ -23,7 +23,7 @@ def unwrap(runtime: Runtime) -> None:
             "manager.state_dict()"
         )
     runtime.entry_points.require_drained(_CALL)
-    runtime.modules.surface.awaited.require()
+    runtime.modules.require_values()
     roots = [root for added in runtime.built.added for root in added.roots]
     with runtime.together(_CALL):
         require_let_go(runtime, call=_CALL, why="goes")

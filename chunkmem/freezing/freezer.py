@@ -235,7 +235,7 @@ def _params(what: object, prefix: int | None, call: str) -> list[nn.Parameter]:
 def _require_between_steps(runtime: Runtime, call: str) -> None:
     """Raise a StateError if a step is under way."""
     runtime.registry.check()
-    runtime.modules.surface.awaited.require()
+    runtime.modules.require_values()
     if runtime.entry_points.phase or runtime.entry_points.gathers_open:
         where = runtime.entry_points.phase or "manager.gather()"
         raise StateError(f"manager.{call}() inside of {where}: call it between two steps")
