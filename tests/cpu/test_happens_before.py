@@ -529,7 +529,7 @@ def follow(scene: Scene, plan: Plan, *, to_the_end: bool = False) -> HappensBefo
     with lanes as checker, chunkmem.ChunkManager(config, machine=plan.machine, make_lanes=lanes.lanes) as manager:
         trainer = Trainer(scene.case, scene.variant, Undisturbed(manager))
         manager.trace = scene.trace
-        manager.runtime.controller._training.adopt(scene.trace, plan)
+        manager.runtime.controller.known.training.adopt(scene.trace, plan)
         for step in range(STEPS):
             trainer.step()
             timeline = manager.timeline()

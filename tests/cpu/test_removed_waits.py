@@ -108,7 +108,7 @@ def is_right(scene: Scene, plan: Plan, reading: Reading, seed: int) -> bool:
         patch.setattr("chunkmem.steps.factory.PlanExecutor", perform)
         trainer = Trainer(scene.case, scene.variant, Undisturbed(manager))
         manager.trace = scene.trace
-        manager.runtime.controller._training.adopt(scene.trace, plan)
+        manager.runtime.controller.known.training.adopt(scene.trace, plan)
         try:
             for _ in range(STEPS):
                 trainer.step()
