@@ -11,7 +11,7 @@ import torch
 
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.entries import Entry, EntryForm, Record, copied_to_cpu
+from chunkmem.optim.entries import NO_UPDATES, Entry, EntryForm, Record, copied_to_cpu
 from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.in_backward import Owner
 from chunkmem.optim.members import GroupMembers
@@ -181,7 +181,8 @@ class ChunkStates:
         self._updater.make_states(new, {spec.role for own in specs.values() for spec in own.values()})
         for managed, own in specs.items():
             entry = {key: spec.role for key, spec in own.items()} if self._rule.begins_at_zero else None
-            self.records[managed] = Record(entry=entry, is_new=entry is None)
+            # A count of its own from now on: what a step leaves behind is what later ones find.
+            self.records[managed] = Record(NO_UPDATES.clone(), entry, is_new=entry is None)
 
     def make_blank(self, params: Iterable[ManagedParameter]) -> None:
         """Have states of zero that can be loaded into; an update of `params` finds those that it begins with."""
