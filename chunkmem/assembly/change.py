@@ -156,7 +156,7 @@ class Repacking:
         said = f"{self._call} has failed; continue from a checkpoint with another manager"
         for parts in (self.before, self.after):
             if parts is not None:
-                parts.ranks.leave(self._call, error)
+                parts.ranks.connection.leave(self._call, error)
                 parts.stop(said)
                 parts.memory.pager.close(said)
                 parts.free()

@@ -268,7 +268,7 @@ class EntryPoints:
         """Have the ranks compare which parameters are frozen."""
         if self._sharding.shards is not None:
             frozen = (managed for managed in self._modules.registry.parameters if not managed.requires_grad)
-            self._sharding.ranks.know(frozenset(f"parameter {managed} is frozen" for managed in frozen))
+            self._sharding.ranks.connection.know(frozenset(f"parameter {managed} is frozen" for managed in frozen))
 
 
 def collect_abandoned(is_alone: Callable[[], bool]) -> None:

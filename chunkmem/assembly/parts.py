@@ -137,7 +137,7 @@ class Sharding:
             RankError: a rank is missing, or makes another call.
         """
         with turn.taken(), self.ranks.telling():
-            self.ranks.begin(Operation(call))
+            self.ranks.connection.begin(Operation(call))
             yield
 
     def owns(self, managed: ManagedParameter) -> bool:

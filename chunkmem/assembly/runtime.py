@@ -32,7 +32,7 @@ from chunkmem.assembly.speeds import Links
 from chunkmem.comm.exchange import Exchange
 from chunkmem.comm.mesh import end_groups, groups_of, mesh_of
 from chunkmem.comm.methods import ExchangeMethod, possible_exchanges, require_method
-from chunkmem.comm.ranks import Ranks
+from chunkmem.comm.ranks import Ranks, open_ranks
 from chunkmem.config import Config, OptsConfig, flattened
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.layout.spec import digest
@@ -403,7 +403,7 @@ def _require_config(config: object) -> None:
 def _open_ranks(config: Config, origin: Origin) -> Ranks:
     """Return this rank among the others, which all have the same configuration."""
     rows = mesh_of(origin.mesh, process_group=origin.process_group)
-    opened = Ranks(origin.process_group, mesh=rows, timeout_s=config.distributed.timeout_s)
+    opened = open_ranks(origin.process_group, mesh=rows, timeout_s=config.distributed.timeout_s)
     opened.require_whole()
     for ranks in several_ranks(opened):
         for path, value in flattened(config.to_dict()).items():

@@ -22,7 +22,7 @@ from chunkmem.checkpoints.safetensors_files import open_safetensors
 from chunkmem.checkpoints.saved_objects import damaged_member, load_saved
 from chunkmem.checkpoints.saving import save_now
 from chunkmem.checkpoints.unfinished import Unfinished, in_one_line, sync, written
-from chunkmem.comm.ranks import Ranks
+from chunkmem.comm.ranks import open_ranks
 from chunkmem.errors import CheckpointError
 from chunkmem.nn.lazy_tensor import LazyTensor
 
@@ -87,7 +87,7 @@ def convert(source: Path, target: Path, to: Format, *, max_shard_nbytes: int, tr
     if to is Format.TORCH:
         _write_torch(state, target)
     else:
-        save_now(state, target, Ranks(timeout_s=1))
+        save_now(state, target, open_ranks(timeout_s=1))
     tensors = dict(tensors_in("", state))
     return Converted(len(tensors), sum(value.nbytes for value in tensors.values()), ())
 

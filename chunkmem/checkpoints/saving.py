@@ -149,7 +149,7 @@ def _write_together(steps: Generator[None, None, list[Written]], ranks: Ranks) -
     problem: BaseException | None = None
     is_writing = True
     while ranks.any_text("writes" if is_writing else "", label=_LABEL):
-        until_s = time.monotonic() + min(_WORD_S, _WORD_SHARE * ranks.timeout_s)
+        until_s = time.monotonic() + min(_WORD_S, _WORD_SHARE * ranks.connection.timeout_s)
         while is_writing and time.monotonic() < until_s:
             try:
                 next(steps)

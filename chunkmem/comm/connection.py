@@ -43,7 +43,7 @@ _LINGER_SHARE = 0.1
 
 
 class Connection:
-    """What a rank says to the others, and hears of them. `chunkmem.comm.ranks.Ranks` is made of it.
+    """What a rank says to the others, and hears of them.
 
     In RAM ranks talk over gloo groups of their own, one for chunks and one for numbers: what a thread does with one of
     them can neither be mistaken for what another does, or the user, nor wait behind it. Messages call a rank by its
@@ -72,14 +72,15 @@ class Connection:
         """
         group = group_of(process_group)
         own = 0 if group is None else dist.get_rank()
-        self._names = members or ((0,) if group is None else tuple(dist.get_process_group_ranks(group)))
-        if own not in self._names:
+        self.names: tuple[int, ...] = members or ((0,) if group is None else tuple(dist.get_process_group_ranks(group)))
+        if own not in self.names:
             raise ConfigError("this process is not one of the ranks of process_group; pass it on its ranks only")
-        self.rank = self._names.index(own)
+        self.rank = self.names.index(own)
         """Among these ranks, counted from 0."""
-        self.size = len(self._names)
+        self.size = len(self.names)
         self.timeout_s = timeout_s
-        self._given = group
+        self.process_group = group
+        """What was given, or the default group; None: this process alone, or `close` was called."""
         self._chunks: dist.ProcessGroup | None = None
         self._numbers: dist.ProcessGroup | None = None
         self._groups: GlooGroups | None = None
@@ -98,14 +99,14 @@ class Connection:
             self._open(group)
 
     def _open(self, group: dist.ProcessGroup) -> None:
-        met_in = within(group.get_group_store(), f"chunkmem {self._names}")
+        met_in = within(group.get_group_store(), f"chunkmem {self.names}")
         # Not `new_group`: it names groups by what each process has opened before, which may differ between ranks, and
         # gives a name again when its group was closed. gloo then waits for the addresses that it finds under it.
         count = met_in.add(f"chunkmem opened by rank {self.rank}", 1)
         self._store = within(met_in, f"chunkmem {count}")
         timeout_s = self.timeout_s - self._detection_s
         with self.waiting("comparing versions of chunkmem (an older one does not answer)"):
-            require_same_code(self._store, self.rank, self._names, timeout_s=timeout_s)
+            require_same_code(self._store, self.rank, self.names, timeout_s=timeout_s)
         self._groups = GlooGroups(self._store, self.rank, timeout_s=timeout_s)
         self._chunks, self._numbers = (self._gloo(name, range(self.size)) for name in ("chunks", "numbers"))
 
@@ -129,13 +130,9 @@ class Connection:
         return RankGroup(rank, size, in_ram=in_ram, elsewhere=elsewhere, waiting=self.waiting)
 
     @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """What was given, or the default group; None: this process alone, or `close` was called."""
-        return self._given
-
-    def name(self, rank: int) -> int:
-        """Return the number in the whole job of one of these ranks."""
-        return self._names[rank]
+    def is_lost(self) -> bool:
+        """Whether an exchange with other ranks has failed, so that there are no more."""
+        return self._failure is not None
 
     @property
     def _detection_s(self) -> float:
@@ -149,14 +146,14 @@ class Connection:
         Raises:
             StateError: this is one rank alone, or `close` was called.
         """
-        group = self._chunks if device.type == "cpu" else self._given
+        group = self._chunks if device.type == "cpu" else self.process_group
         if group is None or self._chunks is None:
             raise StateError("there is no process group to exchange chunks over: this is one rank alone, or was closed")
         return group
 
     def close(self) -> None:
         """Give the groups back. The second time, do nothing."""
-        self._chunks = self._numbers = self._given = self._groups = None
+        self._chunks = self._numbers = self.process_group = self._groups = None
 
     # Agreement: see the note in `chunkmem.comm.agreement`.
 
@@ -177,7 +174,7 @@ class Connection:
             return operation.can
         found = self._agreed(operation)
         if found.one_waits and found.all_can:
-            self._broadcast_object(operation.joinable, operation.label, found.source)
+            self.send_object(operation.joinable, operation.label, found.source)
         return found.all_can
 
     def wait_for_others(self, label: str) -> Any:
@@ -192,7 +189,7 @@ class Connection:
             found = self._agreed(Operation(label, waits=True))
         if not found.all_wait:
             self._has_joined = True
-            return self._broadcast_object(None, label, found.source)
+            return self.send_object(None, label, found.source)
         if found.one_joined:  # all have, if they took turns
             self._complete = found.complete if found.complete < self.size else 0
         return None
@@ -201,15 +198,6 @@ class Connection:
         """The step is over on all ranks. If one joined in what others did, return the first rank that had all of it."""
         complete, self._complete, self._has_joined = self._complete, None, False
         return complete
-
-    @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """Note what is raised inside, see `note_error`."""
-        try:
-            yield
-        except Exception as error:
-            self.note_error(error)
-            raise
 
     def note_error(self, error: BaseException) -> None:
         """Have the others say what this rank raises, if it does not take part in what they do next."""
@@ -235,8 +223,8 @@ class Connection:
         return found
 
     def _disagreement(self, operation: Operation) -> RankError:
-        statements = unpacked(self._all_raw_bytes(packed(operation, self._raised, self._facts), operation.label))
-        message, ranks = difference(statements, self._names)
+        statements = unpacked(self.all_bytes(packed(operation, self._raised, self._facts), operation.label))
+        message, ranks = difference(statements, self.names)
         self._failure = RankError(message, ranks)
         return self._failure
 
@@ -282,7 +270,7 @@ class Connection:
             if self._failure is None:
                 self._set_raised(_first_line(error) + where)
                 self._hang_up()
-                number = self._names[self.rank]
+                number = self.names[self.rank]
                 self._failure = RankError(f"{label}: rank {number} raised {self._raised}", (number,))
             return self._failure
 
@@ -300,20 +288,20 @@ class Connection:
                 answer = RankStatus(label, waited_s, said(error), sorted(closed))
                 # Stores may take longer to run out of time than they are told.
                 limit_s = min(self._detection_s, self.timeout_s - waited_s) - _LINGER_SHARE * self._detection_s
-                self._failure = collect_statuses(self._store, self.rank, self._names, answer, limit_s=limit_s)
+                self._failure = collect_statuses(self._store, self.rank, self.names, answer, limit_s=limit_s)
             return self._failure
 
     # Bytes, once all have agreed.
 
-    def _broadcast_object(self, value: _T, label: str, source: int) -> _T:
+    def send_object(self, value: _T, label: str, source: int) -> _T:
         sent = pickle.dumps(value) if self.rank == source else b""
         lengths = torch.tensor([len(sent)], dtype=torch.int64, device="cpu")
-        length = int(self._broadcast(lengths, source, label))
+        length = int(self.broadcast(lengths, source, label))
         memory = bytearray(sent or bytes(length))
-        self._broadcast(torch.frombuffer(memory, dtype=torch.uint8), source, label)
+        self.broadcast(torch.frombuffer(memory, dtype=torch.uint8), source, label)
         return value if self.rank == source else cast(_T, pickle.loads(memory))
 
-    def _broadcast(self, tensor: torch.Tensor, source: int, label: str) -> torch.Tensor:
+    def broadcast(self, tensor: torch.Tensor, source: int, label: str) -> torch.Tensor:
         if self.size > 1:
             options = dist.BroadcastOptions()
             options.rootRank = source
@@ -321,32 +309,32 @@ class Connection:
                 self._open_numbers(label).broadcast([tensor], options).wait()
         return tensor
 
-    def _all_raw_bytes(self, data: bytes, label: str) -> list[bytes]:
+    def all_bytes(self, data: bytes, label: str) -> list[bytes]:
         own_length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-        lengths = [int(row) for row in self._exchanged(own_length, label)]
+        lengths = [int(row) for row in self.exchange(own_length, label)]
         padded = torch.tensor([*data.ljust(max(1, *lengths), b"\0")], dtype=torch.uint8, device="cpu")
-        rows = zip(self._exchanged(padded, label), lengths, strict=True)
+        rows = zip(self.exchange(padded, label), lengths, strict=True)
         return [bytes(row[:length].tolist()) for row, length in rows]
 
-    def _gathered(self, data: bytes, label: str) -> list[bytes]:
+    def gather(self, data: bytes, label: str) -> list[bytes]:
         """Return what all ranks pass, on rank 0; elsewhere nothing."""
-        lengths = [int(row) for row in self._exchanged(torch.tensor([len(data)], device="cpu"), label)]
+        lengths = [int(row) for row in self.exchange(torch.tensor([len(data)], device="cpu"), label)]
         mine = _padded(data, max(lengths))
         rows = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else []
         with self.waiting(label):
             self._open_numbers(label).gather([rows] if rows else [], [mine], dist.GatherOptions()).wait()
         return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=False)]
 
-    def _scattered(self, parts: Sequence[bytes], label: str) -> bytes:
+    def scatter(self, parts: Sequence[bytes], label: str) -> bytes:
         """Return this rank's part of what rank 0 passes."""
-        lengths = self._broadcast(torch.tensor([*map(len, parts)] or [0] * self.size, device="cpu"), 0, label).tolist()
+        lengths = self.broadcast(torch.tensor([*map(len, parts)] or [0] * self.size, device="cpu"), 0, label).tolist()
         mine = torch.empty(max(1, *lengths), dtype=torch.uint8, device="cpu")
         rows = [_padded(part, len(mine)) for part in parts]
         with self.waiting(label):
             self._open_numbers(label).scatter([mine], [rows] if rows else [], dist.ScatterOptions()).wait()
         return mine[: lengths[self.rank]].numpy().tobytes()
 
-    def _exchanged(self, mine: torch.Tensor, label: str) -> list[torch.Tensor]:
+    def exchange(self, mine: torch.Tensor, label: str) -> list[torch.Tensor]:
         if self.size == 1:
             return [mine]
         rows = [torch.empty_like(mine) for _ in range(self.size)]

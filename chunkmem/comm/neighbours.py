@@ -67,8 +67,8 @@ class Neighbours:
             done()  # from here on they are the schedule's
             return operations
         self.settle(up_to=self._ranks.size - 1)
-        with self._ranks.waiting(message.label):
-            group = self._ranks.group(self._device)
+        with self._ranks.connection.waiting(message.label):
+            group = self._ranks.connection.group(self._device)
             works = [group.send([tensor.contiguous()], message.peer, message.tag) for tensor in tensors]
         self._sent.append((works, message.label, done))
         return []
@@ -77,8 +77,8 @@ class Neighbours:
         """Begin to fill tensors; they may be used after `wait`. Returns and raises what `send` does."""
         if not self._in_ram:
             return self._operations(dist.irecv, tensors, message)
-        with self._ranks.waiting(message.label):
-            group = self._ranks.group(self._device)
+        with self._ranks.connection.waiting(message.label):
+            group = self._ranks.connection.group(self._device)
             works = [group.recv([tensor], message.peer, message.tag) for tensor in tensors]
         self._received[message.tag] = works, message.label
         return []
@@ -96,11 +96,11 @@ class Neighbours:
 
     def _wait(self, works: list[dist.Work], label: str) -> None:
         while works:
-            with self._ranks.waiting(label), self._waiting():
+            with self._ranks.connection.waiting(label), self._waiting():
                 works.pop(0).wait()
 
     def _operations(
         self, kind: Callable[..., Any], tensors: Sequence[torch.Tensor], message: Message
     ) -> list[dist.P2POp]:
-        group, peer = self._ranks.process_group, self._ranks.name(message.peer)
+        group, peer = self._ranks.connection.process_group, self._ranks.name(message.peer)
         return [dist.P2POp(kind, tensor.contiguous(), peer, group, message.tag) for tensor in tensors]

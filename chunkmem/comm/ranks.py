@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import socket
@@ -27,26 +28,33 @@ _BUCKET_NBYTES = 64 << 20
 """Of tensors that are sent together."""
 
 
-class Ranks(Connection):
+def open_ranks(
+    process_group: Any = None,
+    *,
+    mesh: Mesh | None = None,
+    members: tuple[int, ...] | None = None,
+    timeout_s: float,
+) -> Ranks:
+    """Find the others: those of `mesh`, or all of `process_group`. For arguments and errors see `Connection`."""
+    rows = () if mesh is None else mesh.rows
+    found = members or tuple(rank for row in rows for rank in row)
+    return Ranks(Connection(process_group, members=found, timeout_s=timeout_s), mesh)
+
+
+class Ranks:
     """The processes that train one model, or one pipeline stage of it, together; without a process group, one."""
 
     stages: Ranks | None = None
     """One of each pipeline stage, with which this one exchanges activations; None without stages."""
 
-    def __init__(
-        self,
-        process_group: Any = None,
-        *,
-        mesh: Mesh | None = None,
-        members: tuple[int, ...] | None = None,
-        timeout_s: float,
-    ) -> None:
-        """Find the others: those of `mesh`, or all of `process_group`. For arguments and errors see `Connection`."""
-        rows = () if mesh is None else mesh.rows
-        found = members or tuple(rank for row in rows for rank in row)
-        super().__init__(process_group, members=found, timeout_s=timeout_s)
+    def __init__(self, connection: Connection, mesh: Mesh | None = None) -> None:
+        """Be the ranks that are connected, divided as `mesh` says. Raises what `Connection` does."""
+        self.connection = connection
+        self.rank = connection.rank
+        """Among these ranks, counted from 0."""
+        self.size = connection.size
         self._everyone: Ranks | None = None
-        self.shard: Members = self
+        self.shard: Members = connection
         """Those that chunks are sharded over, this rank's replica; counted within it."""
         self.replicate: Members | None = None
         """Those that have the same shard; None if there is one replica."""
@@ -55,11 +63,11 @@ class Ranks(Connection):
         if self.size > 1:
             here = socket.gethostname().encode()
             self.num_local = self._all_bytes(here, "looking for ranks on the same machine").count(here)
-            self.agree("the mesh of the ranks", str(rows))
+            self.agree("the mesh of the ranks", str(() if mesh is None else mesh.rows))
         if mesh is not None:
             self._divide(mesh)
         if mesh is not None and mesh.stage_group is not None:
-            self._join_stages(Ranks(mesh.stage_group, timeout_s=timeout_s))
+            self._join_stages(open_ranks(mesh.stage_group, timeout_s=connection.timeout_s))
 
     @property
     def are_one(self) -> bool:
@@ -73,7 +81,7 @@ class Ranks(Connection):
 
     def require_whole(self) -> None:
         """Raise a `ConfigError` if this rank trains alone, and is one of several processes that do not know it."""
-        if self.process_group is not None:
+        if self.connection.process_group is not None:
             return
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(
@@ -107,7 +115,7 @@ class Ranks(Connection):
             return self
         if self._everyone is None:
             found, _ = self.texts_of_all(str(self.name(self.rank)), label="looking for the ranks of all stages")
-            self._everyone = Ranks(members=tuple(map(int, found)), timeout_s=self.timeout_s)
+            self._everyone = open_ranks(members=tuple(map(int, found)), timeout_s=self.connection.timeout_s)
         return self._everyone
 
     def notes(self, name: str) -> Notes:
@@ -116,16 +124,21 @@ class Ranks(Connection):
         Args:
             name: the same on all ranks, and new.
         """
-        group = None if self.are_one else group_of(self._given)
+        timeout_s = self.connection.timeout_s
+        group = None if self.are_one else group_of(self.connection.process_group)
         if group is None:
-            return Notes(None, 0, 1, timeout_s=self.timeout_s, is_lost=lambda: False)
+            return Notes(None, 0, 1, timeout_s=timeout_s, is_lost=lambda: False)
         store = within(group.get_group_store(), name)
-        return Notes(store, self.rank, self.size, timeout_s=self.timeout_s, is_lost=lambda: self.is_lost)
+        return Notes(store, self.rank, self.size, timeout_s=timeout_s, is_lost=lambda: self.is_lost)
+
+    def name(self, rank: int) -> int:
+        """Return the number in the whole job of one of these ranks."""
+        return self.connection.names[rank]
 
     @property
     def is_lost(self) -> bool:
         """Whether an exchange with other ranks has failed, so that there are no more."""
-        return self._failure is not None or (self.stages is not None and self.stages.is_lost)
+        return self.connection.is_lost or (self.stages is not None and self.stages.is_lost)
 
     def _join_stages(self, stages: Ranks) -> None:
         self.stages = stages
@@ -137,20 +150,29 @@ class Ranks(Connection):
     def _divide(self, mesh: Mesh) -> None:
         num_shards = len(mesh.rows[0])
         row, column = divmod(self.rank, num_shards)
-        self.shard = self.part(range(row * num_shards, (row + 1) * num_shards), mesh.shard_group)
+        part = self.connection.part
+        self.shard = part(range(row * num_shards, (row + 1) * num_shards), mesh.shard_group)
         if len(mesh.rows) > 1:
-            self.replicate = self.part(range(column, self.size, num_shards), mesh.replicate_group)
+            self.replicate = part(range(column, self.size, num_shards), mesh.replicate_group)
 
     def close(self) -> None:
         """Give the groups back. The second time, do nothing."""
-        super().close()
-        for part in (self.shard, self.replicate, self.stages, self._everyone):
-            if isinstance(part, RankGroup | Ranks) and part is not self:
+        for part in (self.connection, self.shard, self.replicate, self.stages, self._everyone):
+            if isinstance(part, Connection | RankGroup | Ranks):
                 part.close()
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Note what is raised inside, see `note_error`."""
+        try:
+            yield
+        except Exception as error:
+            self.note_error(error)
+            raise
 
     def note_error(self, error: BaseException) -> None:
         """Have the others say what this rank raises, those of other stages included."""
-        super().note_error(error)
+        self.connection.note_error(error)
         for others in (self.stages, self._everyone):
             if others is not None:
                 others.note_error(error)
@@ -170,7 +192,7 @@ class Ranks(Connection):
         for rank, text in enumerate(self._all_bytes(digest.encode(), f"comparing {name}")):
             ranks_of.setdefault(text.decode(), []).append(rank)
         if len(ranks_of) > 1:
-            found = ", ".join(f"{text} on {named(ranks, self._names)}" for text, ranks in ranks_of.items())
+            found = ", ".join(f"{text} on {named(ranks, self.connection.names)}" for text, ranks in ranks_of.items())
             raise ConfigError(f"{name} differs between ranks: {found}; start all ranks with the same of it")
 
     def sum_over(self, values: Sequence[float], *, label: str = "summing numbers") -> tuple[float, ...]:
@@ -215,8 +237,8 @@ class Ranks(Connection):
         Raises:
             RankError: a rank did not come.
         """
-        self.begin(Operation(label))
-        return self._broadcast_object(value, label, source)
+        self.connection.begin(Operation(label))
+        return self.connection.send_object(value, label, source)
 
     def from_first(self, value: _T, *, label: str) -> _T:
         """Return what the first of all ranks passes, those of other pipeline stages included.
@@ -258,8 +280,8 @@ class Ranks(Connection):
         """
         if self.size == 1:
             return [value]
-        self.begin(Operation(label))
-        rows = self._gathered(pickle.dumps(value), label)
+        self.connection.begin(Operation(label))
+        rows = self.connection.gather(pickle.dumps(value), label)
         return [pickle.loads(row) for row in rows] if self.rank == 0 else None
 
     def scatter_from_first(self, values: Sequence[_T] | None, *, label: str) -> _T:
@@ -271,8 +293,8 @@ class Ranks(Connection):
         if self.size == 1:
             assert values is not None
             return values[0]
-        self.begin(Operation(label))
-        value: _T = pickle.loads(self._scattered([pickle.dumps(each) for each in values or ()], label))
+        self.connection.begin(Operation(label))
+        value: _T = pickle.loads(self.connection.scatter([pickle.dumps(each) for each in values or ()], label))
         return value
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor], *, label: str) -> None:
@@ -287,12 +309,12 @@ class Ranks(Connection):
         """
         if self.size == 1 or not tensors:
             return
-        self.begin(Operation(label, ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors)))
+        self.connection.begin(Operation(label, ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors)))
         for some in _buckets(tensors):
             with torch.no_grad():
                 flat = [tensor.detach().to("cpu", copy=True).contiguous().reshape(-1) for tensor in some]
                 raw = [one.view(torch.uint8) for one in flat]
-                together = self._broadcast(torch.cat(raw), 0, label)
+                together = self.connection.broadcast(torch.cat(raw), 0, label)
                 if self.rank > 0:
                     for tensor, part in zip(some, together.split([one.numel() for one in raw]), strict=True):
                         tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
@@ -310,13 +332,13 @@ class Ranks(Connection):
 
     def _all_bytes(self, data: bytes, label: str) -> list[bytes]:
         if self.size > 1:
-            self.begin(Operation(label))
-        return self._all_raw_bytes(data, label)
+            self.connection.begin(Operation(label))
+        return self.connection.all_bytes(data, label)
 
     def _all_tensors(self, mine: torch.Tensor, label: str) -> list[torch.Tensor]:
         if self.size > 1:
-            self.begin(Operation(label, f"{mine.numel()} numbers"))
-        return self._exchanged(mine, label)
+            self.connection.begin(Operation(label, f"{mine.numel()} numbers"))
+        return self.connection.exchange(mine, label)
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

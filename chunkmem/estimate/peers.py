@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from chunkmem.comm.agreement import Operation
+from chunkmem.comm.connection import Connection
 from chunkmem.comm.exchange import PendingWork, Shard, Traffic, Work, sum_dtype
 from chunkmem.comm.ranks import Ranks
 
 
-class UnisonRanks(Ranks):
-    """One of several ranks that all say the same, so that nobody has to be asked."""
+class Unison(Connection):
+    """Of one of several ranks that all say the same, so that nobody has to be asked."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(None, timeout_s=1.0)
@@ -22,10 +23,10 @@ class UnisonRanks(Ranks):
         """Tell whether all can do it: they are all in the same place of the program."""
         return operation.can
 
-    def _exchanged(self, mine: torch.Tensor, label: str) -> list[torch.Tensor]:
+    def exchange(self, mine: torch.Tensor, label: str) -> list[torch.Tensor]:
         return [mine]
 
-    def _broadcast(self, tensor: torch.Tensor, source: int, label: str) -> torch.Tensor:
+    def broadcast(self, tensor: torch.Tensor, source: int, label: str) -> torch.Tensor:
         return tensor
 
 
@@ -88,4 +89,4 @@ class CountedExchange:
             self._on_buffer(by_nbytes)
 
         change(nbytes)
-        return PendingWork(self._ranks, label, [], finish=lambda: change(-nbytes))
+        return PendingWork(self._ranks.connection, label, [], finish=lambda: change(-nbytes))

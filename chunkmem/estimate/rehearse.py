@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkmem.assembly.parts import DTYPES, Sharding, make_modules, make_update_parts, make_updater
+from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config
 from chunkmem.errors import ChunkmemError, LayoutError, TraceError
 from chunkmem.estimate.calls import (
@@ -47,7 +48,7 @@ from chunkmem.estimate.hardware import HARDWARE, Hardware
 from chunkmem.estimate.model import Model, checkpointed
 from chunkmem.estimate.needs import gradient_peak_nbytes
 from chunkmem.estimate.optimizers import BUILT_IN, states_kept
-from chunkmem.estimate.peers import UnisonRanks
+from chunkmem.estimate.peers import Unison
 from chunkmem.estimate.rank_stage import RankStage, RankSteps
 from chunkmem.estimate.weightless import ANYTHING, NO_CAP_NBYTES, counted_memory, uncapped
 from chunkmem.estimate.workspace import with_workspace
@@ -175,7 +176,7 @@ class Rehearsal:
             ledgers = uncapped(device_nbytes, has_host=any(group.is_on_host for group in self.layout.groups))
             stage = RankStage(
                 self.step,
-                UnisonRanks(rank, world),
+                Ranks(Unison(rank, world)),
                 counted_memory(ledgers),
                 is_accelerator=is_accelerator,
                 is_accumulating=is_accumulating,
@@ -309,7 +310,7 @@ class _Stage(TorchDispatchMode):
         values = GradientValues(slots, memory.pager, parts.ledger, before_change=parts.ahead.roll_back)
         gradients = GradientBook(memory.pager, slots, values)
         self._units = LoggedUnits(self._log, is_alone=setting.world == 1)
-        sharding = Sharding(UnisonRanks(0, setting.world), None, None, self._units, OrdinaryGradients(None))
+        sharding = Sharding(Ranks(Unison(0, setting.world)), None, None, self._units, OrdinaryGradients(None))
         self._updater = make_updater(memory, gradients, places, parts)
         self._modules = make_modules(
             setting.config(), memory, sharding, gradients, self._updater, ModulePolicies(), is_rehearsal=True

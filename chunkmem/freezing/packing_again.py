@@ -21,7 +21,7 @@ from torch import nn
 from chunkmem.assembly.change import Repacking, require_let_go
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.comm.mesh import Mesh
-from chunkmem.comm.ranks import Ranks
+from chunkmem.comm.ranks import open_ranks
 from chunkmem.errors import CapacityError, StateError
 from chunkmem.layout.spec import Group, Layout, MasterCopy
 from chunkmem.nn.lazy_gradient import LazyGradient
@@ -109,7 +109,7 @@ class PackingAgain:
         num_shards = before.ranks.shard.size
         row = before.ranks.rank // num_shards * num_shards
         members = tuple(before.ranks.name(row + column) for column in range(num_shards))
-        ranks = Ranks(mesh=Mesh((members,)), timeout_s=before.config.distributed.timeout_s)
+        ranks = open_ranks(mesh=Mesh((members,)), timeout_s=before.config.distributed.timeout_s)
         try:
             change = Repacking(before, ranks, call=_CALL, reader="packing again", rounded=self._rounded)
             self._require_room(change)
@@ -120,7 +120,7 @@ class PackingAgain:
                 raise
         except Exception as error:
             if not isinstance(error, CapacityError):
-                ranks.leave(_CALL, error)
+                ranks.connection.leave(_CALL, error)
             raise
         finally:
             ranks.close()

@@ -91,8 +91,8 @@ class Reduction:
         """Raise a `RankError`: of what has been added up, one rank's part cannot be taken out any more."""
         ranks = self.shards.ranks
         said = "gradients were given up since the last step"
-        ranks.know(frozenset(f"parameter {m.name}: {said}" for m in disputed & self._gradients.withdrawn))
-        ranks.begin(Operation(_READER))
+        ranks.connection.know(frozenset(f"parameter {m.name}: {said}" for m in disputed & self._gradients.withdrawn))
+        ranks.connection.begin(Operation(_READER))
 
     def reduce_early(self, params: Sequence[ManagedParameter]) -> list[ManagedParameter]:
         """Reduce before the step what has landed so far; return those of `params` that have a gradient on any rank.
@@ -216,7 +216,7 @@ class OrdinaryGradients:
 
 def _reduce_alike(params: Collection[torch.Tensor], shards: ShardStore) -> None:
     ranks, exchange = shards.ranks, shards.exchange
-    ranks.begin(Operation(f"{_READER} of {len(params)} parameters that no chunk holds"))
+    ranks.connection.begin(Operation(f"{_READER} of {len(params)} parameters that no chunk holds"))
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params])
     parts = [Shard(index, index % ranks.shard.size, part) for index, part in enumerate(flat.split(_BUCKET_NUMEL))]
     exchange.reduce(parts, label=_READER).wait()

@@ -189,7 +189,7 @@ class BuiltOnMeta(Built):
         if shards is None:
             return self._read(managed).to(managed.built_dtype)
         label = f"initialising: reading {managed.name}"
-        shards.ranks.begin(Operation(label))
+        shards.ranks.connection.begin(Operation(label))
         if shards.owns(managed.group):
             flat = self._read(managed).to(managed.built_dtype).reshape(-1)
         else:

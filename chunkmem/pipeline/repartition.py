@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from chunkmem.assembly.change import Repacking, require_let_go
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.comm.mesh import Mesh, ranks_by_stage, with_stages
-from chunkmem.comm.ranks import Ranks
+from chunkmem.comm.ranks import Ranks, open_ranks
 from chunkmem.errors import ChunkmemError, ConfigError, StateError
 from chunkmem.nn.binding import move_to
 from chunkmem.nn.parameter_reads import own_parameters
@@ -60,7 +60,7 @@ def repartition(
     members = tuple(sorted(table[:, replica].flatten().tolist()))
     said = f"its {_width(runtime.ranks)} ranks (stages x shards) are {num_stages} x {table.shape[2]} now"
     said += f", with {', '.join(map(str, options.cut))} blocks" if options.cut else ""
-    ranks = Ranks(mesh=Mesh((members,)), timeout_s=runtime.config.distributed.timeout_s)
+    ranks = open_ranks(mesh=Mesh((members,)), timeout_s=runtime.config.distributed.timeout_s)
     try:
         change = _Change(runtime, ranks, call=_CALL, reader="repartition")
         change.check(roots[stage::num_stages], shard, num_shards=table.shape[2])
@@ -72,7 +72,7 @@ def repartition(
             change.fail(error)
             raise
     except Exception as error:
-        ranks.leave("pipe.repartition()", error)
+        ranks.connection.leave("pipe.repartition()", error)
         raise
     finally:
         ranks.close()

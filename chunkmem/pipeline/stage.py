@@ -86,7 +86,7 @@ class PackedStage(_PipelineStageBase):
             hold: called with the module before its forward, and before its backward.
         """
         assert runtime.ranks.stages is not None
-        super().__init__(module, index, num_stages, runtime.device, runtime.ranks.stages.process_group)
+        super().__init__(module, index, num_stages, runtime.device, runtime.ranks.stages.connection.process_group)
         self.args_recv_info = {0: ()}
         self.module = module
         self.regions: RegionActivations | None = runtime.modules.regions

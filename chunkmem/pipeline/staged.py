@@ -233,8 +233,8 @@ class StagedPipeline(Pipeline):
         except Exception as error:
             own = self._ranks.name(self._ranks.rank)
             where = "" if isinstance(error, RankError) else self._stages_of([own])
-            self._ranks.leave("pipe.step()", error)
-            self._runtime.ranks.leave("pipe.step()", error, where=where)
+            self._ranks.connection.leave("pipe.step()", error)
+            self._runtime.ranks.connection.leave("pipe.step()", error, where=where)
             raise
 
     @contextlib.contextmanager

@@ -140,7 +140,7 @@ class PrefetchSchedule:
             RankError: a rank is missing, or somewhere else.
         """
         self._drop()
-        while (asked := self._shards.ranks.wait_for_others(label)) is not None:
+        while (asked := self._shards.ranks.connection.wait_for_others(label)) is not None:
             what, lists = asked
             self._reduction.join(lists) if what == "reduce" else self._shards.join_gather(lists)
 
@@ -154,7 +154,7 @@ class PrefetchSchedule:
         Raises what `gather` does.
         """
         self._drop()
-        complete = self._shards.ranks.end_step()
+        complete = self._shards.ranks.connection.end_step()
         self.complete = 0 if complete is None else complete
         if complete is not None:  # ranks that only took part do not know the order of units
             own = (self._log, num_backwards)

@@ -150,7 +150,7 @@ class ShardStore:
             return can
         chunks = [self._store.weights(group) for together in lists for group in together]
         operation = Operation(f"{reader}: gather of {_listed(chunks)}", joinable=("gather", lists), can=can)
-        if not self.ranks.begin(operation):
+        if not self.ranks.connection.begin(operation):
             return False
         for together in lists:
             self._issue(together, reader=reader)
@@ -163,7 +163,7 @@ class ShardStore:
         Raises:
             RankError: a rank is missing, or somewhere else.
         """
-        return self.ranks.begin(Operation(question, joinable=("gather", []), can=holds))
+        return self.ranks.connection.begin(Operation(question, joinable=("gather", []), can=holds))
 
     def join_gather(self, lists: Iterable[Sequence[int]]) -> None:
         """Take part in a gather that other ranks have begun and this one has no use for. Raises what `hold` does."""
@@ -219,7 +219,7 @@ class ShardStore:
         by_group = {chunk.id.group: chunk for chunk in chunks}
         lists = self.together(by_group)
         if lists:
-            self.ranks.begin(Operation(f"{reader}: gather of {_listed(by_group.values())}"))
+            self.ranks.connection.begin(Operation(f"{reader}: gather of {_listed(by_group.values())}"))
         for together in lists:
             some = [by_group[group] for group in together]
             with runtime_mode():
@@ -315,7 +315,9 @@ class ShardStore:
         if not lists:
             return can
         chunks = [self._store.chunks[ChunkId(Role.GRAD, group)] for together in lists for group in together]
-        return self.ranks.begin(Operation(f"{reader}: {_listed(chunks)}", joinable=("reduce", lists), can=can))
+        return self.ranks.connection.begin(
+            Operation(f"{reader}: {_listed(chunks)}", joinable=("reduce", lists), can=can)
+        )
 
     def begin_reduction(self, chunks: Sequence[Chunk], *, reader: object) -> Callable[[], None]:
         """Begin to give the owners the means of chunks that are pinned on DEVICE; return what waits for it.

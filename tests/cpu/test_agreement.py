@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import chunkmem
 from chunkmem.comm.agreement import Operation, numbers_of, verdict
-from chunkmem.comm.ranks import Ranks
+from chunkmem.comm.ranks import open_ranks
 from chunkmem.errors import ChunkmemError
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import WIDTH, Block
@@ -264,14 +264,14 @@ def test_what_all_ranks_raise_ends_nothing(pair: Team) -> None:
 
 
 def decline_while_one_waits(rank: int) -> Any:
-    ranks = Ranks(timeout_s=TIMEOUT_S)
+    ranks = open_ranks(timeout_s=TIMEOUT_S)
     if rank == 1:
-        asked = ranks.wait_for_others("the end")
-        assert ranks.wait_for_others("the end") is None
+        asked = ranks.connection.wait_for_others("the end")
+        assert ranks.connection.wait_for_others("the end") is None
         return asked
-    assert not ranks.begin(Operation("a gather that there is no room for", joinable="gather 1", can=False))
-    assert ranks.begin(Operation("a gather", joinable="gather 2"))
-    return ranks.wait_for_others("the end")
+    assert not ranks.connection.begin(Operation("a gather that there is no room for", joinable="gather 1", can=False))
+    assert ranks.connection.begin(Operation("a gather", joinable="gather 2"))
+    return ranks.connection.wait_for_others("the end")
 
 
 def test_what_is_not_begun_is_not_joined_in(pair: Team) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from chunkmem.comm import connection, same_code
 from chunkmem.comm.exchange import Shard, mean_in_order
 from chunkmem.comm.methods import Chunkwise, Grouped, PointToPoint, possible_exchanges
-from chunkmem.comm.ranks import Ranks
+from chunkmem.comm.ranks import Ranks, open_ranks
 from chunkmem.errors import ConfigError, RankError, StateError
 from tests.helpers.ranks import Team
 
@@ -58,7 +58,7 @@ def opened(rank: int, world: int, timeout_s: float = TIMEOUT_S) -> Ranks | None:
     group = dist.new_group(list(members))
     if rank not in members:
         return None
-    ranks = Ranks(group, timeout_s=timeout_s)
+    ranks = open_ranks(group, timeout_s=timeout_s)
     assert (ranks.rank, ranks.size) == (members.index(rank), world)
     return ranks
 
@@ -114,7 +114,7 @@ def gather_all(rank: int, way: str, world: int, num_chunks: int, dtype: torch.dt
     ranks = opened(rank, world)
     if ranks is None:
         return
-    exchange = WAYS[way](ranks)
+    exchange = WAYS[way](ranks.shard)
     sharding = Sharding(num_chunks, world)
     for group in range(sharding.num_groups):
         shards = shards_of(ranks, sharding.members(group), dtype)
@@ -134,7 +134,7 @@ def reduce_all(rank: int, way: str, world: int, num_chunks: int, dtype: torch.dt
     ranks = opened(rank, world)
     if ranks is None:
         return
-    exchange = WAYS[way](ranks)
+    exchange = WAYS[way](ranks.shard)
     sharding = Sharding(num_chunks, world)
     for group in range(sharding.num_groups):
         shards = shards_of(ranks, sharding.members(group), dtype)
@@ -197,7 +197,7 @@ def test_after_a_reduction_the_owner_has_the_mean(
 def many_in_flight(rank: int, way: str) -> None:
     ranks = opened(rank, 4)
     assert ranks is not None
-    exchange = WAYS[way](ranks)
+    exchange = WAYS[way](ranks.shard)
     gathered = [shards_of(ranks, range(first, first + 4), torch.float32) for first in (0, 4, 8)]
     reduced = [shards_of(ranks, range(first, first + 4), torch.float32) for first in (0, 4)]
     # The chunks of the last are those of the first: as weights and moments of one group may be.
@@ -226,7 +226,7 @@ def test_several_exchanges_are_waited_for_in_any_order(team: Team, way: str) -> 
 def beside_the_users(rank: int) -> None:
     ranks = opened(rank, 4)
     assert ranks is not None
-    exchange = Grouped(ranks)
+    exchange = Grouped(ranks.shard)
     shards = shards_of(ranks, range(4), torch.float32)
     users = torch.tensor([float(rank)])
     # A lane of its own issues exchanges when it can, so that they come before the user's on some ranks only.
@@ -251,7 +251,7 @@ def poll(rank: int, way: str, operation: str) -> tuple[bool, bool]:
     shards = shards_of(ranks, range(4), torch.float32)
     if rank == 3:
         ranks.barrier(label="the others have begun")
-    work = getattr(WAYS[way](ranks), operation)(shards, label=operation)
+    work = getattr(WAYS[way](ranks.shard), operation)(shards, label=operation)
     before = rank != 3 and work.done()
     if rank != 3:
         ranks.barrier(label="the others have begun")
@@ -277,9 +277,9 @@ def open_often(rank: int) -> None:
     # Rank 0 is in a group of its own with rank 1, so that ranks know of different numbers of groups.
     pair = dist.new_group([0, 1])
     if rank < 2:
-        beside = Ranks(pair, timeout_s=TIMEOUT_S)
+        beside = open_ranks(pair, timeout_s=TIMEOUT_S)
     for _ in range(3):
-        first, second = Ranks(timeout_s=TIMEOUT_S), Ranks(timeout_s=TIMEOUT_S)
+        first, second = open_ranks(timeout_s=TIMEOUT_S), open_ranks(timeout_s=TIMEOUT_S)
         assert first.sum_over([float(rank)]) == second.sum_over([float(rank)]) == (6.0,)
         first.close()
         assert second.sum_over([1.0]) == (4.0,)
@@ -291,7 +291,7 @@ def open_often(rank: int) -> None:
     with pytest.raises(StateError, match="adding: the ranks were closed"):
         first.sum_over([1.0], label="adding")
     with pytest.raises(StateError, match="there is no process group"):
-        PointToPoint(first).gather(shards_of(first, range(4), torch.float32), label="gather")
+        PointToPoint(first.shard).gather(shards_of(first, range(4), torch.float32), label="gather")
 
 
 def test_ranks_are_opened_and_closed_as_often_as_one_likes(team: Team) -> None:
@@ -301,10 +301,10 @@ def test_ranks_are_opened_and_closed_as_often_as_one_likes(team: Team) -> None:
 def refuse(rank: int) -> None:
     only_zero = dist.new_group([0])
     if rank == 0:
-        assert Ranks(only_zero, timeout_s=TIMEOUT_S).size == 1
+        assert open_ranks(only_zero, timeout_s=TIMEOUT_S).size == 1
     else:
         with pytest.raises(ConfigError, match="this process is not one of the ranks of process_group"):
-            Ranks(only_zero, timeout_s=TIMEOUT_S)
+            open_ranks(only_zero, timeout_s=TIMEOUT_S)
 
 
 def test_groups_that_do_not_fit(team: Team) -> None:
@@ -316,7 +316,7 @@ def come_not(rank: int) -> tuple[str, tuple[int, ...]]:
         threading.Event().wait()
     started_s = time.monotonic()
     with pytest.raises(RankError) as caught:
-        Ranks(timeout_s=PATIENCE_S)
+        open_ranks(timeout_s=PATIENCE_S)
     assert time.monotonic() - started_s < PATIENCE_S
     return str(caught.value), caught.value.ranks
 
@@ -332,8 +332,8 @@ def test_a_rank_that_does_not_open_is_named(team: Team) -> None:
 def be_another_version(rank: int) -> tuple[str, tuple[int, ...]]:
     digest = "another one" if rank == 2 else "one"
     with patch.object(same_code, "code_digest", lambda: digest), pytest.raises(RankError) as caught:
-        Ranks(timeout_s=TIMEOUT_S)
-    Ranks(timeout_s=TIMEOUT_S).close()
+        open_ranks(timeout_s=TIMEOUT_S)
+    open_ranks(timeout_s=TIMEOUT_S).close()
     return str(caught.value), caught.value.ranks
 
 
@@ -432,7 +432,7 @@ def lose(rank: int, way: str, operation: str, how: str) -> tuple[str, tuple[int,
     timeout_s, limit_s = timeout_and_limit_s(how)
     ranks = opened(rank, 4, timeout_s)
     assert ranks is not None
-    exchange = WAYS[way](ranks)
+    exchange = WAYS[way](ranks.shard)
     shards = shards_of(ranks, range(4), torch.float32, SIZE)
     getattr(exchange, operation)(shards, label="one that everybody comes to").wait()
     if rank == 1:
@@ -486,7 +486,7 @@ def cross(rank: int) -> str:
     ranks = opened(rank, 2, PATIENCE_S / 2)
     if ranks is None:
         return ""
-    exchange = PointToPoint(ranks)
+    exchange = PointToPoint(ranks.shard)
     shards = shards_of(ranks, range(2), torch.float32)
     operation = exchange.gather if rank == 1 else exchange.reduce
     with pytest.raises(RankError) as caught:
@@ -514,9 +514,11 @@ def come_late(rank: int) -> str:
     if rank == 3:
         # Until the other one has given up, which ends this connection.
         with pytest.raises(RuntimeError, match="Connection closed by peer"):
-            ranks.group(torch.device("cpu")).recv([torch.empty(1)], 0, 12345).wait(timedelta(seconds=TIMEOUT_S))
+            ranks.connection.group(torch.device("cpu")).recv([torch.empty(1)], 0, 12345).wait(
+                timedelta(seconds=TIMEOUT_S)
+            )
     with pytest.raises(RankError) as caught:
-        PointToPoint(ranks).reduce(shards, label="gradients").wait()
+        PointToPoint(ranks.shard).reduce(shards, label="gradients").wait()
     return str(caught.value)
 
 
@@ -537,7 +539,7 @@ def lose_the_first(rank: int, port: int, how: str) -> tuple[str, tuple[int, ...]
     store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timedelta(seconds=TIMEOUT_S), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     timeout_s, limit_s = timeout_and_limit_s(how)
-    ranks = Ranks(timeout_s=timeout_s)
+    ranks = open_ranks(timeout_s=timeout_s)
     ranks.barrier(label="start")
     if rank == 0:
         vanish(how)
@@ -564,7 +566,7 @@ def test_the_rank_that_keeps_the_store_is_named_when_it_is_lost(how: str) -> Non
 
 
 def test_one_process_exchanges_nothing() -> None:
-    ranks = Ranks(timeout_s=TIMEOUT_S)
+    ranks = open_ranks(timeout_s=TIMEOUT_S)
     assert (ranks.rank, ranks.size) == (0, 1)
     ranks.agree("the model", "any")
     assert ranks.sum_over([1.5, -0.0]) == (1.5, -0.0)
@@ -573,7 +575,7 @@ def test_one_process_exchanges_nothing() -> None:
     assert ranks.broadcast_object(value) is value
     ranks.barrier(label="alone")
     for way in WAYS.values():
-        exchange = way(ranks)
+        exchange = way(ranks.shard)
         flat = content(0, 0)
         for work in (
             exchange.gather([Shard(0, 0, flat)], label="gather"),
@@ -591,7 +593,7 @@ def test_one_process_exchanges_nothing() -> None:
 
 def test_a_group_without_torch_distributed_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"process_group was given, but torch\.distributed is not initialised"):
-        Ranks(object(), timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
+        open_ranks(object(), timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -606,7 +608,7 @@ def test_a_group_without_torch_distributed_is_refused() -> None:
     ],
 )
 def test_what_cannot_be_exchanged_is_refused(shards: list[Shard], message: str) -> None:
-    exchange = PointToPoint(Ranks(timeout_s=TIMEOUT_S))
+    exchange = PointToPoint(open_ranks(timeout_s=TIMEOUT_S).shard)
     for operation in (exchange.gather, exchange.reduce):
         with pytest.raises(StateError, match=f"^layer 3: .*{message}"):
             operation(shards, label="layer 3")
@@ -645,6 +647,6 @@ def test_a_sum_beyond_fp16_has_a_mean() -> None:
     ],
 )
 def test_the_ways_that_a_configuration_leaves(device: str, memory_saving: bool | None, ways: list[type]) -> None:
-    ranks = Ranks(timeout_s=TIMEOUT_S)
+    ranks = open_ranks(timeout_s=TIMEOUT_S)
     found = possible_exchanges(ranks, torch.device(device), memory_saving=memory_saving)
     assert [type(way) for way in found] == ways

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
 from chunkmem.comm.neighbours import Message, Neighbours
-from chunkmem.comm.ranks import Ranks
+from chunkmem.comm.ranks import Ranks, open_ranks
 from chunkmem.freezing import schedule
 from chunkmem.plan.model import Lane
 from chunkmem.plan.timeline import StageWork
@@ -261,7 +261,7 @@ class Here:
     """A manager of plain parameters."""
 
     def __init__(self) -> None:
-        self.runtime: Any = SimpleNamespace(ranks=Ranks(timeout_s=1.0))
+        self.runtime: Any = SimpleNamespace(ranks=open_ranks(timeout_s=1.0))
 
     def gather(self, params: Any = None, *, grads: bool = False) -> AbstractContextManager[None]:
         return nullcontext()

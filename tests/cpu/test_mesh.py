@@ -17,7 +17,7 @@ import chunkmem
 from chunkmem.comm.exchange import Shard
 from chunkmem.comm.mesh import mesh_of
 from chunkmem.comm.methods import PointToPoint, Replicated
-from chunkmem.comm.ranks import Ranks
+from chunkmem.comm.ranks import open_ranks
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Net, Task, batch_of, loss_of, make_config, open_manager, serial
 from tests.helpers.spread import spread
@@ -239,7 +239,7 @@ def content(index: int, rank: int) -> Tensor:
 
 def exchange_replicated(rank: int, dtype: torch.dtype) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
-    ranks = Ranks(mesh=mesh_of(mesh), timeout_s=60.0)
+    ranks = open_ranks(mesh=mesh_of(mesh), timeout_s=60.0)
     shard, replicate = ranks.shard, ranks.replicate
     assert replicate is not None
     assert (shard.rank, replicate.rank) == (rank % 2, rank // 2)

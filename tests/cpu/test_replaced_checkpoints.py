@@ -20,7 +20,7 @@ from chunkmem.checkpoints import replacing, unfinished
 from chunkmem.checkpoints.converting import Format, convert
 from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.checkpoints.saving import save_now
-from chunkmem.comm.ranks import Ranks
+from chunkmem.comm.ranks import open_ranks
 from tests.helpers.killed import at_once, failing_at, is_killed_at
 from tests.helpers.saved_files import contents
 from tests.helpers.saved_training import Saved
@@ -32,7 +32,7 @@ def save(path: Path, number: int, *, num_large: int = 0) -> None:
     """Write a checkpoint whose every value is a number, with so many large tensors, which have files of their own."""
     values = {f"part {part}": torch.full((33 * MIB // 4,), float(number)) for part in range(num_large)}
     state = {"model": {**values, "small": torch.tensor(float(number))}, "extra": {"number": number}}
-    save_now(state, path, Ranks(timeout_s=1))
+    save_now(state, path, open_ranks(timeout_s=1))
 
 
 def number_in(path: Path) -> int:

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import chunkmem
-from chunkmem.comm.ranks import Ranks
+from chunkmem.comm.ranks import open_ranks
 
 
 class Here:
     """A manager of nothing: gradients are in `.grad`."""
 
     def __init__(self) -> None:
-        self.runtime: Any = SimpleNamespace(ranks=Ranks(timeout_s=1.0))
+        self.runtime: Any = SimpleNamespace(ranks=open_ranks(timeout_s=1.0))
 
     @contextlib.contextmanager
     def gather(self, params: Any = None, *, grads: bool = False) -> Iterator[None]:

@@ -184,7 +184,7 @@ class _Joining:
             rank=rank,
             num_ranks=num,
             host_nbytes=self._wanted.host_nbytes,
-            timeout_s=self._runtime.ranks.timeout_s,
+            timeout_s=self._runtime.ranks.connection.timeout_s,
         )
         return True
 
