@@ -17,9 +17,9 @@ from tests.unit.test_layering import SOURCES, internal_imports, parsed
 
 CORE = {module: source for module, source in SOURCES.items() if not module.startswith("contrib")}
 
-MOST_TOKENS = 380_400
+MOST_TOKENS = 380_450
 """Names, numbers, operators and strings; without imports, docstrings and comments."""
-MOST_WITH_ONE_IMPORTER = 61
+MOST_WITH_ONE_IMPORTER = 60
 """Files that one other imports, of their own folder."""
 MOST_ASSIGNED_LATE = 0
 """Attributes of parts that whoever puts them together assigns, where the constructor should be given them."""
