@@ -126,7 +126,7 @@ def test_who_reads_waits(read: Callable[[Run], object], precision: str) -> None:
     for seed in (9, 10):
         for run in runs:
             run.step(seed)
-        # By the times that were measured, a plan may have an update on HOST after some that were left: it waits for them.
+        # By the times that were measured, a plan may have an update on HOST after some that were left: it waits.
         assert 1 <= waiting(runs[0]) <= runs[0].num_left
         found = [flat(read(run)) for run in runs]
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
