@@ -266,8 +266,11 @@ class UpdateRule(ABC, Generic[H]):
             states: slot views, zero before the first update.
             steps: the number of each one's update, from 1: 0-dim float32, on the CPU.
             hyper: what `hyper` has returned.
+
+        Raises:
+            NotImplementedError: the rule has neither this nor an `update_item_` of its own.
         """
-        raise NotImplementedError  # of rules that have their own `update_item_`
+        raise NotImplementedError(f"{type(self).__name__} has no update_(), nor an update_item_() of its own")
 
     def apply_(self, slots: SlotTensors, steps: Sequence[torch.Tensor], hyper: H, *, multiplier: float | None) -> None:
         """Update in place, with gradients times `multiplier`, in float32 if there are master weights; round those."""

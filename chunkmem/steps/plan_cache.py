@@ -132,11 +132,6 @@ class PlanCache:
         entry.adopt(trace)
         self._of[entry], self._before = None, (entry,)
 
-    def take(self, key: Key, trace: Trace) -> None:
-        """Switch to a trace of another way to step, which was recorded in this run."""
-        self.forget()
-        self._add(key, trace)
-
     def key_of(self, entry: CachedPlan) -> Key:
         """Return the key of an entry, an empty one if it is of any key."""
         return self._of[entry] or Key()
