@@ -23,6 +23,9 @@ MOST_WITH_ONE_IMPORTER = 60
 """Files that one other imports, of their own folder."""
 MOST_ASSIGNED_LATE = 0
 """Attributes of parts that whoever puts them together assigns, where the constructor should be given them."""
+MOST_ATTRIBUTES, MOST_METHODS = 20, 45
+FACADES = ("ChunkManager",)
+"""What users call may have more methods."""
 ASSEMBLY = ("parts", "runtime", "built_models", "entry_points")
 WIRING = (*(f"assembly.{name}" for name in ASSEMBLY), "manager", "building", "reporting")
 THREADS = {
@@ -134,3 +137,33 @@ def test_files_are_not_cut_from_others() -> None:
 
     of_one = [m for m in CORE if len(importers[m]) == 1 and folder(m) == folder(next(iter(importers[m])))]
     assert len(of_one) <= MOST_WITH_ONE_IMPORTER, of_one
+
+
+def test_no_class_is_several() -> None:
+    """Attributes and methods along the bases: a class that was cut into a chain of them counts as one."""
+    classes = {
+        node.name: node for source in SOURCES.values() for node in parsed(source).body if isinstance(node, ast.ClassDef)
+    }
+
+    def bases(node: ast.ClassDef) -> list[str]:
+        return [ast.unparse(base).partition("[")[0] for base in node.bases]
+
+    def chain(name: str) -> list[ast.ClassDef]:
+        """Return a class and its bases, protocols aside."""
+        found = [base for base in bases(classes[name]) if base in classes and base != name]
+        implemented = [base for base in found if not {"Protocol", "ABC"} & set(bases(classes[base]))]
+        return [classes[name], *(one for base in implemented for one in chain(base))]
+
+    def attributes(node: ast.ClassDef) -> set[str]:
+        stored = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+        fields = (n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name))
+        return {n.attr for n in stored if getattr(n.value, "id", "") == "self"} | set(fields)
+
+    large = {}
+    for name in classes:
+        nodes = chain(name)
+        num_attributes = len(set().union(*map(attributes, nodes)))
+        num_methods = sum(isinstance(n, ast.FunctionDef) for node in nodes for n in node.body)
+        if (num_attributes > MOST_ATTRIBUTES or num_methods > MOST_METHODS) and name not in FACADES:
+            large[name] = num_attributes, num_methods
+    assert not large
