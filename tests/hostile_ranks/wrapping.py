@@ -89,6 +89,21 @@ def clipped_by_torchs_function(user: User) -> None:
 
 
 @script(expect=EQUAL_BUT_FOR_ORDER)
+def norms_that_are_asked_for_again(user: User) -> None:
+    """After another micro-batch, and without a gradient that was discarded: they are others."""
+    _ = wrapped(user), user.opt
+    for step in range(2):
+        for micro in range(2):
+            user.loss(2 * step + micro).backward()
+            if user.manager is None:
+                average_gradients(user.params)
+            user.record(clip_grad_norm_(user.params, 1e9))
+        user.params[0].grad = None
+        user.record(clip_grad_norm_(user.params, 1e9))
+        user.update()
+
+
+@script(expect=EQUAL_BUT_FOR_ORDER)
 def a_rate_that_warms_up_from_zero_where_one_rank_owns_all_that_is_trained(user: User) -> None:
     """After clipping, the other ranks took their step for one that only makes states: it was over gradients of zero."""
     for param in user.model.parameters():
