@@ -182,7 +182,7 @@ def require_let_go(runtime: Runtime, *, call: str, why: str, is_spent: bool = Fa
     gradients, access = runtime.gradients, runtime.modules.access
     if runtime.entry_points.gathers_open:
         raise StateError(f"{call} inside manager.gather(): leave the block first")
-    if block := next((holder.open_block for holder in runtime.holders if holder.open_block), None):
+    if block := runtime.open_block:
         raise StateError(f"{call} inside {block}: leave the block first")
     gradients.discard_unset()
     params = runtime.registry.parameters

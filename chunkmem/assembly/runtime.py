@@ -237,6 +237,11 @@ class Runtime:
         return sorted(self._holders, key=lambda holder: not isinstance(holder, RuleOptimizer))
 
     @property
+    def open_block(self) -> str:
+        """The `with` block of a holder that is open; empty: none."""
+        return next((holder.open_block for holder in self.holders if holder.open_block), "")
+
+    @property
     def optimizers(self) -> list[RuleOptimizer]:
         """Those among them."""
         return [holder for holder in self.holders if isinstance(holder, RuleOptimizer)]

@@ -239,6 +239,8 @@ def _require_between_steps(runtime: Runtime, call: str) -> None:
     if runtime.entry_points.phase or runtime.entry_points.gathers_open:
         where = runtime.entry_points.phase or "manager.gather()"
         raise StateError(f"manager.{call}() inside of {where}: call it between two steps")
+    if block := runtime.open_block:
+        raise StateError(f"manager.{call}() inside {block}: leave the block first")
     runtime.entry_points.require_drained(f"manager.{call}()")
     runtime.gradients.settle(runtime.registry.parameters)
     if runtime.gradients.slots.any_given(runtime.registry.parameters):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -574,7 +575,8 @@ def test_what_is_refused() -> None:
             chunkmem.EMA(manager, DECAY, [torch.nn.Parameter(torch.ones(2))])
         ema = chunkmem.EMA(manager, DECAY)
         with ema.swapped():
-            for call in (ema.update, ema.state_dict, ema.swapped().__enter__):
+            freezing = (partial(call, model[0]) for call in (manager.freeze, manager.unfreeze))
+            for call in (ema.update, ema.state_dict, ema.swapped().__enter__, *freezing):
                 with pytest.raises(chunkmem.StateError, match=r"inside ema\.swapped\(\)"):
                     call()
             with pytest.raises(chunkmem.StateError, match=r"ema\.close\(\) inside"):
