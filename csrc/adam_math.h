@@ -9,6 +9,12 @@
 // [Note: torch's tail] The order is the one in which torch's fused CPU kernel on x86 works, as its compiler contracted
 // it. That was done in one way in its vector loop and in another in the scalar loop over the last numel % 8 elements of
 // a tensor: fma(weight * g, g, beta2 * v) there, fma(v, beta2, (weight * g) * g) here. `kTail` is the latter.
+//
+// [Note: torch's order on CUDA] torch's fused CUDA kernel works in another order, with other roundings of the scalars.
+// `kCuda` is that order, so that fp32 weights have the same bits whether they are updated on the device or on HOST. It
+// needs the powers of beta1 and beta2 as the device makes them: its powf is not exactly rounded. Source: torch 2.11,
+// ATen/native/cuda/fused_adam_utils.cuh, where nvcc contracts what is written as `param -= lr * weight_decay * param`
+// and `grad += param * weight_decay`.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -25,12 +31,14 @@
 
 namespace chunkmem {
 
-// What is the same for all elements of a tensor; made once on the host, in double, then rounded (arguments.h).
+enum class Order { kVector, kTail, kCuda };
+
+// What is the same for all elements of a tensor; made once on the host (arguments.h).
 struct AdamScalars {
   float grad_scale;
-  float decay;  // of the parameter: 1 - lr * weight_decay if decoupled, else 1
+  float decay;  // of the parameter: 1 - lr * weight_decay if decoupled, else 1; in the order of CUDA that less 1
   float l2;     // weight decay that is added to the gradient
-  float lerp;   // of exp_avg towards the gradient: 1 - beta1 from exp_avg, or -beta1 from the gradient
+  float lerp;   // of exp_avg towards the gradient: 1 - beta1 from exp_avg, or -beta1 from the gradient, as on CUDA
   float beta2;
   float grad_sq_weight;
   float bias_correction2_sqrt;
@@ -38,6 +46,8 @@ struct AdamScalars {
   float neg_step_size;
   bool has_l2;
   bool from_exp_avg;
+  bool has_decay;
+  bool is_cuda_order;
 };
 
 CHUNKMEM_INLINE uint32_t bits_of(float x) {
@@ -73,27 +83,35 @@ CHUNKMEM_INLINE float square_root(float x) {
 #endif
 }
 
-template <bool kTail, typename F>
+template <Order kOrder, typename F>
 CHUNKMEM_INLINE void adam_moments(F grad, F param, F& exp_avg, F& exp_avg_sq, const AdamScalars& s) {
   F g = grad * s.grad_scale;
   const F regularized = fused_multiply_add(param, s.l2, g);
   g = s.has_l2 ? regularized : g;
+  if (kOrder == Order::kCuda) {
+    const F square = g * g;
+    exp_avg = fused_multiply_add(-s.lerp, exp_avg, fused_multiply_add(s.lerp, g, g));
+    exp_avg_sq = fused_multiply_add(s.beta2, exp_avg_sq, fused_multiply_add(-s.beta2, square, square));
+    return;
+  }
   exp_avg = fused_multiply_add(s.lerp, g - exp_avg, s.from_exp_avg ? exp_avg : g);
   const F weighted = s.grad_sq_weight * g;
-  exp_avg_sq = kTail ? fused_multiply_add(exp_avg_sq, s.beta2, weighted * g)
-                     : fused_multiply_add(weighted, g, exp_avg_sq * s.beta2);
+  exp_avg_sq = kOrder == Order::kTail ? fused_multiply_add(exp_avg_sq, s.beta2, weighted * g)
+                                      : fused_multiply_add(weighted, g, exp_avg_sq * s.beta2);
 }
 
-template <typename F>
+template <Order kOrder, typename F>
 CHUNKMEM_INLINE F adam_param(F param, F exp_avg, F exp_avg_sq, const AdamScalars& s) {
   const F denominator = square_root(exp_avg_sq) / s.bias_correction2_sqrt + s.eps;
-  return param * s.decay + s.neg_step_size * exp_avg / denominator;
+  const F shrunk = fused_multiply_add(s.decay, param, param);
+  const F decayed = kOrder != Order::kCuda ? param * s.decay : s.has_decay ? shrunk : param;
+  return decayed + s.neg_step_size * exp_avg / denominator;
 }
 
-template <bool kTail>
+template <Order kOrder>
 CHUNKMEM_INLINE void adam_update(float grad, float& param, float& exp_avg, float& exp_avg_sq, const AdamScalars& s) {
-  adam_moments<kTail>(grad, param, exp_avg, exp_avg_sq, s);
-  param = adam_param(param, exp_avg, exp_avg_sq, s);
+  adam_moments<kOrder>(grad, param, exp_avg, exp_avg_sq, s);
+  param = adam_param<kOrder>(param, exp_avg, exp_avg_sq, s);
 }
 
 // Conversions, in integers: the same everywhere, and every compiler makes vectors of them.

@@ -88,6 +88,7 @@ inline void check_shapes(const char* name, const Tensors& tensors, const Tensors
 struct HyperParameters {
   double lr, beta1, beta2, eps, weight_decay;
   int64_t step;
+  double beta1_power, beta2_power;  // in the order of CUDA only
 };
 
 // As torch computes them: in double, and each rounded once. `1 - lr * weight_decay` is contracted there.
@@ -110,16 +111,34 @@ inline AdamScalars make_scalars(const HyperParameters& h, double grad_scale, boo
   return s;
 }
 
+// As torch's CUDA kernel computes them, in float, from powers that were made there.
+inline AdamScalars make_scalars_of_cuda(const HyperParameters& h, double grad_scale, bool decoupled) {
+  const float lr = float(h.lr), weight_decay = float(h.weight_decay);
+  AdamScalars s{};
+  s.is_cuda_order = true;
+  s.grad_scale = float(grad_scale);
+  s.has_l2 = !decoupled && weight_decay != 0;
+  s.l2 = s.has_l2 ? weight_decay : 0.0f;
+  s.has_decay = decoupled && weight_decay != 0;
+  s.decay = -(lr * weight_decay);
+  s.lerp = -float(h.beta1);
+  s.beta2 = float(h.beta2);
+  s.bias_correction2_sqrt = std::sqrt(1.0f - float(h.beta2_power));
+  s.eps = float(h.eps);
+  s.neg_step_size = -(lr / (1.0f - float(h.beta1_power)));
+  return s;
+}
+
 // What every update is given (csrc/ops.cpp says what it means): the parameters of an operator, and those gathered.
 #define CHUNKMEM_ADAM_PARAMETERS                                                                                      \
   Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors lowp_outs, Doubles lr, Doubles beta1, \
       Doubles beta2, Doubles eps, Doubles weight_decay, std::vector<int64_t> step, double unscale,                    \
-      double clip_coefficient, bool decoupled, int64_t tail_width
+      double clip_coefficient, bool decoupled, int64_t tail_width, Doubles beta1_power, Doubles beta2_power
 #define CHUNKMEM_ADAM_GIVEN                                                                                          \
   chunkmem::AdamArguments {                                                                                          \
     std::move(params), std::move(grads), std::move(exp_avgs), std::move(exp_avg_sqs), std::move(lowp_outs),          \
         std::move(lr), std::move(beta1), std::move(beta2), std::move(eps), std::move(weight_decay), std::move(step), \
-        unscale, clip_coefficient, decoupled, tail_width                                                             \
+        unscale, clip_coefficient, decoupled, tail_width, std::move(beta1_power), std::move(beta2_power)             \
   }
 
 struct AdamArguments {
@@ -129,6 +148,9 @@ struct AdamArguments {
   double unscale, clip_coefficient;
   bool decoupled;
   int64_t tail_width;
+  Doubles beta1_power, beta2_power;
+
+  bool is_cuda_order() const { return !beta1_power.empty() || !beta2_power.empty(); }
 };
 
 // Where an update out of place writes.
@@ -160,6 +182,17 @@ inline void check_numbers(const AdamArguments& given) {
   }
   if (given.tail_width < 0) {
     refuse("tail_width is " + std::to_string(given.tail_width) + "; it must be at least 0");
+  }
+  if (given.is_cuda_order()) {
+    check_length("beta1_power", given.beta1_power.size(), n, true);
+    check_length("beta2_power", given.beta2_power.size(), n, true);
+  }
+}
+
+// For what computes in one order only.
+inline void check_no_powers(const AdamArguments& given) {
+  if (given.is_cuda_order()) {
+    refuse("beta1_power and beta2_power are for adamw_ and adamw_into on a CPU");
   }
 }
 
@@ -226,10 +259,12 @@ inline AdamCall make_adam_call(const AdamArguments& given, const Outputs* output
   call.out_type = given.lowp_outs.empty() ? ScalarType::Undefined : given.lowp_outs[0].scalar_type();
   for (size_t i = 0; i < given.params.size(); ++i) {
     const auto at = [i](const auto& values) { return values[values.size() == 1 ? 0 : i]; };
-    const HyperParameters h{at(given.lr),  at(given.beta1),        at(given.beta2),
-                            at(given.eps), at(given.weight_decay), at(given.step)};
+    HyperParameters h{at(given.lr), at(given.beta1), at(given.beta2), at(given.eps), at(given.weight_decay),
+                      at(given.step)};
+    const bool is_cuda_order = given.is_cuda_order();
+    if (is_cuda_order) h.beta1_power = at(given.beta1_power), h.beta2_power = at(given.beta2_power);
     const int64_t numel = given.params[i].numel();
-    const int64_t num_tail = given.tail_width ? numel % given.tail_width : 0;
+    const int64_t num_tail = given.tail_width && !is_cuda_order ? numel % given.tail_width : 0;
     Segment s{};
     // What is written comes first: torch may copy a tensor when it is first asked for memory to write to.
     s.out_param = (outputs ? outputs->params : given.params)[i].mutable_data_ptr<float>();
@@ -242,7 +277,9 @@ inline AdamCall make_adam_call(const AdamArguments& given, const Outputs* output
     s.exp_avg_sq = given.exp_avg_sqs[i].const_data_ptr<float>();
     s.numel = numel;
     s.num_main = numel - num_tail;
-    s.scalars = make_scalars(h, given.unscale * given.clip_coefficient, given.decoupled);
+    const double grad_scale = given.unscale * given.clip_coefficient;
+    s.scalars = is_cuda_order ? make_scalars_of_cuda(h, grad_scale, given.decoupled)
+                              : make_scalars(h, grad_scale, given.decoupled);
     call.segments.push_back(s);
   }
   return call;

@@ -54,6 +54,7 @@ inline void check_like(const char* name, const Tensors& tensors, const Tensors& 
 inline BlockCall make_block_call(const AdamArguments& given, const Outputs& outputs, const std::vector<int64_t>& keys) {
   BlockCall call;
   if (given.params.empty()) return call;
+  check_no_powers(given);
   const ScalarType type = call.param_type = given.params[0].scalar_type();
   if (type != ScalarType::Float && type != ScalarType::BFloat16) {
     refuse("params[0] has a dtype that is not one of float32, bfloat16");

@@ -7,10 +7,11 @@
 
 // One fused pass of Adam over lists of contiguous tensors, in place. Hyper-parameters are lists of one entry for all
 // tensors or one for each. `lowp_outs` is empty, or takes the new parameters rounded to bfloat16 or float16. The last
-// `numel % tail_width` elements of each tensor are computed in the order of torch's scalar tail (see adam_math.h).
+// `numel % tail_width` elements of each tensor are computed in the order of torch's scalar tail (see adam_math.h). With
+// `beta1_power` and `beta2_power`, which are beta ** step as a device makes it, all are in the order of torch on CUDA.
 #define CHUNKMEM_ADAMW_NUMBERS                                                                               \
   "float[] lr, float[] beta1, float[] beta2, float[] eps, float[] weight_decay, int[] step, float unscale, " \
-  "float clip_coefficient, bool decoupled, int tail_width"
+  "float clip_coefficient, bool decoupled, int tail_width, float[] beta1_power, float[] beta2_power"
 #define CHUNKMEM_ADAMW_ARGUMENTS                                                            \
   "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, " \
   "Tensor(d!)[] lowp_outs, " CHUNKMEM_ADAMW_NUMBERS

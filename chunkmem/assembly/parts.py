@@ -284,7 +284,8 @@ def make_update_parts(
         lanes: on which groups are updated ahead of the step.
         num_threads: of each such update; None: as many as the machine has to spare.
     """
-    native = NativeUpdate(lambda: load_kernels(with_cuda=compute.runs_cuda_kernels))  # compiled when first needed
+    # Compiled when first needed.
+    native = NativeUpdate(lambda: load_kernels(with_cuda=compute.runs_cuda_kernels), compute.device)
     claims, landed = Claims(store), dict[int, set[ManagedParameter]]()
     ahead = SpeculativeUpdater(
         store,

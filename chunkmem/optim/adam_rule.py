@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from chunkmem.errors import ConfigError
 from chunkmem.optim.checks import check_available, check_number
+from chunkmem.optim.device_order import DevicePowers
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.ops import number_on
-from chunkmem.optim.rule import ChunkMemory, SlotTensors, StateSpec, UpdateItem, UpdateRule, fill
+from chunkmem.optim.rule import ChunkMemory, SlotTensors, StateSpec, UpdateItem, UpdateRule, fill, slot_tensors
 from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
 from chunkmem.types import Role
 
@@ -108,6 +109,25 @@ class AdamRule(UpdateRule[AdamHyper]):
         numbers = numbers_of([(hyper, int(step)) for step in steps])
         self._native.kernels.adamw_(segments, numbers, self._pass(hyper, multiplier))
 
+    def update_item_(
+        self, views: Mapping[Role, Sequence[torch.Tensor]], item: UpdateItem, *, multiplier: float | None
+    ) -> None:
+        """Update the parameters of an item in place; on HOST with the bits of the device that they compute on."""
+        if (powers := self._powers(item, views)) is None:
+            super().update_item_(views, item, multiplier=multiplier)
+            return
+        slots, numbers = slot_tensors(views, item), _numbers(item, powers)
+        lists = (slots.weights, slots.grads, slots.states[EXP_AVG], slots.states[EXP_AVG_SQ])
+        self._native.kernels.adamw_(Segments(*map(flat_views, lists)), numbers, self._pass(item.hyper, multiplier))
+
+    def _powers(self, item: UpdateItem, views: Mapping[Role, Sequence[torch.Tensor]]) -> DevicePowers | None:
+        """Return what an update on HOST needs for the bits of the device that computes; None: it is another one."""
+        if Role.MASTER in views or self.all_states[0].codes is not None:
+            return None
+        weights = views[Role.PARAM][item.positions[0]]
+        is_known = weights.dtype is torch.float32 and (item.hyper.decoupled or item.hyper.weight_decay == 0)
+        return self._native.powers_for(item.params[0].placeholder.device) if is_known and weights.is_cpu else None
+
     def can_update_into(self, dtype: torch.dtype, *, is_master: bool) -> bool:
         """Tell whether a native kernel has the bits that are promised; those update float32 weights only."""
         native = self._native
@@ -134,23 +154,43 @@ class AdamRule(UpdateRule[AdamHyper]):
                 slots(old, weights), slots(old, Role.GRAD), slots(old, EXP_AVG), slots(old, EXP_AVG_SQ), rounded
             )
             outputs = Outputs(*(slots(new, role) for role in written))
-            self._write(segments, outputs, item, multiplier, num_threads=num_threads)
+            numbers = _numbers(item, self._powers(item, {role: memory.views for role, memory in old.items()}))
+            self._write(segments, outputs, item, numbers, multiplier, num_threads=num_threads)
         positions = [at for item in items for at in item.positions]
         for role, memory in new.items():
             source = old[weights if role is Role.PARAM else role].flat
             fill(memory.flat, source, memory.layout, besides=positions if role in (Role.PARAM, *written) else ())
 
     def _write(
-        self, segments: Segments, outputs: Outputs, item: UpdateItem, multiplier: float | None, *, num_threads: int
+        self,
+        segments: Segments,
+        outputs: Outputs,
+        item: UpdateItem,
+        numbers: HyperParameters,
+        multiplier: float | None,
+        *,
+        num_threads: int,
     ) -> None:
         """Write what an update of an item makes of its slots to other memory."""
-        numbers, how = numbers_of([(item.hyper, int(step)) for step in item.steps]), self._pass(item.hyper, multiplier)
+        how = self._pass(item.hyper, multiplier)
         self._native.kernels.adamw_into(segments, outputs, numbers, how, num_threads=num_threads)
 
     def _pass(self, hyper: AdamHyper, multiplier: float | None) -> SegmentPass:
         tail_width = self._native.tail_width or 0
         unscale = 1.0 if multiplier is None else multiplier
         return SegmentPass(unscale=unscale, decoupled=hyper.decoupled, tail_width=tail_width)
+
+
+def _numbers(item: UpdateItem, powers: DevicePowers | None) -> HyperParameters:
+    """Return the numbers of an update as kernels take them."""
+    numbers = numbers_of([(item.hyper, int(step)) for step in item.steps])
+    if powers is None:
+        return numbers
+    made = [
+        [powers.of(beta, step) for beta, step in zip(betas, numbers.step, strict=True)]
+        for betas in (numbers.beta1, numbers.beta2)
+    ]
+    return replace(numbers, beta1_power=made[0], beta2_power=made[1])
 
 
 def _steps_on(device: torch.device, steps: Sequence[torch.Tensor]) -> list[torch.Tensor]:

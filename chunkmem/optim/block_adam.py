@@ -72,10 +72,16 @@ class BlockAdamRule(AdamRule):
         return dtype in _KERNEL_DTYPES and self._native.runs_on_host
 
     def _write(
-        self, segments: Segments, outputs: Outputs, item: UpdateItem, multiplier: float | None, *, num_threads: int
+        self,
+        segments: Segments,
+        outputs: Outputs,
+        item: UpdateItem,
+        numbers: HyperParameters,
+        multiplier: float | None,
+        *,
+        num_threads: int,
     ) -> None:
         update = BlockUpdate(segments, outputs, self._keys(item.numbers, item.steps))
-        numbers = numbers_of([(item.hyper, int(step)) for step in item.steps])
         self._run(update, numbers, item.hyper, multiplier, num_threads=num_threads)
 
     def _run(

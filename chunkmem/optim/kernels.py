@@ -141,6 +141,7 @@ def arguments(segments: Segments, hyper: HyperParameters, how: SegmentPass) -> t
         *(segments.params, segments.grads, segments.exp_avgs, segments.exp_avg_sqs, segments.lowp_outs),
         *(hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, hyper.step),
         *(how.unscale, how.clip_coefficient, how.decoupled, how.tail_width),
+        *(hyper.beta1_power, hyper.beta2_power),
     )
 
 

@@ -8,13 +8,18 @@ same on all devices, at `step()` and before.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
 
+from chunkmem.optim.device_order import DevicePowers, has_order
 from chunkmem.optim.kernels import Kernels
+
+LOG = logging.getLogger("chunkmem.optim")
+CPU = torch.device("cpu")
 
 OTHER_BITS = (
     "torch's fused Adam has other bits than chunkmem's kernels: fp32 weights are updated by torch's, at step() and not "
@@ -26,9 +31,15 @@ OTHER_BITS = (
 class NativeUpdate:
     """The native kernels of one manager."""
 
-    def __init__(self, load: Callable[[], Kernels]) -> None:
-        """Make one; `load` gives the kernels, and may have to compile them."""
+    def __init__(self, load: Callable[[], Kernels], device: torch.device = CPU) -> None:
+        """Make one.
+
+        Args:
+            load: gives the kernels, and may have to compile them.
+            device: that models compute on.
+        """
         self._load = load
+        self._device = device
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -48,6 +59,31 @@ class NativeUpdate:
     def runs_on_host(self) -> bool:
         """There is a native kernel for the CPU."""
         return "cpu" in self.kernels.native_devices
+
+    @cached_property
+    def powers(self) -> DevicePowers | None:
+        """Of the betas, for updates on HOST with the bits of torch's fused Adam on the accelerator; None: there are
+        none with those bits, or there is no accelerator."""
+        if self._device.type == "cpu":
+            return None
+        powers = DevicePowers(self._device)
+        try:
+            has_order_of_device = has_order(self.kernels.adamw_, self._device, powers)
+        except (RuntimeError, NotImplementedError) as error:  # torch has no fused kernel there
+            LOG.info("no fused Adam could be tried on %s: %s", self._device, error)
+            has_order_of_device = False
+        if not has_order_of_device:
+            warnings.warn(
+                f"torch's fused Adam on {self._device} has other bits than chunkmem's kernels: fp32 weights that are "
+                "updated on HOST have the bits of torch's Adam on the CPU, so numbers depend on memory.device in their "
+                "last place",
+                stacklevel=2,
+            )
+        return powers if has_order_of_device else None
+
+    def powers_for(self, device: torch.device) -> DevicePowers | None:
+        """Return `powers` for weights that compute on a device; None: they are updated as on a CPU."""
+        return None if device.type == "cpu" else self.powers
 
     @property
     def has_torch_bits(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
 
 def global_norm(
@@ -25,9 +25,16 @@ def global_norm(
     """
     groups = _group_tensors_by_device_and_dtype([[*params]], with_indices=True)
     order = [params[index] for _, indices in groups.values() for index in indices]
-    norms = [known[param] if param in known else torch.linalg.vector_norm(gradient(param)) for param in order]
+    norms = [known[param] if param in known else _norm(gradient(param)) for param in order]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(on_host(norms)))
     return total
+
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a 2-norm, 0-dim, by the kernel that `clip_grad_norm_` takes on that device: they add in another order."""
+    is_foreach = _has_foreach_support([gradient], gradient.device)
+    norm: torch.Tensor = torch._foreach_norm([gradient])[0] if is_foreach else torch.linalg.vector_norm(gradient)
+    return norm
 
 
 def on_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -82,6 +82,16 @@ class AdamStep:
             return values[0 if len(values) == 1 else index]
 
         lr, beta1, beta2, weight_decay = of(hyper.lr), of(hyper.beta1), of(hyper.beta2), of(hyper.weight_decay)
+        self._is_cuda_order = bool(hyper.beta1_power)
+        if self._is_cuda_order:
+            power1, power2 = _single(of(hyper.beta1_power)), _single(of(hyper.beta2_power))
+            self._has_l2, self._has_decay = not decoupled and weight_decay != 0, decoupled and weight_decay != 0
+            self._grad_scale, self._l2, self._eps = _single(grad_scale), _single(weight_decay), _single(of(hyper.eps))
+            self._decay = -(_single(lr) * _single(weight_decay))
+            self._beta1, self._beta2 = _single(beta1), _single(beta2)
+            self._bias_correction2_sqrt = (1 - power2).double().sqrt().float()
+            self._neg_step_size = -(_single(lr) / (1 - power1))
+            return
         step = float(of(hyper.step))
         towards_grad = _single(1 - beta1)
         self._from_exp_avg = bool(towards_grad.abs() < 0.5)
@@ -105,10 +115,18 @@ class AdamStep:
         *,
         is_tail: bool,
     ) -> None:
-        """Do `adam_update<kTail>` of adam_math.h."""
+        """Do `adam_update` of adam_math.h."""
         g = grad.float() * self._grad_scale
         if self._has_l2:
             g = fused_multiply_add(param, self._l2, g)
+        if self._is_cuda_order:
+            square = g * g
+            exp_avg.copy_(fused_multiply_add(self._beta1, exp_avg, fused_multiply_add(-self._beta1, g, g)))
+            rest = fused_multiply_add(-self._beta2, square, square)
+            exp_avg_sq.copy_(fused_multiply_add(self._beta2, exp_avg_sq, rest))
+            decayed = fused_multiply_add(self._decay, param, param) if self._has_decay else param
+            param.copy_(self._moved(decayed, exp_avg, exp_avg_sq))
+            return
         decayed = param * self._decay
         exp_avg.copy_(fused_multiply_add(self._lerp, g - exp_avg, exp_avg if self._from_exp_avg else g))
         weighted = self._grad_sq_weight * g
@@ -116,9 +134,12 @@ class AdamStep:
             exp_avg_sq.copy_(fused_multiply_add(exp_avg_sq, self._beta2, weighted * g))
         else:
             exp_avg_sq.copy_(fused_multiply_add(weighted, g, exp_avg_sq * self._beta2))
+        param.copy_(self._moved(decayed, exp_avg, exp_avg_sq))
+
+    def _moved(self, decayed: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> torch.Tensor:
         # By way of fp64: torch's own fp32 root may come from a library that is off by a bit.
         denominator = exp_avg_sq.double().sqrt().float() / self._bias_correction2_sqrt + self._eps
-        param.copy_(decayed + self._neg_step_size * exp_avg / denominator)
+        return decayed + self._neg_step_size * exp_avg / denominator
 
 
 def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,10 @@ class HyperParameters:
     weight_decay: Sequence[float]
     step: Sequence[int]
     """The number of this update, from 1."""
+    beta1_power: Sequence[float] = ()
+    """``beta1 ** step`` as an accelerator makes it in float32. With both powers, an update on the CPU has the order of
+    torch's fused kernel on CUDA; with neither, that of torch's for the CPU."""
+    beta2_power: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,9 @@ def check_segments(
             raise _refusal(f"step[{index}] is {step}; updates are counted from 1")
     if how.tail_width < 0:
         raise _refusal(f"tail_width is {how.tail_width}; it must be at least 0")
+    if hyper.beta1_power or hyper.beta2_power:
+        for name in ("beta1_power", "beta2_power"):
+            _check_length(name, len(getattr(hyper, name)), len(segments.params), may_be_one=True)
 
 
 def check_grads(grads: Sequence[torch.Tensor]) -> None:

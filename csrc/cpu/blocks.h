@@ -65,8 +65,8 @@ void adam_block(const BlockRun& run, int64_t block) {
   load_states(behind(run.exp_avg, state_at), has_codes ? run.exp_avg_scales + block : nullptr, true, exp_avg, n);
   load_states(behind(run.exp_avg_sq, state_at), has_codes ? run.exp_avg_sq_scales + block : nullptr, false, exp_avg_sq,
               n);
-  update<false>(param, grad, exp_avg, exp_avg_sq, main, *run.scalars);
-  update<true>(param + main, grad + main, exp_avg + main, exp_avg_sq + main, n - main, *run.scalars);
+  update<Order::kVector>(param, grad, exp_avg, exp_avg_sq, main, *run.scalars);
+  update<Order::kTail>(param + main, grad + main, exp_avg + main, exp_avg_sq + main, n - main, *run.scalars);
   if (has_codes) {
     for (int64_t i = 0; i < n; ++i) random[i] = random_bits(key, uint32_t(i));
   }

@@ -26,22 +26,22 @@ void to_float(const void* from, Dtype dtype, float* __restrict to, int64_t n) {
 }
 
 // Two loops, since each pointer promises that no other one leads to its memory.
-template <bool kTail>
+template <Order kOrder>
 void update(float* __restrict param, const float* __restrict grad, float* __restrict exp_avg,
             float* __restrict exp_avg_sq, int64_t n, const AdamScalars s) {
   for (int64_t i = 0; i < n; ++i) {
-    adam_update<kTail>(grad[i], param[i], exp_avg[i], exp_avg_sq[i], s);
+    adam_update<kOrder>(grad[i], param[i], exp_avg[i], exp_avg_sq[i], s);
   }
 }
 
-template <bool kTail>
+template <Order kOrder>
 CHUNKMEM_INLINE void update_into(const float* __restrict param, const float* __restrict grad,
                                  const float* __restrict exp_avg, const float* __restrict exp_avg_sq,
                                  float* __restrict out_param, float* __restrict out_exp_avg,
                                  float* __restrict out_exp_avg_sq, int64_t n, const AdamScalars s) {
   for (int64_t i = 0; i < n; ++i) {
     float p = param[i], m = exp_avg[i], v = exp_avg_sq[i];
-    adam_update<kTail>(grad[i], p, m, v, s);
+    adam_update<kOrder>(grad[i], p, m, v, s);
     out_param[i] = p;
     out_exp_avg[i] = m;
     out_exp_avg_sq[i] = v;
@@ -108,8 +108,10 @@ void adam_in_place(const AdamTile& tile) {
   const float* grad = fp32_gradients(tile, grad_tile, 0, tile.numel);
   float *param = tile.out_param, *exp_avg = tile.out_exp_avg, *exp_avg_sq = tile.out_exp_avg_sq;
   const int64_t n = tile.num_main;
-  update<false>(param, grad, exp_avg, exp_avg_sq, n, *tile.scalars);
-  update<true>(param + n, grad + n, exp_avg + n, exp_avg_sq + n, tile.numel - n, *tile.scalars);
+  const AdamScalars& s = *tile.scalars;
+  s.is_cuda_order ? update<Order::kCuda>(param, grad, exp_avg, exp_avg_sq, n, s)
+                  : update<Order::kVector>(param, grad, exp_avg, exp_avg_sq, n, s);
+  update<Order::kTail>(param + n, grad + n, exp_avg + n, exp_avg_sq + n, tile.numel - n, s);
   if (tile.lowp_out) {
     write_lowp(tile, param, 0, tile.numel);
   }
@@ -117,6 +119,7 @@ void adam_in_place(const AdamTile& tile) {
 
 // Updates and stores past the caches as many times kTile elements as there are before torch's tail; returns how many
 // elements those are.
+template <Order kOrder>
 CHUNKMEM_INLINE int64_t stream(const AdamTile& tile, const AdamScalars s) {
   if (!on_a_line(tile.out_param) || !on_a_line(tile.out_exp_avg) || !on_a_line(tile.out_exp_avg_sq)) {
     return 0;
@@ -127,7 +130,7 @@ CHUNKMEM_INLINE int64_t stream(const AdamTile& tile, const AdamScalars s) {
     const float* grad = fp32_gradients(tile, grad_tile, begin, kTile);
     for (int64_t i = 0; i < kTile; i += kPart) {
       const int64_t at = begin + i;
-      update_into<false>(tile.param + at, grad + i, tile.exp_avg + at, tile.exp_avg_sq + at, param + i, exp_avg,
+      update_into<kOrder>(tile.param + at, grad + i, tile.exp_avg + at, tile.exp_avg_sq + at, param + i, exp_avg,
                          exp_avg_sq, kPart, s);
       store_lines_past_caches(tile.out_param + at, param + i, kPart);
       store_lines_past_caches(tile.out_exp_avg + at, exp_avg, kPart);
@@ -141,6 +144,7 @@ CHUNKMEM_INLINE int64_t stream(const AdamTile& tile, const AdamScalars s) {
 }
 
 // Updates `n` elements from `begin` on, at most kTile, of which the last may be torch's tail.
+template <Order kOrder>
 CHUNKMEM_INLINE void update_range(const AdamTile& tile, const AdamScalars s, int64_t begin, int64_t n) {
   alignas(64) float grad_tile[kTile], param_tile[kTile], exp_avg_tile[kTile], exp_avg_sq_tile[kTile];
   const float* grad = fp32_gradients(tile, grad_tile, begin, n);
@@ -150,8 +154,8 @@ CHUNKMEM_INLINE void update_range(const AdamTile& tile, const AdamScalars s, int
   float* exp_avg = tile.past_caches ? exp_avg_tile : tile.out_exp_avg + begin;
   float* exp_avg_sq = tile.past_caches ? exp_avg_sq_tile : tile.out_exp_avg_sq + begin;
   const int64_t left = tile.num_main > begin ? tile.num_main - begin : 0, main = left < n ? left : n;
-  update_into<false>(old_param, grad, old_exp_avg, old_exp_avg_sq, param, exp_avg, exp_avg_sq, main, s);
-  update_into<true>(old_param + main, grad + main, old_exp_avg + main, old_exp_avg_sq + main, param + main,
+  update_into<kOrder>(old_param, grad, old_exp_avg, old_exp_avg_sq, param, exp_avg, exp_avg_sq, main, s);
+  update_into<Order::kTail>(old_param + main, grad + main, old_exp_avg + main, old_exp_avg_sq + main, param + main,
                     exp_avg + main, exp_avg_sq + main, n - main, s);
   if (tile.past_caches) {
     store_past_caches(tile.out_param + begin, param, n);
@@ -163,26 +167,35 @@ CHUNKMEM_INLINE void update_range(const AdamTile& tile, const AdamScalars s, int
   }
 }
 
-template <bool kHasL2, bool kFromExpAvg>
+template <Order kOrder, bool kHasL2, bool kFromExpAvg>
 void adam_into(const AdamTile& tile) {
   AdamScalars s = *tile.scalars;
   // Known here, so that the loops have no branches: compilers make vectors of them.
   s.has_l2 = kHasL2;
   s.from_exp_avg = kFromExpAvg;
-  int64_t begin = tile.past_caches ? stream(tile, s) : 0;
+  int64_t begin = tile.past_caches ? stream<kOrder>(tile, s) : 0;
   for (; begin < tile.numel; begin += kTile) {
-    update_range(tile, s, begin, tile.numel - begin < kTile ? tile.numel - begin : kTile);
+    update_range<kOrder>(tile, s, begin, tile.numel - begin < kTile ? tile.numel - begin : kTile);
   }
 }
 
+template <Order kOrder, bool kHasL2>
+void adam_into(const AdamTile& tile) {
+  tile.scalars->from_exp_avg ? adam_into<kOrder, kHasL2, true>(tile) : adam_into<kOrder, kHasL2, false>(tile);
+}
+
+template <Order kOrder>
+void adam_into(const AdamTile& tile) {
+  tile.scalars->has_l2 ? adam_into<kOrder, true>(tile) : adam_into<kOrder, false>(tile);
+}
+
 void adam(const AdamTile& tile) {
-  const bool has_l2 = tile.scalars->has_l2, from_exp_avg = tile.scalars->from_exp_avg;
   if (tile.in_place) {
     adam_in_place(tile);
-  } else if (has_l2) {
-    from_exp_avg ? adam_into<true, true>(tile) : adam_into<true, false>(tile);
+  } else if (tile.scalars->is_cuda_order) {
+    adam_into<Order::kCuda>(tile);
   } else {
-    from_exp_avg ? adam_into<false, true>(tile) : adam_into<false, false>(tile);
+    adam_into<Order::kVector>(tile);
   }
 }
 

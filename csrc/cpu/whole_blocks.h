@@ -39,7 +39,7 @@ CHUNKMEM_INLINE void update_moments(const BlockRun& run, const AdamScalars& s, c
 #pragma GCC unroll 2
   for (int64_t i = 0; i < kCodeBlock; i += CHUNKMEM_LANES) {
     Floats m = decode<true>(load_lanes(exp_avg + i), scale), v = decode<false>(load_lanes(exp_avg_sq + i), scale_sq);
-    adam_moments<false>(load_floats(grad + i), K::is_plain ? Floats{} : load_floats(param + i), m, v, s);
+    adam_moments<Order::kVector>(load_floats(grad + i), K::is_plain ? Floats{} : load_floats(param + i), m, v, s);
     store_lanes(to.exp_avg + i, m);
     store_lanes(to.exp_avg_sq + i, v);
     most = greater(most, bits_of(m) & 0x7fffffffu);
@@ -99,7 +99,7 @@ CHUNKMEM_INLINE void update_params(const AdamScalars& s, const Updated& from, co
     for (int64_t j = 0; j < 4; ++j, index += CHUNKMEM_LANES) {
       const int64_t i = begin + j * CHUNKMEM_LANES;
       const Floats m = load_lanes(from.exp_avg + i), v = load_lanes(from.exp_avg_sq + i);
-      p[j] = adam_param(load_floats(to.param + i), m, v, s);
+      p[j] = adam_param<Order::kVector>(load_floats(to.param + i), m, v, s);
       const Words random = random_bits(key, index);
       m_codes[j] = encode<true, kShrinks>(m, scale, code_dither<true>(random));
       v_codes[j] = encode<false, kShrinks>(v, scale_sq, code_dither<false>(random));

@@ -14,9 +14,9 @@ __device__ uint16_t round_to(float x) {
 
 __device__ void update(const Segment& s, int64_t i, float grad, float& param, float& exp_avg, float& exp_avg_sq) {
   if (i < s.num_main) {
-    adam_update<false>(grad, param, exp_avg, exp_avg_sq, s.scalars);
+    adam_update<Order::kVector>(grad, param, exp_avg, exp_avg_sq, s.scalars);
   } else {
-    adam_update<true>(grad, param, exp_avg, exp_avg_sq, s.scalars);
+    adam_update<Order::kTail>(grad, param, exp_avg, exp_avg_sq, s.scalars);
   }
 }
 
@@ -136,6 +136,7 @@ void run_adam(const AdamCall& call, const Tensor& on) {
 
 void adamw_(CHUNKMEM_ADAM_PARAMETERS) {
   const AdamArguments given = CHUNKMEM_ADAM_GIVEN;
+  check_no_powers(given);
   run_adam(make_adam_call(given), given.params[0]);
 }
 
@@ -143,6 +144,7 @@ void adamw_into(CHUNKMEM_ADAM_PARAMETERS, Tensors out_params, Tensors out_exp_av
                 int64_t num_threads) {
   check_num_threads(num_threads);
   const AdamArguments given = CHUNKMEM_ADAM_GIVEN;
+  check_no_powers(given);
   const Outputs outputs{out_params, out_exp_avgs, out_exp_avg_sqs};
   run_adam(make_adam_call(given, &outputs), given.params[0]);
 }

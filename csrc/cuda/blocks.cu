@@ -94,9 +94,9 @@ __global__ void block_kernel(const __grid_constant__ BlockBatch batch, BlockType
     param[j] = load(s.param, types.param, i);
     const float grad = load(s.grad, types.grad, i);
     if (i < s.num_main) {
-      adam_update<false>(grad, param[j], exp_avg[j], exp_avg_sq[j], s.scalars);
+      adam_update<Order::kVector>(grad, param[j], exp_avg[j], exp_avg_sq[j], s.scalars);
     } else {
-      adam_update<true>(grad, param[j], exp_avg[j], exp_avg_sq[j], s.scalars);
+      adam_update<Order::kTail>(grad, param[j], exp_avg[j], exp_avg_sq[j], s.scalars);
     }
   }
   store_states<true>(exp_avg, key, types.has_codes, s.numel, index, s.out_exp_avg);

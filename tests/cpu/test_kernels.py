@@ -12,10 +12,19 @@ import torch
 from chunkmem.optim import reference
 from chunkmem.optim.kernels import Kernels, arguments, load_kernels
 from chunkmem.optim.segments import HyperParameters, SegmentPass, Segments
+from tests.helpers.adam_on_cuda import CASES, Case, on_host, recorded
+
+
+def single(value: float) -> float:
+    """A number as the kernels use it."""
+    return torch.tensor(value, dtype=torch.float32).item()
+
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LOWP = (torch.bfloat16, torch.float16)
 HYPER = HyperParameters([1e-2], [0.9], [0.999], [1e-8], [0.1], [3])
+CUDA_ORDER = replace(HYPER, beta1_power=[single(0.9**3)], beta2_power=[single(0.999**3)])
+ORDERS = pytest.mark.parametrize("hyper", [HYPER, CUDA_ORDER], ids=["of the CPU", "of CUDA"])
 LENGTHS = (0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 255, 256, 257, 2049)
 # Zero, denormals on either side of the least normal number, the largest numbers, and what is no number.
 EDGES = (0.0, -0.0, 1e-45, -3e-39, 1.2e-38, 1e-20, 1.0, -3.0, 6e4, 1e19, 3e38, -3.4e38, math.inf, -math.inf, math.nan)
@@ -101,11 +110,6 @@ def edges(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 # The values.
 
 
-def single(value: float) -> float:
-    """A hyper-parameter as the kernels use it."""
-    return torch.tensor(value, dtype=torch.float32).item()
-
-
 def ulps(error: torch.Tensor, *operands: torch.Tensor) -> float:
     """The largest error in units of the last fp32 place of the largest operand."""
     largest = torch.stack([operand.double().abs() for operand in operands]).amax(0)
@@ -113,25 +117,38 @@ def ulps(error: torch.Tensor, *operands: torch.Tensor) -> float:
     return float((error.abs() / torch.ldexp(torch.ones_like(largest), exponent - 24)).max())
 
 
+@pytest.mark.parametrize("is_cuda_order", [False, True])
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("beta1", [0.9, 0.3])
 @pytest.mark.parametrize("grad", FLOATS)
-def test_within_a_few_ulps_of_fp64(either: Kernels, decoupled: bool, beta1: float, grad: torch.dtype) -> None:
+def test_within_a_few_ulps_of_fp64(
+    either: Kernels, decoupled: bool, beta1: float, grad: torch.dtype, is_cuda_order: bool
+) -> None:
     before = make(10_000, grad=grad)
-    hyper = replace(HYPER, beta1=[beta1])
+    hyper, weight, weight_sq = replace(HYPER, beta1=[beta1]), single(1 - beta1), single(1 - 0.999)
+    correction, correction_sq = 1 - beta1**3, 1 - 0.999**3
+    if is_cuda_order:  # what is rounded there are the betas and their powers
+        powers = single(single(beta1) ** 3), single(single(0.999) ** 3)
+        hyper = replace(hyper, beta1_power=[powers[0]], beta2_power=[powers[1]])
+        weight, weight_sq, correction, correction_sq = (
+            1 - single(beta1),
+            1 - single(0.999),
+            1 - powers[0],
+            1 - powers[1],
+        )
     after = updated(either, before, hyper, SegmentPass(unscale=0.5, clip_coefficient=0.3, decoupled=decoupled))
     p, m, v = (tensor.double() for (tensor,) in (before.params, before.exp_avgs, before.exp_avg_sqs))
     g = (before.grads[0].float() * single(0.15)).double()  # multiplied in fp32, as told
     if not decoupled:
         g = (g + single(0.1) * p).float().double()
     decayed = p * single(1 - 1e-2 * 0.1) if decoupled else p
-    new_m = m + single(1 - beta1) * (g - m)
-    new_v = single(0.999) * v + single(1 - 0.999) * g * g
+    new_m = m + weight * (g - m)
+    new_v = single(0.999) * v + weight_sq * g * g
     assert ulps(after.exp_avgs[0] - new_m, m, g) <= 2
     assert ulps(after.exp_avg_sqs[0] - new_v, v, new_v) <= 2
     # The parameter from the states as they were rounded: what they lost by cancellation is not its error.
-    root = after.exp_avg_sqs[0].double().sqrt() / single(math.sqrt(1 - 0.999**3)) + single(1e-8)
-    change = single(1e-2 / (1 - beta1**3)) * after.exp_avgs[0].double() / root
+    root = after.exp_avg_sqs[0].double().sqrt() / single(math.sqrt(correction_sq)) + single(1e-8)
+    change = single(1e-2 / correction) * after.exp_avgs[0].double() / root
     # Seven roundings, of which those in a change as large as the parameter count in full.
     assert ulps(after.params[0] - (decayed - change), p, change) <= 4
 
@@ -160,25 +177,29 @@ def test_every_tensor_has_its_own_hyper_parameters(either: Kernels) -> None:
 # The same bits: reference, instruction sets, threads, cuts, addresses.
 
 
+@ORDERS
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("out", [None, *LOWP])
 @pytest.mark.parametrize("grad", FLOATS)
 def test_all_instruction_sets_equal_the_reference(
-    native: Kernels, grad: torch.dtype, out: torch.dtype | None, decoupled: bool
+    native: Kernels, grad: torch.dtype, out: torch.dtype | None, decoupled: bool, hyper: HyperParameters
 ) -> None:
     before = make(*LENGTHS, grad=grad, out=out)
     how = SegmentPass(0.37, 0.9, decoupled=decoupled, tail_width=8)
-    expected = updated(Kernels(frozenset()), before, HYPER, how)
+    expected = updated(Kernels(frozenset()), before, hyper, how)
     for level in levels():
-        assert differences(at_level(before, HYPER, how, level), expected) == []
+        assert differences(at_level(before, hyper, how, level), expected) == []
 
 
+@ORDERS
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_edges_are_the_same_everywhere(native: Kernels, decoupled: bool, weight_decay: float) -> None:
+def test_edges_are_the_same_everywhere(
+    native: Kernels, decoupled: bool, weight_decay: float, hyper: HyperParameters
+) -> None:
     grid = torch.cartesian_prod(edges(), edges(), edges())
     p, g, m = (column.contiguous() for column in grid.T)
-    hyper = replace(HYPER, weight_decay=[weight_decay])
+    hyper = replace(hyper, weight_decay=[weight_decay])
     for v in EDGES:
         before = Segments([p], [g], [m], [torch.full_like(p, v)], [p.bfloat16()])
         how = SegmentPass(0.7, decoupled=decoupled, tail_width=8)
@@ -297,6 +318,13 @@ def test_another_order_of_torch_is_noticed(native: Kernels, monkeypatch: pytest.
 
     monkeypatch.setattr(torch, "_fused_adam_", other_order)
     assert native.torch_tail_width() is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bits_as_torch_on_cuda(either: Kernels, case: Case) -> None:
+    expected = recorded()[CASES.index(case)]
+    found = on_host(either.adamw_, case, tuple(expected["powers"]))
+    assert {name: expected[name] for name in found} == found
 
 
 # Low precision.

@@ -19,7 +19,20 @@ import torch
 
 from chunkmem.optim.kernels import Kernels, arguments, differing_calls, load_kernels
 from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
-from tests.cpu.test_kernels import FLOATS, HYPER, LENGTHS, LOWP, bits, copy, cut, differences, levels, make, updated
+from tests.cpu.test_kernels import (
+    CUDA_ORDER,
+    FLOATS,
+    HYPER,
+    LENGTHS,
+    LOWP,
+    bits,
+    copy,
+    cut,
+    differences,
+    levels,
+    make,
+    updated,
+)
 
 ROOT = Path(__file__).parents[2]
 LARGE = (1 << 20) + 77
@@ -78,33 +91,40 @@ def assert_kept(inputs: Segments, before: Segments) -> None:
 # The same bits as in place: instruction sets, threads, cuts, addresses.
 
 
-@pytest.mark.parametrize("tail_width", [0, 8])
+@pytest.mark.parametrize(("hyper", "tail_width"), [(HYPER, 0), (HYPER, 8), (CUDA_ORDER, 8)])
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("out", [None, *LOWP])
 @pytest.mark.parametrize("grad", FLOATS)
 def test_all_instruction_sets_give_the_bits_of_in_place(
-    native: Kernels, grad: torch.dtype, out: torch.dtype | None, decoupled: bool, tail_width: int
+    native: Kernels,
+    grad: torch.dtype,
+    out: torch.dtype | None,
+    decoupled: bool,
+    hyper: HyperParameters,
+    tail_width: int,
 ) -> None:
     before = make(*LENGTHS, grad=grad, out=out)
     how = SegmentPass(0.37, 0.9, decoupled=decoupled, tail_width=tail_width)
-    expected = updated(native, before, HYPER, how)
-    assert differences(updated_into(native, before, HYPER, how), expected) == []
-    assert differences(updated_into(Kernels(frozenset()), before, HYPER, how), expected) == []
+    expected = updated(native, before, hyper, how)
+    assert differences(updated_into(native, before, hyper, how), expected) == []
+    assert differences(updated_into(Kernels(frozenset()), before, hyper, how), expected) == []
     for level in levels():
         inputs = copy(before)
         outputs = outputs_for(inputs)
         lists = (outputs.params, outputs.exp_avgs, outputs.exp_avg_sqs)
-        torch.ops.chunkmem._adamw_into_at(*arguments(inputs, HYPER, how), *lists, 0, level)
+        torch.ops.chunkmem._adamw_into_at(*arguments(inputs, hyper, how), *lists, 0, level)
         assert_kept(inputs, before)
         assert differences(as_segments(outputs, inputs), expected) == []
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize("beta1", [0.9, 0.3])
+@pytest.mark.parametrize("hyper", [HYPER, replace(HYPER, beta1=[0.3]), CUDA_ORDER])
 @pytest.mark.parametrize("numels", [(LARGE, 33), (300, 33)])
-def test_every_kind_of_update(native: Kernels, numels: tuple[int, ...], beta1: float, decoupled: bool) -> None:
+def test_every_kind_of_update(
+    native: Kernels, numels: tuple[int, ...], hyper: HyperParameters, decoupled: bool
+) -> None:
     before = make(*numels, grad=torch.float16, out=torch.bfloat16)
-    hyper, how = replace(HYPER, beta1=[beta1]), SegmentPass(0.37, decoupled=decoupled, tail_width=8)
+    how = SegmentPass(0.37, decoupled=decoupled, tail_width=8)
     expected = updated(native, before, hyper, how)
     for level in levels():
         outputs = outputs_for(before)

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from chunkmem.optim.device_order import DevicePowers, has_order
 from chunkmem.optim.kernels import Kernels, differing_calls, load_kernels
 from chunkmem.optim.segments import Outputs, SegmentPass, Segments
 from tests.cpu.test_kernels import FLOATS, HYPER, LENGTHS, LOWP, bits, copy, cut, differences, make, map_lists, updated
+from tests.helpers.adam_on_cuda import CASES, Case, on_card, recorded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -106,3 +108,14 @@ def test_what_does_not_fit_is_refused_as_on_the_cpu(native: Kernels) -> None:
         native.adamw_into(inputs, shared, HYPER)
     with pytest.raises(RuntimeError, match="num_threads is -1; it must be at least 0"):
         native.adamw_into(inputs, outputs, HYPER, num_threads=-1)
+
+
+def test_the_kernel_of_the_cpu_has_the_bits_of_torch_on_the_card(native: Kernels) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert has_order(native.adamw_, device, DevicePowers(device))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_record_is_true_here(native: Kernels, case: Case) -> None:
+    found = on_card(case, torch.device("cuda"))
+    assert found == recorded()[CASES.index(case)]

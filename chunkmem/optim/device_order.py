@@ -1,0 +1,77 @@
+"""The arithmetic of torch's fused Adam on an accelerator, for groups of fp32 weights that are updated on HOST.
+
+[Note: Bits on HOST] torch's fused kernels of CUDA and of a CPU round differently, so a group's bits would depend on
+where it is updated, which a plan decides. The kernel for the CPU therefore knows both orders
+([Note: torch's order on CUDA] in csrc/adam_math.h), and takes that of the device where a trial shows that torch has it.
+What computes on HOST is updated as on a CPU, and so is what has L2 weight decay: there torch's kernel, as compiled for
+torch 2.11, rounds `grad + param * weight_decay` once in some lanes of a vector and twice in others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import torch
+
+from chunkmem.optim.segments import HyperParameters, SegmentPass, Segments
+from chunkmem.runtime.device import runtime_mode
+
+_PAGE = 256
+"""Steps whose powers are made at once: to fetch them waits for the device."""
+_NUMEL = 4099
+"""Of the trial: no multiple of what the device takes at once."""
+
+
+class DevicePowers:
+    """Powers of Adam's betas as a device makes them, whose function is not exactly rounded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pages: dict[tuple[float, int], list[float]] = {}
+
+    def of(self, beta: float, step: int) -> float:
+        """Return ``beta ** step`` in float32; once in 256 steps this waits for the device."""
+        page, at = divmod(step, _PAGE)
+        powers = self._pages.get((beta, page))
+        if powers is None:
+            with runtime_mode():
+                steps = torch.arange(page * _PAGE, (page + 1) * _PAGE, dtype=torch.float32, device=self._device)
+                powers = self._pages[beta, page] = torch.pow(torch.full_like(steps, beta), steps).tolist()
+        return powers[at]
+
+
+def has_order(
+    adamw_: Callable[[Segments, HyperParameters, SegmentPass], object], device: torch.device, powers: DevicePowers
+) -> bool:
+    """Tell whether updates on HOST by `adamw_` have the bits of torch's fused kernels on a device.
+
+    Tried on some thousand elements each, denormals among them, by several hyper-parameters without L2 weight decay.
+    """
+    draw = torch.Generator().manual_seed(0)
+    scales = torch.ones(_NUMEL)
+    scales[::5] = 1e-20
+    param, grad, exp_avg, exp_avg_sq = (scales * torch.randn(_NUMEL, generator=draw) for _ in range(4))
+    exp_avg_sq.square_()
+    for (decoupled, decay), (beta1, beta2), step in product(
+        ((True, 0.0), (True, 0.013), (False, 0.0)), ((0.9, 0.999), (0.3, 0.95)), (1, 2, 7, 1000)
+    ):
+        numbers = {"lr": 1.3e-3, "beta1": beta1, "beta2": beta2, "eps": 1e-8, "weight_decay": decay}
+        ours = [tensor.clone() for tensor in (param, grad, exp_avg, exp_avg_sq)]
+        theirs = [tensor.to(device) for tensor in (param, grad, exp_avg, exp_avg_sq)]
+        hyper = HyperParameters(
+            **{name: [value] for name, value in numbers.items()},
+            step=[step],
+            beta1_power=[powers.of(beta1, step)],
+            beta2_power=[powers.of(beta2, step)],
+        )
+        adamw_(Segments(*([tensor] for tensor in ours)), hyper, SegmentPass(decoupled=decoupled))
+        fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        steps = [torch.full((), float(step), device=device)]
+        lists: Any = (*([tensor] for tensor in theirs), [], steps)
+        options: dict[str, Any] = numbers
+        fused(*lists, **options, amsgrad=False, maximize=False)
+        if not all(torch.equal(a, b.cpu()) for a, b in zip(ours, theirs, strict=True)):
+            return False
+    return True
