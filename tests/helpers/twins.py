@@ -24,6 +24,9 @@ AMPLE_NBYTES = 8 << 20
 
 cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator's cap covers activations too")
 """For tests that know every byte, or look at memory as only a CPU can."""
+without_accelerator = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="is about machines without an accelerator"
+)
 
 
 class Blocks(nn.Module):
