@@ -37,7 +37,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 DISK_HOST_SHARE, DRY_DISK_HOST_SHARE = 0.5, 1.0
 """Of the model data, what HOST may hold where there is a disk. A toy's embedding is most of it, and updated at once."""
 START_S, PLAIN_S, OTHER_S = 10.0, 8.0, 24.0
-"""What a row takes: its process, and for each billion parameters plain PyTorch and the others, twelve steps included.
+"""What a row takes: its process, and for each billion parameters plain PyTorch and the others, with a dozen steps.
 
 Seen on an H100 with 16 cores: 44 s for 1.3 billion under 8 GiB, of which building takes 9 s, and the two steps before a
 plan is settled 15 s.
