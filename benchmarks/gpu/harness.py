@@ -26,7 +26,7 @@ from benchmarks.gpu.setting import Setting
 ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = "no GPU"
 LEAST_SHARE = 0.25
-"""A row is begun, or tried with less, while at least this share of its limit is left."""
+"""A row that does not say what it takes is begun, or tried with less, while this share of its limit is left."""
 ENDING_S = 60.0
 """What a killed process is waited for: a hundred GiB of pinned memory are not freed in a moment."""
 CLOSING_S = 10.0
@@ -47,8 +47,14 @@ class Task:
     alternatives: Sequence[Mapping[str, Any]] = ()
     """What to change of the arguments, one after the other, as long as there was no room."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    least_s: float | None = None
-    """The function takes `limit_s` and returns by then what it has; it is begun if there is this much time for it."""
+    needs_s: float | None = None
+    """It is begun, or tried with less, if there is this much time for it; None: that is `LEAST_SHARE` of its limit."""
+    is_told: bool = False
+    """The function takes `limit_s`, and returns by then what it has."""
+
+    @property
+    def least_s(self) -> float:
+        return LEAST_SHARE * self.limit_s if self.needs_s is None else self.needs_s
 
 
 @dataclass(frozen=True)
@@ -98,9 +104,8 @@ def _found(task: Task, store: Store, setting: Setting, end_s: float) -> bool:
     if task.needs_gpu and setting.card is None:
         store.put(Row(task.key, why_not=NO_GPU, reason=Reason.MISSING, at=at))
         return True
-    least_s = LEAST_SHARE * task.limit_s if task.least_s is None else task.least_s
     began_s = time.monotonic()
-    if end_s - began_s < least_s:
+    if end_s - began_s < task.least_s:
         return False
     known = store.get(task.key)
     tries = 1 if known is None or known.is_final else known.tries + 1
@@ -128,9 +133,9 @@ def _tried(task: Task, setting: Setting, until_s: float) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for change in ({}, *task.alternatives):
         limit_s = until_s - time.monotonic()
-        if result and limit_s < LEAST_SHARE * task.limit_s:
+        if result and limit_s < task.least_s:
             break
-        told = {} if task.least_s is None else {"limit_s": limit_s - CLOSING_S}
+        told = {"limit_s": limit_s - CLOSING_S} if task.is_told else {}
         found = _in_a_process(task, {**task.arguments, **change, **told}, setting, limit_s)
         if found is None:
             words = _last_words(log_of(setting.folder, task.key))

@@ -31,8 +31,8 @@ def tasks(setting: Setting, _store: Store) -> Iterator[Task]:
     yield Task("matmul, bf16", f"{DEVICE}:matmul", {"sizes": [1024, 2048, 4096, 8192, 16384]}, 40)
     yield Task("device copy", f"{DEVICE}:device_copy", {"sizes_mib": [64, 256, 1024, 4096]}, 30)
     adam = {"threads": threads, "numel": 1 << 18 if dry else 1 << 27, "budget_s": 0.05 if dry else 0.5}
-    yield Task("Adam on the host", f"{HOST}:adam_on_host", adam, 60, needs_gpu=False)
-    yield Task("host memory under copies", f"{HOST}:host_memory", {**memory, "under_dma": True}, 40)
+    yield Task("Adam on the host", f"{HOST}:adam_on_host", adam, 60, needs_gpu=False, needs_s=25)
+    yield Task("host memory under copies", f"{HOST}:host_memory", {**memory, "under_dma": True}, 40, needs_s=20)
     yield Task("Adam on the device", f"{DEVICE}:adam_on_device", {"numel": 1 << 28}, 40)
     yield Task("copies, pageable", f"{LINK}:copies", {"sizes_mib": sizes, "pinned": False}, 40)
     pin = {"sizes_mib": [64, 256, 1024, 4096], "share_of_ram": 0.7, "budget_s": 15.0}

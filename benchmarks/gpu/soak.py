@@ -52,7 +52,8 @@ def tasks(setting: Setting, _store: Store) -> Iterator[Task]:
         LIMIT_S,
         needs_gpu=False,
         environment=ENVIRONMENT,
-        least_s=10 if setting.dry else LEAST_S,
+        needs_s=10 if setting.dry else LEAST_S,
+        is_told=True,
     )
 
 

@@ -33,10 +33,13 @@ from tests.helpers.twins import (
     assert_equal,
     config,
     copied,
+    cpu_bits_only,
     cpu_only,
     features,
     same,
 )
+
+pytestmark = cpu_bits_only
 
 STEPS = range(6)
 NAMES = [way.name for way in WAYS]

@@ -19,7 +19,9 @@ from tests.helpers.audit import audit
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, make_optimizer, open_manager, serial, train
 from tests.helpers.spread import spread
-from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config, copied, same
+from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config, copied, cpu_bits_only, same
+
+pytestmark = cpu_bits_only
 
 STEPS = range(6)
 NAMES = [way.name for way in WAYS]

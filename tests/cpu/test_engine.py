@@ -11,7 +11,7 @@ import torch
 import chunkmem
 from tests.helpers.audit import audit
 from tests.helpers.ranks import Team
-from tests.helpers.twins import AMPLE_NBYTES, SEED, Blocks, Twin, assert_equal, config, features
+from tests.helpers.twins import AMPLE_NBYTES, SEED, Blocks, Twin, assert_equal, config, features, without_accelerator
 
 SMALL_NBYTES = 4 * 1024
 
@@ -45,7 +45,12 @@ def test_the_engine() -> None:
 ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     "no function": ({"model_func": 3}, r"^model_func is a int; it has to be a function that makes the model$"),
     "no model": ({"model_func": lambda: None}, r"^model_func returned a NoneType; it has to make a torch.nn.Module$"),
-    "rank": ({"local_rank": 7}, r"^local_rank is 7, and 1 ranks train on this machine; count from 0$"),
+    "rank": (
+        {"local_rank": 77},
+        r"^there is no accelerator 77: \d+ are visible to this process$"
+        if torch.accelerator.is_available()
+        else r"^local_rank is 77, and 1 ranks train on this machine; count from 0$",
+    ),
     "negative rank": ({"local_rank": -1}, r"^local_rank is -1; it has to be the index of an accelerator, from 0$"),
     "rank in words": ({"local_rank": "0"}, r"^local_rank is '0'; it has to be the index of an accelerator, from 0$"),
     "key": ({"config": {"zero": 3}}, r"^zero, set to 3, is not a known key"),
@@ -142,6 +147,7 @@ def test_an_engine_is_a_module() -> None:
     engine.manager.close()
 
 
+@without_accelerator
 @pytest.mark.parametrize("key", [{"with_static_partition": True}, {"warmup_gpu_chunk_mem_ratio": 0.4}])
 def test_a_share_that_has_no_effect_is_told(key: dict[str, Any]) -> None:
     """RAM that plays an accelerator holds chunks alone, so that no share of it is set apart."""

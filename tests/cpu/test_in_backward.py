@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import chunkmem
 from chunkmem.trace.model import Kind
 from tests.helpers.spread import spread
+from tests.helpers.training import compute_device
 from tests.helpers.twins import AMPLE_NBYTES, CHUNK_NUMEL, Blocks, Twin, assert_equal, config, features, mlp
 
 BF16 = {"precision": "bf16"}
@@ -106,7 +107,7 @@ def test_any_optimizer(kind: str) -> None:
 
     def train(manager: chunkmem.ChunkManager | None) -> list[float]:
         torch.manual_seed(3)
-        model = Blocks() if manager is None else manager.wrap(Blocks())
+        model = Blocks().to(compute_device()) if manager is None else manager.wrap(Blocks())
         matrices = [p for p in model.parameters() if p.ndim == 2]
         others = [p for p in model.parameters() if p.ndim != 2]
         cls, first = getattr(torch.optim, kind), kind == "Muon"

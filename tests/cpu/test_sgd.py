@@ -26,10 +26,13 @@ from tests.helpers.twins import (
     assert_equal,
     config,
     copied,
+    cpu_bits_only,
     cpu_only,
     features,
     same,
 )
+
+pytestmark = cpu_bits_only
 
 STEPS = range(6)
 MOMENTUM = Role("momentum_buffer")

@@ -15,6 +15,7 @@ from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Lanes
 from chunkmem.trace.model import Kind
+from tests.helpers.training import compute_device
 
 WIDTH = 32
 NEVER_OFF = 11
@@ -80,7 +81,7 @@ class Run:
 
     def backward(self, seed: int, *, factor: float = 1.0) -> float:
         draw = torch.Generator().manual_seed(seed)
-        x, y = torch.randn(16, WIDTH, generator=draw), torch.randn(16, WIDTH, generator=draw)
+        x, y = (torch.randn(16, WIDTH, generator=draw).to(compute_device()) for _ in range(2))
         loss = (self.model(x) - y).square().mean() * factor
         self.manager.backward(loss)
         return loss.item()

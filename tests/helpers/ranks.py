@@ -23,6 +23,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
+
 START_S = 120.0
 """What starting may take on a machine that does other things too."""
 ANSWER_S = 240.0
@@ -138,6 +140,7 @@ class Team:
         self._kill()
 
     def _start(self) -> None:
+        _skip_with_accelerator()
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
         context = multiprocessing.get_context("forkserver")
@@ -208,6 +211,14 @@ class Team:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+
+def _skip_with_accelerator() -> None:
+    """Skip the test where there is an accelerator: the ranks of a team would all compute on the one that is there."""
+    import torch
+
+    if torch.accelerator.is_available():
+        pytest.skip("ranks would share the accelerator, which a forked process cannot use; they are tested on CPUs")
 
 
 def _indented(what: Any) -> str:

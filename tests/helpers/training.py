@@ -84,6 +84,10 @@ class Side(Protocol):
 class Plain:
     """Plain PyTorch on the compute device, its model built on the CPU as chunkmem's is."""
 
+    def __init__(self, *, updates_on_host: bool = False) -> None:
+        """`updates_on_host`: the optimizer's operators are those of the CPU; its states stay there."""
+        self._updates_on_host = updates_on_host
+
     def building(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
@@ -91,7 +95,10 @@ class Plain:
         return model.to(compute_device())
 
     def optimizer(self, params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(params, fused=True, **options)
+        made = torch.optim.AdamW(params, fused=True, **options)
+        if self._updates_on_host:
+            update_on_host(made)
+        return made
 
     def backward(self, loss: Tensor, *, last: bool, by_manager: bool) -> None:
         loss.backward()
@@ -101,6 +108,19 @@ class Plain:
 
     def after_step(self) -> None:
         pass
+
+
+def update_on_host(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer take weights and gradients to the CPU for each step, and back to the compute device."""
+
+    def move(device: torch.device) -> None:
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            param.data = param.data.to(device)
+            if param.grad is not None:
+                param.grad.data = param.grad.data.to(device)
+
+    optimizer.register_step_pre_hook(lambda *_: move(torch.device("cpu")))
+    optimizer.register_step_post_hook(lambda *_: move(compute_device()))
 
 
 class Chunked:
@@ -231,16 +251,16 @@ def compute_device() -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def capped(case: ZooModel, device_nbytes: int) -> chunkmem.Config:
+def capped(case: ZooModel, device_nbytes: int, **keys: Any) -> chunkmem.Config:
     """A cap on DEVICE; the same chunks whatever the cap."""
     memory = {"device": device_nbytes, "host": HOST_NBYTES}
-    return chunkmem.Config.from_dict({"memory": memory, "default_chunk_size": case.chunk_numel})
+    return chunkmem.Config.from_dict({"memory": memory, "default_chunk_size": case.chunk_numel, **keys})
 
 
 @functools.cache
-def train_plain(case: ZooModel, variant: Variant, steps: int = STEPS) -> Outcome:
-    """Train in plain PyTorch, once for each set of arguments."""
-    return Trainer(case, variant, Plain()).run(steps)
+def train_plain(case: ZooModel, variant: Variant, steps: int = STEPS, *, updates_on_host: bool = False) -> Outcome:
+    """Train in plain PyTorch, once for each set of arguments; `updates_on_host` as for `Plain`."""
+    return Trainer(case, variant, Plain(updates_on_host=updates_on_host)).run(steps)
 
 
 def train_chunked(case: ZooModel, variant: Variant, steps: int, config: chunkmem.Config) -> Outcome:

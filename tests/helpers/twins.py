@@ -24,6 +24,14 @@ AMPLE_NBYTES = 8 << 20
 
 cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator's cap covers activations too")
 """For tests that know every byte, or look at memory as only a CPU can."""
+without_accelerator = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="is about machines without an accelerator"
+)
+OTHER_BITS = (
+    "on HOST, torch's operators have other last bits than on an accelerator: of fused Adam alone chunkmem has both"
+)
+cpu_bits_only = pytest.mark.skipif(torch.accelerator.is_available(), reason=OTHER_BITS)
+"""For what compares the bits of other optimizers with torch's on one device; tests/cpu/test_zoo.py has any class."""
 
 
 class Blocks(nn.Module):

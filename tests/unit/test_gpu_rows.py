@@ -271,7 +271,7 @@ def test_all_that_a_row_tries_is_within_its_limit(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_function_that_ends_by_itself_is_told_when(tmp_path: Path) -> None:
-    store = real(tmp_path, task_of("until", limit_s=100, least_s=5), budget_s=30)
+    store = real(tmp_path, task_of("until", limit_s=100, needs_s=5, is_told=True), budget_s=30)
     figures = store.figures("until")
     assert figures is not None
     assert 0 < figures["limit_s"] < 30
