@@ -26,8 +26,9 @@ class StepLog:
 
         Args:
             clock: of what COMPUTE does.
-            times_moments: take a timestamp when a moment begins, for its duration. Else, where that is not free, only
-                of moments that begin with a stall; those between are placed by the durations of the trace.
+            times_moments: take a timestamp when a moment begins, for its duration. Else, where that is not free, those
+                moments have one that take one anyway: as COMPUTE stalls, or something else comes after it. Those
+                between are placed by the durations of the trace.
         """
         self.clock = clock
         self._times_moments = times_moments or clock.is_free
@@ -71,8 +72,17 @@ class StepLog:
         """COMPUTE waits for a copy on `lane`; None: it need not."""
         if stall is not None:
             self.stalls.append((lane, self._moment, stall))
-            if self.began and self.began[-1][1] is None:  # a moment's actions come before anything that it computes
-                self.began[-1] = (self._moment, stall.start)
+            self._begins_at(stall.start)
+
+    def comes_after(self, computed: Event) -> None:
+        """Something of the moment's actions comes after all that is `computed` before it."""
+        if isinstance(computed, Interval):
+            self._begins_at(computed.end)
+
+    def _begins_at(self, timestamp: Timestamp) -> None:
+        """Take the first timestamp of a moment as its own: its actions come before anything that it computes."""
+        if self.began and self.began[-1][1] is None:
+            self.began[-1] = (self._moment, timestamp)
 
     def copied(self, lane: Lane, chunk: Chunk, event: Event) -> None:
         """A copy has been issued."""
