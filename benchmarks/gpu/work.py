@@ -108,14 +108,22 @@ class Training:
     manager: Any = None
     """chunkmem's, for what it knows of the step."""
 
-    def step(self, micro_batches: list[Tensor]) -> Tensor:
-        """Train one step; return the sum of the losses, not waited for."""
+    def step(self, micro_batches: list[Tensor], *, passed: Callable[[str], object] = lambda part: None) -> Tensor:
+        """Train one step; return the sum of the losses, not waited for.
+
+        Args:
+            micro_batches: of the step.
+            passed: is told when the host has issued a forward, a backward, or the update.
+        """
         losses = []
         for index, batch in enumerate(micro_batches):
             loss = self.model(batch) / len(micro_batches)
+            passed("forward")
             self.backward(loss, index == len(micro_batches) - 1)
+            passed("backward")
             losses.append(loss.detach())
         self.update()
+        passed("step()")
         return torch.stack(losses).sum()
 
 

@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from benchmarks.gpu import (
     correct,
@@ -507,16 +509,52 @@ def test_why_a_device_idles_is_told_apart() -> None:
     assert glance.busiest(events) == [["k", pytest.approx(340e-6)]]
 
 
-def test_threads_that_wait_for_a_core_are_told() -> None:
-    before = {"1": (1.0, 0.1), "2": (5.0, 0.0)}
-    after = {"1": (1.5, 0.13), "2": (8.0, 0.2), "3": (1.0, 0.0)}
-    found = glance.of_cores(before, after, launching="1", step_s=1.0)
-    assert found == pytest.approx(
-        {"cores_busy": 4.5, "launching_ran_s": 0.5, "launching_waited_s": 0.03, "worst_waited_s": 0.2}
+def test_threads_that_launch_are_told_apart_by_what_they_had() -> None:
+    cpu = glance.Cpu
+    begin = glance.Look(10.0, {1: cpu("MainThread", 1.0, 0.1), 2: cpu("pt_autograd_0", 5.0, 0.0)}, None)
+    middle = glance.Look(10.4, {1: cpu("MainThread", 1.3, 0.1), 2: cpu("pt_autograd_0", 5.0, 0.0)}, None)
+    end = glance.Look(
+        11.0, {1: cpu("MainThread", 1.31, 0.13), 2: cpu("pt_autograd_0", 5.5, 0.01), 3: cpu("x", 1.0, 0.2)}, None
     )
+    launching = {1, 2, 99}  # what has ended is not told of
+    backward = glance.part_of(middle, end, launching)
+    assert backward.pop("threads") == {
+        "MainThread": pytest.approx([0.01, 0.03, 0.56]),
+        "pt_autograd_0": pytest.approx([0.5, 0.01, 0.09]),
+    }
+    assert backward == {"host_s": pytest.approx(0.6), "device_s": None}
+    found = glance.of_cores(begin, end, launching, used_s=4.5)
+    assert found == pytest.approx({"cores_busy": 4.5, "launching_ready_s": 0.04, "worst_ready_s": 0.2})
     assert glance.told(None, found, num_cpus=16) == (
-        "4.5 of 16 cores busy; no core for the main thread 30.0 ms, for any thread at most 200.0 ms"
+        "4.5 of 16 cores busy; no core for the threads that launch 40.0 ms, for any thread at most 200.0 ms"
     )
+    told = glance.told_of_parts({"backward": {"host_s": 0.6, "device_s": 0.5, "threads": {"a": [0.1, 0.0, 0.5]}}})
+    assert told == {
+        "backward: by the host": "0.6000",
+        "backward: on COMPUTE": "0.5000",
+        "backward: a on a core, ready without one, neither": "0.1000, 0.0000, 0.5000",
+    }
+
+
+def test_cores_are_counted_of_threads_that_have_ended() -> None:
+    look, used_s = glance.Look.now(torch.device("cpu")), -glance.cores_s()
+    until_s = time.thread_time() + 0.05
+
+    def work() -> None:
+        while time.thread_time() < 0.1:
+            pass
+
+    ended = threading.Thread(target=work)
+    ended.start()
+    ended.join()
+    while time.thread_time() < until_s:
+        pass
+    used_s += glance.cores_s()
+    assert used_s >= 0.14
+    own = glance.Look.now(torch.device("cpu")).threads.get(threading.get_native_id())
+    if own is not None:  # the system tells
+        assert own.name == threading.current_thread().name
+        assert own.core_s > look.threads[threading.get_native_id()].core_s
 
 
 def test_a_large_trace_keeps_what_touches_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
