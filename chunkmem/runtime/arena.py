@@ -133,7 +133,7 @@ class HostArena:
             cap_nbytes=cap_nbytes,
         )
 
-    def alloc(self, role: str, nbytes: int) -> Slab:
+    def alloc(self, role: str, nbytes: int, *, num: int = 1) -> Slab:
         if self._idle[nbytes]:
             self.ledger.charge(role, nbytes)
             return self._idle[nbytes].pop()
@@ -147,7 +147,9 @@ class HostArena:
         if slab is None:
             if self.reserved_nbytes + nbytes > self.ledger.cap_nbytes:
                 self._give_free_segments_back()
-            self._reserve(max(nbytes, min(ahead_nbytes, self._piece_nbytes) // nbytes * nbytes), slab_nbytes=nbytes)
+            together_nbytes = min(num * nbytes, self.ledger.cap_nbytes - self.reserved_nbytes)
+            piece_nbytes = min(max(ahead_nbytes, together_nbytes), self._piece_nbytes)
+            self._reserve(max(nbytes, piece_nbytes // nbytes * nbytes), slab_nbytes=nbytes)
             slab = self._cut(nbytes)
         assert slab is not None
         self.ledger.charge(role, nbytes)

@@ -34,9 +34,10 @@ class ShadowBuffers:
                 self._reserved[nbytes] -= 1
                 self._pool.free(SHADOW, self._idle[nbytes].pop())
         for nbytes, count in sorted(counts.items()):
-            while self._reserved.get(nbytes, 0) < count and self._pool.ledger.free_nbytes >= nbytes:
+            missing = min(count - self._reserved.get(nbytes, 0), self._pool.ledger.free_nbytes // nbytes)
+            for num in range(missing, 0, -1):
                 self._reserved[nbytes] = self._reserved.get(nbytes, 0) + 1
-                self._idle[nbytes].append(self._pool.alloc(SHADOW, nbytes))
+                self._idle[nbytes].append(self._pool.alloc(SHADOW, nbytes, num=num))
 
     def take(self, nbytes: int) -> Slab | None:
         """Lend a slab, contents undefined; None if none of this size is left."""
