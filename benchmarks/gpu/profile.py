@@ -21,12 +21,12 @@ from benchmarks.gpu.rows import Store
 from benchmarks.gpu.setting import GIB, Cap, Setting
 from benchmarks.gpu.table import Rows, page
 from benchmarks.gpu.train import batches_of, hold_to, open_training
+from benchmarks.gpu.warm_up import warm_up
 from benchmarks.gpu.work import ENVIRONMENT, Work, compute_device
 
 NAME = "profile"
 SUMMARY = "one step: are launches ahead, does the host wait, do updates take the cores; chrome trace and timeline"
 MODEL, TOKENS, GIB_CAP = "1.3b", 4096, 8
-NUM_BEFORE = 6
 MOST_TRACE_NBYTES = 6 << 20
 """Of a compressed trace; above it, only what touches the device is kept."""
 ON_DEVICE = ("kernel", "cuda_runtime", "cuda_driver", "gpu_memcpy", "gpu_memset", "user_annotation")
@@ -66,8 +66,7 @@ def profile(*, work: Mapping[str, Any], folder: str) -> dict[str, Any]:
             torch.cuda.synchronize()
         passed("until the device is done")
 
-    for _ in range(NUM_BEFORE):
-        step()
+    warm = warm_up(training, steps[:1], least=asked.num_warm_up, most=asked.most_warm_up)
     # Without any profiler, and before there is one: what it leaves behind is work for Python's collector of garbage.
     looks = {"": glance.Look.now(device)}
     used_s = -glance.cores_s()
@@ -95,6 +94,8 @@ def profile(*, work: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "files": {name: (place / name).stat().st_size for name in names},
         "notes": notes,
         "step_s": end.at_s - begin.at_s,
+        "warm_up_s": warm.step_s,
+        "has_settled": warm.has_settled,
         "parts": {part: glance.part_of(looks[before], looks[part], launching) for before, part in pairwise(looks)},
         "trace": glance.of_trace(events),
         "seconds": glance.seconds_of(events),

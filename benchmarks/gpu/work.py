@@ -39,7 +39,9 @@ class Work:
     """What chunkmem may use of the RAM; None: what it takes by default."""
     max_norm: float = MAX_NORM
     num_warm_up: int = 4
-    """The first is recorded, the second follows a plan made from it, and the plan is made again from that."""
+    """At least: the first is recorded, the second follows a plan made from it, and it is made again from the next."""
+    most_warm_up: int = 8
+    """At most; see `benchmarks.gpu.warm_up`."""
     num_timed: int = 8
     timed_s: float = 30.0
     """No further step is begun after this long, but for the first `least_timed`."""
@@ -102,6 +104,8 @@ class Training:
     """Of a loss; whether it is the last of the step."""
     update: Callable[[], None]
     """Also drops the gradients."""
+    has_settled: Callable[[], bool] = lambda: True
+    """Nothing that it does of itself, such as planning, makes steps longer any more."""
     told: Callable[[], dict[str, Any]] = dict
     """What only this trainer knows, when all steps are over."""
     close: Callable[[], None] = lambda: None
