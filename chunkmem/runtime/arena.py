@@ -138,17 +138,16 @@ class HostArena:
             self.ledger.charge(role, nbytes)
             return self._idle[nbytes].pop()
         # What was announced may go to DEVICE in part: no more than the cap is mapped ahead.
-        ahead_nbytes = min(self._expected_nbytes, self.ledger.cap_nbytes - self.reserved_nbytes)
+        room_nbytes = self.ledger.cap_nbytes - self.reserved_nbytes
         slab = self._cut(nbytes)
         if slab is None and self._join_idle():
             slab = self._cut(nbytes)
-        if slab is None and ahead_nbytes < nbytes:
+        if slab is None and min(self._expected_nbytes, room_nbytes) < nbytes:
             slab = self._cut(nbytes, from_any=True)
         if slab is None:
             if self.reserved_nbytes + nbytes > self.ledger.cap_nbytes:
                 self._give_free_segments_back()
-            together_nbytes = min(num * nbytes, self.ledger.cap_nbytes - self.reserved_nbytes)
-            piece_nbytes = min(max(ahead_nbytes, together_nbytes), self._piece_nbytes)
+            piece_nbytes = min(max(self._expected_nbytes, num * nbytes), room_nbytes, self._piece_nbytes)
             self._reserve(max(nbytes, piece_nbytes // nbytes * nbytes), slab_nbytes=nbytes)
             slab = self._cut(nbytes)
         assert slab is not None

@@ -125,15 +125,18 @@ class StepLog:
         first = self.began[0][1] if self.began else None
         return self._made if first is None else first
 
+    @property
+    def _last(self) -> Timestamp:
+        """The end, or, if it has not come to that, the last timestamp before it."""
+        return self._ended or next((at for _, at in reversed(self.began) if at is not None), self._made)
+
     def _times_s(self, trace: Trace | None) -> list[float]:
         """Return when each of `began` began, and when the last of them ended: all in one list.
 
         Moments without a timestamp share the time between two that have one, stalls excluded, in proportion to their
         durations.
         """
-        known = [*(timestamp for _, timestamp in self.began), self._ended]
-        if self._ended is None:
-            known[-1] = next((timestamp for timestamp in reversed(known) if timestamp is not None), self._made)
+        known = [*(timestamp for _, timestamp in self.began), self._last]
         times_s = [0.0 if timestamp is None else timestamp.at_s for timestamp in known]
         stalled_s = self._stalled_s()
         for at, until in pairwise([at for at, timestamp in enumerate(known) if timestamp is not None]):
@@ -210,25 +213,23 @@ class StepLog:
             spans.append(
                 Span(Lane.HOST_UPDATE, rounding_of(chunk.id), *_times(event, first_s, last_s), moment, chunk.id)
             )
-        late = 0
         for lane, moment, stall in self.stalls:
             if (stall_s := stall.duration_s) > 0:
                 start_s = stall.started_s - first_s
                 spans.append(
                     Span(Lane.COMPUTE, f"waits for {lane.value}", start_s, start_s + stall_s, moment, is_stall=True)
                 )
-                late += lane is FETCH
-        fetched = sum(lane is FETCH for lane, *_ in self.copies)
+        figures = self.figures(())
         return Timeline(
             spans=tuple(sorted(spans, key=lambda span: span.start_s)),
-            step_s=last_s - first_s,
+            step_s=figures.step_s,
             peak_nbytes={tier: nbytes for tier, (nbytes, _) in peaks.items()},
             role_peak_nbytes={(tier, role): n for tier, (_, roles) in peaks.items() for role, n in roles.items()},
             cap_nbytes=cap_nbytes,
             device_nbytes=tuple(self.device_nbytes),
             plan_misses=self.plan_misses,
-            prefetched=fetched - min(late, fetched),
-            fetched=fetched,
+            prefetched=figures.prefetched,
+            fetched=figures.fetched,
             stage_calls=tuple(
                 StageCall(work, stage, part, when.started_s - first_s, when.started_s - first_s + when.duration_s)
                 for work, stage, part, when in self.stage_calls
@@ -243,9 +244,8 @@ class StepLog:
             moved[lane] = moved.get(lane, 0) + chunk.nbytes
         stalls = [(lane, stall_s) for lane, _, stall in self.stalls if (stall_s := stall.duration_s) > 0]
         fetched, late = sum(lane is FETCH for lane, *_ in self.copies), sum(lane is FETCH for lane, _ in stalls)
-        ended = self._ended or next((at for _, at in reversed(self.began) if at is not None), self._made)
         return StepFigures(
-            step_s=ended.at_s - self._first.at_s,
+            step_s=self._last.at_s - self._first.at_s,
             stall_s=sum(stall_s for _, stall_s in stalls),
             moved_nbytes=moved,
             exchanged_nbytes=sum(chunk.nbytes for _, chunk, _ in self.exchanges),

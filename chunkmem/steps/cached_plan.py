@@ -196,8 +196,7 @@ class CachedPlan:
     @property
     def is_settled(self) -> bool:
         """While steps follow the plan, none is made any more: durations are known, and all was tried."""
-        is_done = self._planner is None or self._planner.is_done
-        return self._is_hopeless or (self.plan is not None and not self.wants_durations and is_done)
+        return self._planner is not None and not self.wants_durations and self._planner.is_done
 
     def learn(self) -> Outcome:
         """A step is over: keep the plan, or make it again with better times; tell what became of it."""
