@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import statistics
+import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
+import torch
 
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 WAITS = ("cudaEventSynchronize", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cuStreamSynchronize")
@@ -150,29 +155,105 @@ def _length(intervals: Iterable[Interval]) -> float:
     return length
 
 
-def cores_now() -> dict[str, tuple[float, float]]:
-    """Return for each thread of this process the seconds that it ran and that it was ready but had no core.
+@dataclass(frozen=True)
+class Cpu:
+    """What a thread has had of the cores so far."""
 
-    Empty where the system does not tell.
-    """
+    name: str
+    core_s: float
+    """It ran."""
+    ready_s: float
+    """It could have run, and had no core."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a step has come to, without waiting for it."""
+
+    at_s: float
+    """By `time.perf_counter()`."""
+    threads: Mapping[int, Cpu]
+    """By what the system calls each; empty where it does not tell."""
+    computed: torch.cuda.Event | None
+    """On COMPUTE: the end of what was launched so far; None without CUDA."""
+
+    @classmethod
+    def now(cls, device: torch.device) -> Self:
+        """Take it; that costs a millisecond or so, which is part of what comes next."""
+        event = None
+        if device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        return cls(time.perf_counter(), cpu_now(), event)
+
+
+def cpu_now() -> dict[int, Cpu]:
+    """Return what each thread of this process has had so far, those that have ended not included."""
+    named = {each.native_id: each.name for each in threading.enumerate() if not each.name.startswith("Dummy")}
     found = {}
     for thread in psutil.Process().threads():
+        place = Path(f"/proc/self/task/{thread.id}")
         with contextlib.suppress(OSError, ValueError):
-            ran_ns, waited_ns, _ = Path(f"/proc/self/task/{thread.id}/schedstat").read_text().split()
-            found[str(thread.id)] = (1e-9 * int(ran_ns), 1e-9 * int(waited_ns))
+            ran_ns, ready_ns, _ = (place / "schedstat").read_text().split()
+            name = named.get(thread.id) or (place / "comm").read_text().strip()
+            found[thread.id] = Cpu(name, 1e-9 * int(ran_ns), 1e-9 * int(ready_ns))
     return found
 
 
-def of_cores(before: Mapping[str, Any], after: Mapping[str, Any], *, launching: str, step_s: float) -> dict[str, Any]:
-    """Return how many cores were busy between two looks, and how long the launching thread ran and had to wait."""
-    nothing = (0.0, 0.0)
-    ran = {name: after[name][0] - before.get(name, nothing)[0] for name in after}
-    waited = {name: after[name][1] - before.get(name, nothing)[1] for name in after}
+def cores_s() -> float:
+    """Return the seconds that all threads of this process had a core, those that have ended included."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def launching_threads(events: Sequence[Event]) -> set[int]:
+    """Return the threads that launch what is computed; without a device, those that call operators."""
+    spans = [event for event in events if event.get("ph") == "X"]
+    computing = _computing(spans)
+    if not computing:
+        return {event["tid"] for event in spans if event.get("cat") == "cpu_op"}
+    return {call["tid"] for call in _launching([event for event in spans if event.get("cat") in LAUNCHES], computing)}
+
+
+def part_of(begin: Look, end: Look, launching: Set[int]) -> dict[str, Any]:
+    """Return what a part of a step took between two looks, once the device has come to the second.
+
+    Args:
+        begin, end: around it.
+        launching: the threads that are told of.
+
+    Returns:
+        Seconds of the host, and of COMPUTE (None without CUDA), and for each thread those on a core, those ready
+        without a core, and those that were neither: it was waiting for Python's lock, for the device, or for work.
+    """
+    took_s = end.at_s - begin.at_s
+    threads = {}
+    for number in sorted(launching & end.threads.keys()):
+        now, before = end.threads[number], begin.threads.get(number, Cpu("", 0.0, 0.0))
+        ran_s, ready_s = now.core_s - before.core_s, now.ready_s - before.ready_s
+        threads[now.name] = [ran_s, ready_s, max(0.0, took_s - ran_s - ready_s)]
+    device_s = None
+    if begin.computed is not None and end.computed is not None:
+        device_s = 1e-3 * begin.computed.elapsed_time(end.computed)
+    return {"host_s": took_s, "device_s": device_s, "threads": threads}
+
+
+def of_cores(begin: Look, end: Look, launching: Set[int], *, used_s: float) -> dict[str, Any]:
+    """Return how many cores were busy between two looks, and how long threads were ready and had none.
+
+    Args:
+        begin, end: around a step.
+        launching: the threads that launch.
+        used_s: of cores, by all threads, those included that ended meanwhile.
+    """
+    ready_s = {
+        number: now.ready_s - (begin.threads[number].ready_s if number in begin.threads else 0.0)
+        for number, now in end.threads.items()
+    }
     return {
-        "cores_busy": sum(ran.values()) / step_s,
-        "launching_ran_s": ran.get(launching),
-        "launching_waited_s": waited.get(launching),
-        "worst_waited_s": max(waited.values(), default=None),
+        "cores_busy": used_s / (end.at_s - begin.at_s),
+        "launching_ready_s": sum((ready_s[number] for number in launching & ready_s.keys()), 0.0) if ready_s else None,
+        "worst_ready_s": max(ready_s.values(), default=None),
     }
 
 
@@ -189,9 +270,23 @@ def told(trace: Mapping[str, Any] | None, cores: Mapping[str, Any], *, num_cpus:
         hidden = f"{trace['copies_hidden_s'] / trace['copies_s']:.0%}" if trace["copies_s"] else "–"
         parts += [f"launches lead by {lead} (median)", f"device idle: {idle}", f"host waits: {waits or 'none'}"]
         parts += [f"copies {trace['copies_s']:.3f} s, {hidden} behind kernels"]
-    if cores["launching_waited_s"] is not None:
+    parts.append(f"{cores['cores_busy']:.1f} of {num_cpus} cores busy")
+    if cores["launching_ready_s"] is not None:
         parts.append(
-            f"{cores['cores_busy']:.1f} of {num_cpus} cores busy; no core for the main thread "
-            f"{1e3 * cores['launching_waited_s']:.1f} ms, for any thread at most {1e3 * cores['worst_waited_s']:.1f} ms"
+            f"no core for the threads that launch {1e3 * cores['launching_ready_s']:.1f} ms, for any thread at most "
+            f"{1e3 * cores['worst_ready_s']:.1f} ms"
         )
-    return "; ".join(parts) or "–"
+    return "; ".join(parts)
+
+
+def told_of_parts(parts: Mapping[str, Any]) -> dict[str, str]:
+    """Return in words what the parts of a step took: each line and its seconds."""
+    lines = {}
+    for part, took in parts.items():
+        lines[f"{part}: by the host"] = f"{took['host_s']:.4f}"
+        if took["device_s"] is not None:
+            lines[f"{part}: on COMPUTE"] = f"{took['device_s']:.4f}"
+        for name, seconds in took["threads"].items():
+            line = f"{part}: {name} on a core, ready without one, neither"
+            lines[line] = ", ".join(f"{each:.4f}" for each in seconds)
+    return lines

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,12 @@ from benchmarks.gpu.rows import Store
 from benchmarks.gpu.setting import GIB, Cap, Setting
 from benchmarks.gpu.table import Rows, page
 from benchmarks.gpu.train import batches_of, hold_to, open_training
+from benchmarks.gpu.warm_up import warm_up
 from benchmarks.gpu.work import ENVIRONMENT, Work, compute_device
 
 NAME = "profile"
 SUMMARY = "one step: are launches ahead, does the host wait, do updates take the cores; chrome trace and timeline"
 MODEL, TOKENS, GIB_CAP = "1.3b", 4096, 8
-NUM_BEFORE = 6
 MOST_TRACE_NBYTES = 6 << 20
 """Of a compressed trace; above it, only what touches the device is kept."""
 ON_DEVICE = ("kernel", "cuda_runtime", "cuda_driver", "gpu_memcpy", "gpu_memset", "user_annotation")
@@ -49,7 +48,7 @@ def tasks(setting: Setting, _store: Store) -> Iterator[Task]:
 
 
 def profile(*, work: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Train until the plan is settled, then write steps down as torch's profiler and as chunkmem see them."""
+    """Train until the plan is settled, look at a step, then write others down as torch's profiler sees them."""
     from chunkmem.report.files import write_report
     from chunkmem.report.run import load_run
 
@@ -58,16 +57,23 @@ def profile(*, work: Mapping[str, Any], folder: str) -> dict[str, Any]:
     hold_to(asked.cap_nbytes)
     training = open_training(asked)
     steps = batches_of(asked, device)
-
-    def step() -> None:
-        training.step(steps[0])
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    for _ in range(NUM_BEFORE):
-        step()
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
+
+    def step(passed: Callable[[str], object] = lambda part: None) -> None:
+        training.step(steps[0], passed=passed)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        passed("until the device is done")
+
+    warm = warm_up(training, steps[:1], least=asked.num_warm_up, most=asked.most_warm_up)
+    # Without any profiler, and before there is one: what it leaves behind is work for Python's collector of garbage.
+    looks = {"": glance.Look.now(device)}
+    used_s = -glance.cores_s()
+    step(lambda part: looks.update({part: glance.Look.now(device)}))
+    used_s += glance.cores_s()
+    told = training.told()
+    training.manager.record(place / "run")
     traces = {"trace.json.gz": [ProfilerActivity.CPU]}
     if device.type == "cuda":
         # To note each operator slows the host down: how far launches are ahead is read off the other one.
@@ -76,30 +82,35 @@ def profile(*, work: Mapping[str, Any], folder: str) -> dict[str, Any]:
             "launches.json.gz": [ProfilerActivity.CUDA],
         }
     for name, activities in traces.items():
-        with torch.profiler.profile(activities=activities) as profiler:
-            step()
-        profiler.export_chrome_trace(str(place / name))
-        events = cut(place / name)
-    # Without any profiler.
-    before, began_s = glance.cores_now(), time.perf_counter()
-    step()
-    wall_s, after = time.perf_counter() - began_s, glance.cores_now()
-    told = training.told()
-    training.manager.record(place / "run")
-    files, notes = write_report([load_run(place / "run")], place)
+        write_trace(place / name, activities, step)
     training.close()
+    for name in traces:
+        events = cut(place / name)
+    files, notes = write_report([load_run(place / "run")], place)
     names = [*traces, *(path.name for path in files.values() if path is not None)]
+    launching = glance.launching_threads(events)
+    begin, *_, end = looks.values()
     return {
         "files": {name: (place / name).stat().st_size for name in names},
         "notes": notes,
-        "step_s": wall_s,
+        "step_s": end.at_s - begin.at_s,
+        "warm_up_s": warm.step_s,
+        "has_settled": warm.has_settled,
+        "parts": {part: glance.part_of(looks[before], looks[part], launching) for before, part in pairwise(looks)},
         "trace": glance.of_trace(events),
         "seconds": glance.seconds_of(events),
-        "cores": glance.of_cores(before, after, launching=str(threading.get_native_id()), step_s=wall_s),
+        "cores": glance.of_cores(begin, end, launching, used_s=used_s),
         "num_cpus": num_cpus(),
         "stall_s": told.get("stall_s"),
         "busiest": glance.busiest(events),
     }
+
+
+def write_trace(path: Path, activities: Sequence[ProfilerActivity], step: Callable[[], object]) -> None:
+    """Write down what torch's profiler sees of a step; nothing of that is kept."""
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+    profiler.export_chrome_trace(str(path))
 
 
 def cut(path: Path) -> list[Any]:
@@ -121,6 +132,10 @@ def table(content: Mapping[str, Any]) -> str:
     for name, told in glance.SECONDS.items():
         cells = " | ".join(f"{figures['seconds'][name]:.4f}" for figures in rows.values())
         lines.append(f"| {told} | {cells} |")
+    parts = {key: glance.told_of_parts(figures["parts"]) for key, figures in rows.items()}
+    for told in dict.fromkeys(line for lines_of_row in parts.values() for line in lines_of_row):
+        cells = " | ".join(lines_of_row.get(told, "–") for lines_of_row in parts.values())
+        lines.append(f"| without a profiler, {told} | {cells} |")
     return "\n\n".join([page(content, HEADER, _cells), *(["\n".join(lines)] if rows else [])])
 
 

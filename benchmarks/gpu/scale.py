@@ -99,6 +99,7 @@ def _task(setting: Setting, trainer: str, cap: Cap, size: Size) -> Task:
         cap_nbytes=cap.nbytes,
         host_nbytes=None if setting.dry else setting.host_nbytes,
         num_warm_up=2,
+        most_warm_up=2,
         num_timed=1,
         least_timed=1,
     )

@@ -48,8 +48,9 @@ LOGIT_NBYTES = 8
 HEADER = ("trainer / model / tokens a step / cap", "tokens/s", "TFLOP/s", "of no offload", "step, s",
           "fastest – slowest", "estimated, s", "planned, s", "stalls, s", "disk, GiB", "lower bound, s",
           "× lower bound", "bound by",
-          "device, reserved GiB", "retries", "plan misses", "rolled back", "micro-batches")  # fmt: skip
-COUNTS = ("num_alloc_retries", "plan_misses", "rolled_back", "num_micro_batches")
+          "device, reserved GiB", "retries", "plan misses", "rolled back", "micro-batches",
+          "warm-up steps")  # fmt: skip
+COUNTS = ("num_alloc_retries", "plan_misses", "rolled_back", "num_micro_batches", "num_warm_up")
 Combination = tuple[str, int, Cap]
 
 
@@ -90,7 +91,7 @@ def task(
     batch = max(1, tokens // size.seq)
     micro_batch = first_micro_batch(size, batch, cap.nbytes)
     if setting.dry:
-        changes = {"num_warm_up": 3, "num_timed": 3, **changes}
+        changes = {"num_warm_up": 3, "most_warm_up": 3, "num_timed": 3, **changes}
     if not setting.dry:
         changes = {"host_nbytes": setting.host_nbytes, **changes}
     if trainer == CLIPPING:
@@ -145,7 +146,8 @@ def table(content: Mapping[str, Any]) -> str:
         "much more was measured: by `chunkmem estimate` for assumed hardware, and by the plan at measured rates. "
         "“Rolled back” counts steps whose speculative updates were thrown away. The lower bound is max(compute, link, "
         "host) + tail of chunkmem's own plan, from the rates of `probe`; rows of one feature have neither it nor an "
-        "estimate. “Disk” is what was read and written there in a step."
+        "estimate. “Disk” is what was read and written there in a step. Warm-up steps come before the timed ones, "
+        "until no plan is made any more and two steps differ by less than 10%: at least 4, at most 8."
     )
     return f"{page(content, HEADER, cells)}\n\n{note}{_assumed(content['rows'])}"
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +42,27 @@ def device_median_s(work: Callable[[], object], *, budget_s: float) -> float:
         end.synchronize()
         found.append(1e-3 * begin.elapsed_time(end))
     return statistics.median(found)
+
+
+@contextlib.contextmanager
+def full_collections() -> Iterator[list[float]]:
+    """Yield the seconds of each full collection of garbage meanwhile: it visits all of a process's objects."""
+    found: list[float] = []
+    began_s = 0.0
+
+    def called(phase: str, about: dict[str, int]) -> None:
+        nonlocal began_s
+        if about["generation"] == 2:
+            if phase == "start":
+                began_s = time.perf_counter()
+            else:
+                found.append(time.perf_counter() - began_s)
+
+    gc.callbacks.append(called)
+    try:
+        yield found
+    finally:
+        gc.callbacks.remove(called)
 
 
 def per_call_s(call: Callable[[], Any], *, num_calls: int) -> float:

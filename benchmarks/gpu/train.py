@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import resource
 import statistics
@@ -23,6 +24,8 @@ from benchmarks.gpu import peers
 from benchmarks.gpu.lower_bounds import bounds_of_step
 from benchmarks.gpu.model import build, tokens
 from benchmarks.gpu.scale import ask
+from benchmarks.gpu.timing import full_collections
+from benchmarks.gpu.warm_up import WarmUp, warm_up
 from benchmarks.gpu.work import ADAMW, MODEL_DATA_NBYTES, NUM_BATCHES, Training, Work, compute_device
 from chunkmem.errors import ChunkmemError
 from chunkmem.estimate.model import checkpointed
@@ -99,9 +102,11 @@ def open_training(work: Work) -> Training:
 
 
 def train_chunkmem(work: Work) -> Training:
-    """chunkmem in bf16 with fp32 master weights, blocks recomputed, under the cap."""
+    """chunkmem in bf16 with fp32 master weights, blocks recomputed, under the cap; it says when it plans, and why."""
     import chunkmem
 
+    logging.basicConfig(format="%(relativeCreated)d ms: %(message)s")
+    logging.getLogger("chunkmem.plan").setLevel(logging.INFO)
     memory: dict[str, Any] = {"device": work.device_nbytes}
     if work.host_nbytes is not None:
         memory["host"] = work.host_nbytes
@@ -129,13 +134,18 @@ def train_chunkmem(work: Work) -> Training:
         if folder is not None:
             folder.cleanup()
 
+    def has_settled() -> bool:
+        entry = manager.runtime.controller.known.training
+        return entry is not None and entry.is_settled
+
     return Training(
         model,
         lambda loss, last: manager.backward(loss, last=last),
         update,
-        lambda: _of_manager(manager),
-        close,
-        manager,
+        has_settled=has_settled,
+        told=lambda: _of_manager(manager),
+        close=close,
+        manager=manager,
     )
 
 
@@ -220,17 +230,21 @@ def run(work: Work) -> tuple[Training, dict[str, Any]]:
     build_s = time.perf_counter() - began_s
     print(f"built after {build_s:.1f} s", flush=True)
     steps = batches_of(work, device)
-    losses = []
-    for index in range(work.num_warm_up):
-        losses.append(float(training.step(steps[index % NUM_BATCHES])))
-        print(f"step {index} is done after {time.perf_counter() - began_s:.1f} s", flush=True)
+    first: dict[str, Any] = {}
+
+    def passed(so_far: WarmUp) -> None:
+        number = len(so_far.step_s)
+        print(f"step {number} is done after {time.perf_counter() - began_s:.1f} s", flush=True)
         meter.look()
-        if index == 0:
+        if number == 1:
             # What building took is over; what the first step takes is part of what training needs.
-            first = meter.figures()
+            first.update(meter.figures())
             meter.reset()
-    step_s, loss = _timed(training, steps, work, meter, device)
-    losses.append(float(loss))
+
+    warm = warm_up(training, steps, least=work.num_warm_up, most=work.most_warm_up, passed=passed)
+    with full_collections() as collections_s:
+        step_s, loss = _timed(training, steps, work, meter, device)
+    losses = [*warm.losses, float(loss)]
     if not all(math.isfinite(value) for value in losses):
         raise ValueError(f"{work.trainer}: a loss is not finite: {losses}")
     total_s = sum(step_s)
@@ -248,6 +262,10 @@ def run(work: Work) -> tuple[Training, dict[str, Any]]:
         "host_cap_nbytes": work.host_nbytes,
         "max_norm": work.max_norm,
         "build_s": build_s,
+        "num_warm_up": len(warm.step_s),
+        "warm_up_s": warm.step_s,
+        "has_settled": warm.has_settled,
+        "full_collections_s": collections_s,
         "step_s": step_s,
         "median_step_s": statistics.median(step_s),
         "tokens_per_s": per_s,

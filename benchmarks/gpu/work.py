@@ -39,7 +39,9 @@ class Work:
     """What chunkmem may use of the RAM; None: what it takes by default."""
     max_norm: float = MAX_NORM
     num_warm_up: int = 4
-    """The first is recorded, the second follows a plan made from it, and the plan is made again from that."""
+    """At least: the first is recorded, the second follows a plan made from it, and it is made again from the next."""
+    most_warm_up: int = 8
+    """At most; see `benchmarks.gpu.warm_up`."""
     num_timed: int = 8
     timed_s: float = 30.0
     """No further step is begun after this long, but for the first `least_timed`."""
@@ -102,20 +104,30 @@ class Training:
     """Of a loss; whether it is the last of the step."""
     update: Callable[[], None]
     """Also drops the gradients."""
+    has_settled: Callable[[], bool] = lambda: True
+    """Nothing that it does of itself, such as planning, makes steps longer any more."""
     told: Callable[[], dict[str, Any]] = dict
     """What only this trainer knows, when all steps are over."""
     close: Callable[[], None] = lambda: None
     manager: Any = None
     """chunkmem's, for what it knows of the step."""
 
-    def step(self, micro_batches: list[Tensor]) -> Tensor:
-        """Train one step; return the sum of the losses, not waited for."""
+    def step(self, micro_batches: list[Tensor], *, passed: Callable[[str], object] = lambda part: None) -> Tensor:
+        """Train one step; return the sum of the losses, not waited for.
+
+        Args:
+            micro_batches: of the step.
+            passed: is told when the host has issued a forward, a backward, or the update.
+        """
         losses = []
         for index, batch in enumerate(micro_batches):
             loss = self.model(batch) / len(micro_batches)
+            passed("forward")
             self.backward(loss, index == len(micro_batches) - 1)
+            passed("backward")
             losses.append(loss.detach())
         self.update()
+        passed("step()")
         return torch.stack(losses).sum()
 
 

@@ -133,21 +133,22 @@ class HostArena:
             cap_nbytes=cap_nbytes,
         )
 
-    def alloc(self, role: str, nbytes: int) -> Slab:
+    def alloc(self, role: str, nbytes: int, *, num: int = 1) -> Slab:
         if self._idle[nbytes]:
             self.ledger.charge(role, nbytes)
             return self._idle[nbytes].pop()
         # What was announced may go to DEVICE in part: no more than the cap is mapped ahead.
-        ahead_nbytes = min(self._expected_nbytes, self.ledger.cap_nbytes - self.reserved_nbytes)
+        room_nbytes = self.ledger.cap_nbytes - self.reserved_nbytes
         slab = self._cut(nbytes)
         if slab is None and self._join_idle():
             slab = self._cut(nbytes)
-        if slab is None and ahead_nbytes < nbytes:
+        if slab is None and min(self._expected_nbytes, room_nbytes) < nbytes:
             slab = self._cut(nbytes, from_any=True)
         if slab is None:
             if self.reserved_nbytes + nbytes > self.ledger.cap_nbytes:
                 self._give_free_segments_back()
-            self._reserve(max(nbytes, min(ahead_nbytes, self._piece_nbytes) // nbytes * nbytes), slab_nbytes=nbytes)
+            piece_nbytes = min(max(self._expected_nbytes, num * nbytes), room_nbytes, self._piece_nbytes)
+            self._reserve(max(nbytes, piece_nbytes // nbytes * nbytes), slab_nbytes=nbytes)
             slab = self._cut(nbytes)
         assert slab is not None
         self.ledger.charge(role, nbytes)

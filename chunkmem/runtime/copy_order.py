@@ -89,8 +89,8 @@ class CopyOrder:
             if self.is_host:
                 return None
             if wait.lane is Lane.HOST_UPDATE:
-                return lambda: self._update_comes_after(Lane.COMPUTE, self.lanes.compute_event())
-            return lambda: self._pending[wait.lane].append(self.lanes.compute_event())
+                return lambda: self._update_comes_after(Lane.COMPUTE, self._computed())
+            return lambda: self._pending[wait.lane].append(self._computed())
         if wait.lane is Lane.COMPUTE:
             return lambda: self._compute_waits(wait.on, self._event(wait))
         if wait.lane is Lane.HOST_UPDATE:
@@ -103,6 +103,12 @@ class CopyOrder:
             events = self._previous[wait.on]
             count += len(events)
         return events[count - 1] if 0 < count <= len(events) else None
+
+    def _computed(self) -> Event:
+        """Return the end of all that is computed by now, in the moment whose actions are carried out."""
+        event = self.lanes.compute_event()
+        self.step_log.comes_after(event)
+        return event
 
     def _compute_waits(self, lane: Lane, event: Event | None) -> None:
         if event is not None:
@@ -181,7 +187,7 @@ class CopyOrder:
 
     def allocated(self) -> None:
         """DEVICE has new memory from torch's allocator, which orders its reuse on the stream that computes alone."""
-        self._pending[FETCH].append(self.lanes.compute_event())
+        self._pending[FETCH].append(self._computed())
 
     def before_copy(self, lane: Lane, chunk: Chunk) -> list[Event]:
         """Return what a copy of a chunk on `lane` comes after, which is about to be issued."""
@@ -190,7 +196,7 @@ class CopyOrder:
             after += [event for _, event in self._busy(chunk, tiers=TIERS)]
         if lane in self._behind_compute or not (self.is_exact or self.is_host):
             self._behind_compute.discard(lane)
-            after.append(self.lanes.compute_event())
+            after.append(self._computed())
         return after
 
     # As the slabs have it.

@@ -125,7 +125,7 @@ class DiskPool:
         """How long the file is, given out or not."""
         return self._end_nbytes
 
-    def alloc(self, role: str, nbytes: int) -> DiskSlab:
+    def alloc(self, role: str, nbytes: int, *, num: int = 1) -> DiskSlab:
         """Give out a slab of exactly `nbytes`, contents undefined. The caller has made room for it.
 
         Raises:

@@ -93,8 +93,14 @@ class SlabPool(Protocol):
     poison: bool
     """Fill every slab with NaN when it is freed, so that a use after that shows."""
 
-    def alloc(self, role: str, nbytes: int) -> Slab:
-        """Give out a slab of exactly `nbytes`, contents undefined. The caller has made room for it."""
+    def alloc(self, role: str, nbytes: int, *, num: int = 1) -> Slab:
+        """Give out a slab of exactly `nbytes`, contents undefined. The caller has made room for it.
+
+        Args:
+            role: in whose name.
+            nbytes: of the slab.
+            num: so many of this size are asked for now, one after the other; this is the first of them.
+        """
         ...
 
     def free(self, role: str, slab: Slab) -> None:
@@ -167,7 +173,7 @@ class DevicePool:
         self.changing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         """Surrounds what may take memory from the allocator or give it back, with the entries in the ledger."""
 
-    def alloc(self, role: str, nbytes: int) -> Slab:
+    def alloc(self, role: str, nbytes: int, *, num: int = 1) -> Slab:
         while (slab := next((each for each in reversed(self._kept) if each.nbytes == nbytes), None)) is not None:
             self._kept.remove(slab)
             self.ledger.release(CACHE, nbytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from chunkmem.plan.ahead import SHADOW
@@ -15,7 +15,7 @@ class ShadowBuffers:
     def __init__(self, pool: SlabPool) -> None:
         self._pool = pool
         self._idle: dict[int, list[Slab]] = defaultdict(list)
-        self._reserved: dict[int, int] = {}
+        self._reserved: Counter[int] = Counter()
         """Slabs by their size in bytes, idle or lent."""
 
     @property
@@ -29,14 +29,15 @@ class ShadowBuffers:
 
     def reserve(self, counts: Mapping[int, int]) -> None:
         """Have so many slabs of each size, as far as the tier has room; none may be lent. Copies have to be over."""
-        for nbytes in list(self._reserved):
+        for nbytes in self._reserved:
             while self._reserved[nbytes] > counts.get(nbytes, 0):
                 self._reserved[nbytes] -= 1
                 self._pool.free(SHADOW, self._idle[nbytes].pop())
         for nbytes, count in sorted(counts.items()):
-            while self._reserved.get(nbytes, 0) < count and self._pool.ledger.free_nbytes >= nbytes:
-                self._reserved[nbytes] = self._reserved.get(nbytes, 0) + 1
-                self._idle[nbytes].append(self._pool.alloc(SHADOW, nbytes))
+            missing = min(count - self._reserved[nbytes], self._pool.ledger.free_nbytes // nbytes)
+            for num in range(missing, 0, -1):
+                self._reserved[nbytes] += 1
+                self._idle[nbytes].append(self._pool.alloc(SHADOW, nbytes, num=num))
 
     def take(self, nbytes: int) -> Slab | None:
         """Lend a slab, contents undefined; None if none of this size is left."""

@@ -26,8 +26,9 @@ class StepLog:
 
         Args:
             clock: of what COMPUTE does.
-            times_moments: take a timestamp when a moment begins, for its duration. Else, where that is not free, only
-                of moments that begin with a stall; those between are placed by the durations of the trace.
+            times_moments: take a timestamp when a moment begins, for its duration. Else, where that is not free, those
+                moments have one that take one anyway: as COMPUTE stalls, or something else comes after it. Those
+                between are placed by the durations of the trace.
         """
         self.clock = clock
         self._times_moments = times_moments or clock.is_free
@@ -71,8 +72,17 @@ class StepLog:
         """COMPUTE waits for a copy on `lane`; None: it need not."""
         if stall is not None:
             self.stalls.append((lane, self._moment, stall))
-            if self.began and self.began[-1][1] is None:  # a moment's actions come before anything that it computes
-                self.began[-1] = (self._moment, stall.start)
+            self._begins_at(stall.start)
+
+    def comes_after(self, computed: Event) -> None:
+        """Something of the moment's actions comes after all that is `computed` before it."""
+        if isinstance(computed, Interval):
+            self._begins_at(computed.end)
+
+    def _begins_at(self, timestamp: Timestamp) -> None:
+        """Take the first timestamp of a moment as its own: its actions come before anything that it computes."""
+        if self.began and self.began[-1][1] is None:
+            self.began[-1] = (self._moment, timestamp)
 
     def copied(self, lane: Lane, chunk: Chunk, event: Event) -> None:
         """A copy has been issued."""
@@ -115,15 +125,18 @@ class StepLog:
         first = self.began[0][1] if self.began else None
         return self._made if first is None else first
 
+    @property
+    def _last(self) -> Timestamp:
+        """The end, or, if it has not come to that, the last timestamp before it."""
+        return self._ended or next((at for _, at in reversed(self.began) if at is not None), self._made)
+
     def _times_s(self, trace: Trace | None) -> list[float]:
         """Return when each of `began` began, and when the last of them ended: all in one list.
 
         Moments without a timestamp share the time between two that have one, stalls excluded, in proportion to their
         durations.
         """
-        known = [*(timestamp for _, timestamp in self.began), self._ended]
-        if self._ended is None:
-            known[-1] = next((timestamp for timestamp in reversed(known) if timestamp is not None), self._made)
+        known = [*(timestamp for _, timestamp in self.began), self._last]
         times_s = [0.0 if timestamp is None else timestamp.at_s for timestamp in known]
         stalled_s = self._stalled_s()
         for at, until in pairwise([at for at, timestamp in enumerate(known) if timestamp is not None]):
@@ -200,25 +213,23 @@ class StepLog:
             spans.append(
                 Span(Lane.HOST_UPDATE, rounding_of(chunk.id), *_times(event, first_s, last_s), moment, chunk.id)
             )
-        late = 0
         for lane, moment, stall in self.stalls:
             if (stall_s := stall.duration_s) > 0:
                 start_s = stall.started_s - first_s
                 spans.append(
                     Span(Lane.COMPUTE, f"waits for {lane.value}", start_s, start_s + stall_s, moment, is_stall=True)
                 )
-                late += lane is FETCH
-        fetched = sum(lane is FETCH for lane, *_ in self.copies)
+        figures = self.figures(())
         return Timeline(
             spans=tuple(sorted(spans, key=lambda span: span.start_s)),
-            step_s=last_s - first_s,
+            step_s=figures.step_s,
             peak_nbytes={tier: nbytes for tier, (nbytes, _) in peaks.items()},
             role_peak_nbytes={(tier, role): n for tier, (_, roles) in peaks.items() for role, n in roles.items()},
             cap_nbytes=cap_nbytes,
             device_nbytes=tuple(self.device_nbytes),
             plan_misses=self.plan_misses,
-            prefetched=fetched - min(late, fetched),
-            fetched=fetched,
+            prefetched=figures.prefetched,
+            fetched=figures.fetched,
             stage_calls=tuple(
                 StageCall(work, stage, part, when.started_s - first_s, when.started_s - first_s + when.duration_s)
                 for work, stage, part, when in self.stage_calls
@@ -233,9 +244,8 @@ class StepLog:
             moved[lane] = moved.get(lane, 0) + chunk.nbytes
         stalls = [(lane, stall_s) for lane, _, stall in self.stalls if (stall_s := stall.duration_s) > 0]
         fetched, late = sum(lane is FETCH for lane, *_ in self.copies), sum(lane is FETCH for lane, _ in stalls)
-        ended = self._ended or next((at for _, at in reversed(self.began) if at is not None), self._made)
         return StepFigures(
-            step_s=ended.at_s - self._first.at_s,
+            step_s=self._last.at_s - self._first.at_s,
             stall_s=sum(stall_s for _, stall_s in stalls),
             moved_nbytes=moved,
             exchanged_nbytes=sum(chunk.nbytes for _, chunk, _ in self.exchanges),

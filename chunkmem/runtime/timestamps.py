@@ -156,7 +156,7 @@ class StreamClock:
 
     One costs the host some 2 microseconds, more than what following a plan does (`benchmarks/planning`), and a step of
     a large model has thousands of moments. So each has one only in steps that durations are taken from. In other steps
-    only what may stall COMPUTE has, one moment in ten or so.
+    only what may stall COMPUTE has, and what copies come after: one moment in ten or so.
     """
 
     is_free = False

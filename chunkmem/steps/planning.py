@@ -76,10 +76,15 @@ class StepPlanner:
             self._try_instead(Planner(trace, replace(machine, host_nbytes=left_nbytes), options=options))
             self.plan = self._of_this_machine(self._planner.plan or self.plan)
 
+    @property
+    def is_done(self) -> bool:
+        """There is nothing more to try."""
+        return self._planner.is_done
+
     @no_collections()
     def improve(self) -> None:
         """Continue planning if there is more to try."""
-        if self._planner.is_done:
+        if self.is_done:
             return
         before, plan = self._planner.plan, self._planner.improve(self._work)
         if plan is not before and self._leaves_room(plan):

@@ -17,6 +17,7 @@ from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.pool import Slab
+from chunkmem.runtime.shadow import ShadowBuffers
 from chunkmem.types import Tier
 
 SLAB = 256
@@ -60,6 +61,42 @@ def test_what_was_not_announced_is_mapped_as_it_is_asked_for(arena: HostArena) -
     arena.alloc(PARAM, SLAB)
     arena.alloc(PARAM, 3 * SLAB)
     assert arena.reserved_nbytes == arena.ledger.total_nbytes == 4 * SLAB
+
+
+def test_slabs_that_are_asked_for_together_are_mapped_together(
+    arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a slab that is free, then ten new ones in pieces of at most 4:   |f| |0 1 2 3|4 5 6 7|8 9|
+    monkeypatch.setattr(arena_module, "_SEGMENT_NBYTES", 4 * SLAB)
+    arena.free(PARAM, arena.alloc(PARAM, SLAB))
+    slabs = [arena.alloc(PARAM, SLAB, num=num) for num in range(11, 0, -1)]
+    assert starts(slabs) == [(0, 0), *((1 + i // 4, i % 4) for i in range(10))]
+    assert arena.reserved_nbytes == arena.ledger.total_nbytes == 11 * SLAB
+    # Asked for together, with room for some of them only.
+    arena = new_arena(3)
+    arena.alloc(PARAM, SLAB, num=10)
+    assert arena.reserved_nbytes == 3 * SLAB
+    arena.close()
+
+
+def test_shadow_buffers_are_mapped_in_few_pieces(arena: HostArena) -> None:
+    """Each piece is zeroed by all cores, and pinned by one call, which for thousands of slabs takes seconds."""
+    buffers = ShadowBuffers(arena)
+    buffers.reserve({SLAB: 30, 2 * SLAB: 50})
+    assert len(arena._segments) == 2
+    buffers.reserve({SLAB: 40, 2 * SLAB: 45})
+    assert buffers.counts == {SLAB: 40, 2 * SLAB: 45}
+    assert arena.reserved_nbytes == 130 * SLAB, "what is given back serves other sizes"
+    assert arena.ledger.total_nbytes == 130 * SLAB
+
+
+def test_shadow_buffers_stop_where_the_cap_is() -> None:
+    arena = new_arena(5)
+    buffers = ShadowBuffers(arena)
+    buffers.reserve({2 * SLAB: 4})
+    assert buffers.counts == {2 * SLAB: 2}
+    assert arena.reserved_nbytes == arena.ledger.total_nbytes == 4 * SLAB
+    arena.close()
 
 
 def test_a_slab_larger_than_a_segment_gets_one_of_its_own(arena: HostArena, monkeypatch: pytest.MonkeyPatch) -> None:

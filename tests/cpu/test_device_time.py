@@ -184,6 +184,42 @@ def test_a_step_that_nothing_is_learnt_from_is_timed_where_it_waits(device: Time
     assert begins[1] == pytest.approx(begins[0], abs=2 * EXACT_S)
 
 
+@pytest.mark.parametrize("num_chunks", [7, 12])
+def test_a_step_that_is_slow_at_first_is_shown_as_it_was(
+    device: TimedDevice, monkeypatch: pytest.MonkeyPatch, num_chunks: float
+) -> None:
+    """The trace knows nothing of it, but what copies come after has a timestamp, and that is where a moment began.
+
+    trace    |-f-|-f-|-b-|-b-|                 <- of each moment, its share of the step
+    COMPUTE  |-----f-----|-----f-----|-b-|-b-|
+    D2H                                  |--g--|   <- issued in the second b, and after the first
+    """
+    training = Training(device, num_chunks=num_chunks)
+    for _ in range(NUM_LEARNED + 1):
+        training.step()
+    for layer in training.model:
+        layer.register_forward_hook(lambda *_: device.launch(0.05))
+    began_s: dict[int, float] = {}
+    begin = StepLog.begin
+
+    def watched(log: StepLog, moment: int, kind: Kind, chunk: Chunk) -> None:
+        began_s[moment] = max(device.computing.end_s, device.host_s)
+        begin(log, moment, kind, chunk)
+
+    monkeypatch.setattr(StepLog, "begin", watched)
+    happened = training.step()
+    log = training.manager.runtime.controller.now.step_log
+    assert log is not None
+    assert log.began[1][1] is None, "not every moment is timed"
+    shown_s = {span.moment: span.start_s for span in happened.spans if span.lane is Lane.COMPUTE and not span.is_stall}
+    evictions = [span for span in happened.spans if span.lane is Lane.D2H]
+    assert evictions
+    for span in evictions:
+        assert shown_s[span.moment] <= span.start_s
+        assert shown_s[span.moment] == pytest.approx(began_s[span.moment] - began_s[0], abs=EXACT_S)
+    assert sorted(shown_s.values()) == [shown_s[moment] for moment in sorted(shown_s)]
+
+
 def test_training_neither_reads_timestamps_nor_waits_for_them(
     device: TimedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

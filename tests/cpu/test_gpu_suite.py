@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from benchmarks.gpu import (
     correct,
@@ -38,7 +40,8 @@ from benchmarks.gpu.model import LADDER, Size, build, ladder, preset
 from benchmarks.gpu.peers import PEERS
 from benchmarks.gpu.rows import Reason, Row, Store, StoreError
 from benchmarks.gpu.setting import GIB, WHOLE, Card, Setting
-from benchmarks.gpu.work import Work, toy_cap_nbytes
+from benchmarks.gpu.warm_up import warm_up
+from benchmarks.gpu.work import Training, Work, toy_cap_nbytes
 
 ROOT = Path(__file__).parents[2]
 CARD = Card("NVIDIA H200", 141 * GIB, 140 * GIB, "9.0", 132, 60 << 20, "580")
@@ -379,7 +382,8 @@ def training(**figures: Any) -> dict[str, Any]:
     base = {"tokens_per_s": 1000.0, "model_flop_per_s": 2e14, "step_s": [0.9, 1.1], "stall_s": 0.25,
             "median_step_s": 1.0, "planned_step_s": 0.8, "estimate": {"fits": True, "step_s": 0.5},
             "num_alloc_retries": 3, "plan_misses": 0, "rolled_back": 2,
-            "device_reserved_nbytes": 8 * GIB, "num_micro_batches": 2, "lower_bounds": lower_bounds}  # fmt: skip
+            "device_reserved_nbytes": 8 * GIB, "num_micro_batches": 2, "num_warm_up": 7,
+            "lower_bounds": lower_bounds}  # fmt: skip
     return {"figures": {**base, **figures}, "wall_s": 1.0, "at": "2030-01-02 03:04"}
 
 
@@ -388,7 +392,7 @@ def test_speed_is_compared_with_no_offload_and_the_lower_bound() -> None:
     rows = {"plain / 7b / 4096 / whole card": plain, "chunkmem / 7b / 4096 / 24 GiB": training()}
     assert speed.cells("chunkmem / 7b / 4096 / 24 GiB", rows["chunkmem / 7b / 4096 / 24 GiB"]["figures"], rows) == [
         "1,000", "200", "25%", "1.000", "0.900 – 1.100", "0.500 s, +100%", "0.800 s, +25%", "0.250", "–", "0.500",
-        "2.00", "link", "8.0", "3", "0", "2", "2",
+        "2.00", "link", "8.0", "3", "0", "2", "2", "7",
     ]  # fmt: skip
     assert speed.error_of({"estimate": {"fits": False, "limit": "host"}}, "estimate") == "does not fit: host"
     # Nothing to divide by: no offload had another number of tokens, or no room.
@@ -442,6 +446,40 @@ def test_a_soak_returns_what_it_has_when_its_time_is_over(monkeypatch: pytest.Mo
     assert [look["step"] for look in figures["looks"]] == [12, 14, 16, 18, 20]
     with pytest.raises(TimeoutError, match="3 steps took 2 s, too few to compare anything"):
         soak.soak(work=work, num_steps=10**6, every=2, limit_s=2)
+
+
+# Steps before those that are timed.
+
+
+@pytest.mark.parametrize(
+    ("step_s", "settled_after", "num", "has_settled"),
+    [
+        ([8.0, 2.0, 1.0, 1.0, 1.0], 0, 4, True),
+        ([8.0, 6.0, 1.6, 1.7, 1.5, 0.72, 0.69, 0.8], 5, 7, True),  # that planning takes as long twice is not enough
+        ([8.0, 6.0, 2.0, 1.5, 1.2, 1.0, 0.8, 0.6, 0.6], 0, 8, False),
+        ([8.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], 99, 8, False),
+        ([40.0, 30.0, 8.0, 6.0, 4.0], 0, 5, False),  # the 15 s begin behind the second
+    ],
+)
+def test_steps_are_timed_once_they_are_alike(
+    monkeypatch: pytest.MonkeyPatch, step_s: list[float], settled_after: int, num: int, has_settled: bool
+) -> None:
+    now_s, done = 0.0, 0
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        nonlocal now_s, done
+        now_s, done = now_s + step_s[done], done + 1
+        return batch
+
+    monkeypatch.setattr("benchmarks.gpu.warm_up.time", SimpleNamespace(perf_counter=lambda: now_s))
+    training = Training(step, lambda loss, last: None, lambda: None, has_settled=lambda: done >= settled_after)
+    seen: list[int] = []
+    warm = warm_up(training, [[torch.tensor(2.0)], [torch.tensor(3.0)]], least=4, most=8,
+                   passed=lambda so_far: seen.append(len(so_far.step_s)))  # fmt: skip
+    assert warm.step_s == pytest.approx(step_s[:num])
+    assert seen == list(range(1, num + 1))
+    assert warm.losses == [2.0, 3.0, 2.0, 3.0, 2.0, 3.0, 2.0, 3.0][:num]
+    assert warm.has_settled is has_settled
 
 
 # One step at a glance.
@@ -506,16 +544,52 @@ def test_why_a_device_idles_is_told_apart() -> None:
     assert glance.busiest(events) == [["k", pytest.approx(340e-6)]]
 
 
-def test_threads_that_wait_for_a_core_are_told() -> None:
-    before = {"1": (1.0, 0.1), "2": (5.0, 0.0)}
-    after = {"1": (1.5, 0.13), "2": (8.0, 0.2), "3": (1.0, 0.0)}
-    found = glance.of_cores(before, after, launching="1", step_s=1.0)
-    assert found == pytest.approx(
-        {"cores_busy": 4.5, "launching_ran_s": 0.5, "launching_waited_s": 0.03, "worst_waited_s": 0.2}
+def test_threads_that_launch_are_told_apart_by_what_they_had() -> None:
+    cpu = glance.Cpu
+    begin = glance.Look(10.0, {1: cpu("MainThread", 1.0, 0.1), 2: cpu("pt_autograd_0", 5.0, 0.0)}, None)
+    middle = glance.Look(10.4, {1: cpu("MainThread", 1.3, 0.1), 2: cpu("pt_autograd_0", 5.0, 0.0)}, None)
+    end = glance.Look(
+        11.0, {1: cpu("MainThread", 1.31, 0.13), 2: cpu("pt_autograd_0", 5.5, 0.01), 3: cpu("x", 1.0, 0.2)}, None
     )
+    launching = {1, 2, 99}  # what has ended is not told of
+    backward = glance.part_of(middle, end, launching)
+    assert backward.pop("threads") == {
+        "MainThread": pytest.approx([0.01, 0.03, 0.56]),
+        "pt_autograd_0": pytest.approx([0.5, 0.01, 0.09]),
+    }
+    assert backward == {"host_s": pytest.approx(0.6), "device_s": None}
+    found = glance.of_cores(begin, end, launching, used_s=4.5)
+    assert found == pytest.approx({"cores_busy": 4.5, "launching_ready_s": 0.04, "worst_ready_s": 0.2})
     assert glance.told(None, found, num_cpus=16) == (
-        "4.5 of 16 cores busy; no core for the main thread 30.0 ms, for any thread at most 200.0 ms"
+        "4.5 of 16 cores busy; no core for the threads that launch 40.0 ms, for any thread at most 200.0 ms"
     )
+    told = glance.told_of_parts({"backward": {"host_s": 0.6, "device_s": 0.5, "threads": {"a": [0.1, 0.0, 0.5]}}})
+    assert told == {
+        "backward: by the host": "0.6000",
+        "backward: on COMPUTE": "0.5000",
+        "backward: a on a core, ready without one, neither": "0.1000, 0.0000, 0.5000",
+    }
+
+
+def test_cores_are_counted_of_threads_that_have_ended() -> None:
+    look, used_s = glance.Look.now(torch.device("cpu")), -glance.cores_s()
+    until_s = time.thread_time() + 0.05
+
+    def work() -> None:
+        while time.thread_time() < 0.1:
+            pass
+
+    ended = threading.Thread(target=work)
+    ended.start()
+    ended.join()
+    while time.thread_time() < until_s:
+        pass
+    used_s += glance.cores_s()
+    assert used_s >= 0.14
+    own = glance.Look.now(torch.device("cpu")).threads.get(threading.get_native_id())
+    if own is not None:  # the system tells
+        assert own.name == threading.current_thread().name
+        assert own.core_s > look.threads[threading.get_native_id()].core_s
 
 
 def test_a_large_trace_keeps_what_touches_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,10 +33,6 @@ class SlowStepPlanner(StepPlanner):
         self.num_improved = 0
         """Steps that continued the search."""
 
-    @property
-    def is_done(self) -> bool:
-        return self._planner.is_done
-
     def improve(self) -> None:
         self.num_improved += not self.is_done
         super().improve()
@@ -88,6 +84,9 @@ def test_a_plan_is_followed_while_a_better_one_is_looked_for(monkeypatch: pytest
         assert manager.trace is not None
         assert manager.plan is not None
         assert planners[-1].is_done
+        entry = manager.runtime.controller.known.training
+        assert entry is not None
+        assert entry.is_settled
         assert 5 <= planners[-1].num_improved <= 40
         assert manager.plan.actions == make_plan(manager.trace, manager.plan.machine).actions
     assert plans[0].name == "belady, 0 set aside"

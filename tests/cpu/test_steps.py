@@ -161,12 +161,16 @@ def test_plans_are_made_from_the_shortest_times(monkeypatch: pytest.MonkeyPatch)
     with manager_with(4) as manager:
         training = Training(manager)
         training.step()
-        seen = []
+        seen, settled = [], []
         for _ in range(6):
             training.step()  # which learns from the step before
             assert manager.trace is not None
             seen.append(manager.trace.compute_s / len(manager.trace.moments))
+            entry = manager.runtime.controller.known.training
+            assert entry is not None
+            settled.append(entry.is_settled)
     assert seen == [3.0, 1.0, 0.25, 0.25, 0.25, 0.25]
+    assert settled == [False, False, False, True, True, True]
 
 
 def test_what_is_recorded_after_an_evaluation_is_the_training(tmp_path: Path) -> None:
