@@ -120,15 +120,13 @@ class Chunk:
     settled: bool = False
     """Complete, and wanted next where it is updated, not on DEVICE."""
     replicas: dict[Tier, Replica] = field(default_factory=dict)
+    nbytes: int = field(init=False)
+    compute_tier: Tier = field(init=False)
+    """Where modules compute with it, gradients land in it, and `home` is."""
 
-    @property
-    def nbytes(self) -> int:
-        return self.group.nbytes
-
-    @property
-    def compute_tier(self) -> Tier:
-        """Where modules compute with it, gradients land in it, and `home` is."""
-        return Tier.HOST if self.group.is_on_host else Tier.DEVICE
+    def __post_init__(self) -> None:
+        self.nbytes = self.group.nbytes
+        self.compute_tier = Tier.HOST if self.group.is_on_host else Tier.DEVICE
 
     @property
     def stays(self) -> bool:
