@@ -34,6 +34,8 @@ class BegunStep:
     """In words."""
     hypers: list[Hashable]
     """By parameter group, as its rule has read them."""
+    known: list[ManagedParameter]
+    """All that the optimizer has, on whichever rank."""
     stateless: Collection[ManagedParameter]
     """Parameters that need no state with these."""
     updated: dict[ManagedParameter, None] = field(default_factory=dict)

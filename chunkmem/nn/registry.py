@@ -45,6 +45,11 @@ class ModelRegistry:
         return [managed for model in self.models for managed in model.parameters]
 
     @property
+    def has_excluded(self) -> bool:
+        """There are parameters that are known and not managed."""
+        return bool(self._excluded)
+
+    @property
     def padding_nbytes(self) -> int:
         """Bytes of PARAM chunks that hold no parameter."""
         return sum(model.layout.padding_nbytes for model in self.models)
