@@ -232,8 +232,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         updater, known = self._host.updater, self._members.known()
         if self.updates.begun is not None:
             updater.ledger.require_over("zero_grad()", known)
-        super().zero_grad(set_to_none)  # with lazy gradients, zeros reach the chunks
-        if set_to_none:
+        if not set_to_none:
+            super().zero_grad(set_to_none)  # with lazy gradients, zeros reach the chunks
+        else:
+            with torch._C.DisableTorchFunctionSubclass():  # `.grad` of a managed parameter asks for no values
+                super().zero_grad(set_to_none)
             updater.gradients.discard(set(known))
             if self._host.scaler is not None:
                 self._host.scaler.is_used = False
