@@ -95,7 +95,8 @@ class BackwardUpdates:
 
     def before_landing(self, managed: ManagedParameter) -> None:
         """A gradient is about to land. Raises a `StateError` if its parameter was updated since the last step."""
-        self.begin_again(managed.group)
+        if self._unfinished:
+            self.begin_again(managed.group)
         self._ledger.before_gradient(managed)
         if managed in self._ledger.begun:
             raise StateError(
