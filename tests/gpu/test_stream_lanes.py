@@ -213,7 +213,7 @@ def test_timing_events_are_used_again() -> None:
         assert sum(log.durations().values()) >= 0.0
     del log
     assert isinstance(compute.clock, StreamClock)
-    assert 102 <= len(compute.clock._idle) <= 3 * 102
+    assert 102 <= len(compute.clock._pool) <= 3 * 102
 
 
 def test_a_thousand_copies_keep_no_memory(lanes: StreamLanes) -> None:
