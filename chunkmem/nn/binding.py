@@ -318,7 +318,7 @@ class BoundChunk:
             return
         flat = self._storage.flat
         for managed in self.parameters:
-            if managed.was_written() and managed.clear():
+            if managed.param._version != managed.version and managed.clear():
                 self._lost.append(str(managed))
             if managed.view is None:
                 managed.view = torch.as_strided(flat, managed.shape, managed.stride, managed.slot.offset)
@@ -402,7 +402,7 @@ class BoundChunk:
                 managed.version = managed.param._version
                 managed.accumulator = None  # torch has made itself another one
                 strayed.append(str(managed))
-            elif not self.is_bound and managed.was_written() and managed.clear():
+            elif not self.is_bound and managed.param._version != managed.version and managed.clear():
                 lost.append(str(managed))
         if strayed:
             raise _not_kept(strayed, "given other memory after it was packed")

@@ -67,7 +67,7 @@ class GroupwiseStep:
         """Be the optimizer of all its parameters from now on."""
         self.claim(self._members.groups())
         if self.in_backward:
-            self._updater.in_backward.optimizers.add(self)
+            self._updater.in_backward.add(self)
 
     def claim(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Have the states of parameter groups in chunks from now on; see `GroupUpdater.claim`."""
