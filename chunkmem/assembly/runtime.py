@@ -37,7 +37,7 @@ from chunkmem.config import Config, OptsConfig, flattened
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.layout.spec import digest
 from chunkmem.nn.autocast import AutocastCache
-from chunkmem.nn.binding import BoundChunk, ManagedParameter, move_to
+from chunkmem.nn.binding import BoundChunk, ManagedParameter, move_to, trainable
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradient_values import GradientValues
 from chunkmem.nn.gradients import GradientBook
@@ -490,7 +490,7 @@ def _make_controller(
         ),
         layout=lambda: digest(model.layout for model in registry.models) + where,
         is_lone=sharding.shards is None,
-        trainable=lambda: bytes(managed.requires_grad for managed in registry.parameters),
+        trainable=lambda: bytes(trainable(registry.parameters)),
         num_backwards=lambda: modules.backward.num_ended,
         regions=modules.regions,
         watch=lambda: Watch(tiers, is_chunk=modules.declared.is_chunk, sample=tracer.use_async_mem_monitor),

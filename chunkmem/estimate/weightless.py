@@ -33,8 +33,7 @@ class _OpenLedger(Ledger):
         return NO_CAP_NBYTES
 
     def charge(self, role: str, nbytes: int) -> None:
-        self.total_nbytes += nbytes
-        self.now[role] = self.now.get(role, 0) + nbytes
+        self._count(role, nbytes)
 
 
 class _CountedStore(ChunkStore):

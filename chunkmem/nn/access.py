@@ -33,10 +33,6 @@ from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
 
 
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
-
-
 class AccessTracker:
     """The stack of running modules, and the chunks that are held for somebody outside of them."""
 
@@ -123,6 +119,8 @@ class AccessTracker:
 
     def pop(self, module: nn.Module) -> Frame | None:
         """A module is left. Frames above its own were interrupted and are dropped; None if it has no frame."""
+        if self.stack and self.stack[-1].module is module:
+            return self.stack.pop()
         if not any(frame.module is module for frame in reversed(self.stack)):
             return None
         while self.stack[-1].module is not module:
@@ -138,8 +136,7 @@ class AccessTracker:
         references are the caller's now.
         """
         handed: dict[Referred, int] = {}
-        # What another tensor has of the memory is a reference; only the parameter itself is none.
-        if not self.stack or not frame.reads or not (self._has_left_any(frame) or any(map(_is_parameter, result))):
+        if not self.stack or not frame.reads:
             return handed
         caller = self.stack[-1]
         owners = {managed.storage_id: managed.group for managed in frame.reads}
@@ -160,9 +157,6 @@ class AccessTracker:
                 handed[managed] = of_it
         return handed
 
-    def _has_left_any(self, frame: Frame) -> bool:
-        return any(home.num_references() > count for home, count in frame.before.values())
-
     def references(self, frame: Frame, *, handed: Mapping[Referred, int]) -> dict[int, int]:
         """Return, by group, how many references a call that is over has left itself, where there are any.
 
@@ -171,19 +165,24 @@ class AccessTracker:
         """
         total: dict[Referred, int] = {}
         for group, (home, count) in frame.before.items():
-            total[group] = home.num_references() - count - handed.get(group, 0)
+            total[group] = home.num_references() - count
         for managed, count in frame.reads.items():
-            total[managed] = managed.num_references() - count - handed.get(managed, 0)
+            total[managed] = managed.num_references() - count
+        for key, count in handed.items():
+            total[key] -= count
         if self.stack:
             caller = self.stack[-1]
             caller.inside.append((frame.first_node, torch._C._autograd._get_sequence_nr()))
             for key, count in (frame.left_inside | total).items():
                 if count:
                     caller.left_inside[key] = caller.left_inside.get(key, 0) + count
+        # Not what calls inside have left of parameters that this one has not read: that is no part of its total.
+        for key, count in frame.left_inside.items():
+            if key in total:
+                total[key] -= count
         left = dict.fromkeys(frame.before, 0)
         for key, count in total.items():
-            # Not what calls inside have left of parameters that this one has not read: that is no part of its total.
-            left[key if isinstance(key, int) else key.group] += count - frame.left_inside.get(key, 0)
+            left[key if isinstance(key, int) else key.group] += count
         return {group: count for group, count in left.items() if count > 0}
 
     def release(self, frame: Frame, *, held: Collection[int] = ()) -> None:

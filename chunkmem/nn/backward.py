@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward_calls import BackwardCall
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.binding import ManagedParameter, trainable
 from chunkmem.nn.frames import Frame
 from chunkmem.nn.nodes import CallNodes, NodePins
 from chunkmem.nn.reduction import OrdinaryGradients
@@ -194,7 +194,8 @@ class BackwardTracker:
             if waiting is not None:
                 waiting.discard(managed)
                 self._settle(call, managed.group)
-        self._settle_left()
+        if self._left:
+            self._settle_left()
 
     def reset(self, *, step: bool) -> None:
         """Drop what an interrupted backward left; at a step, also what was held for a second backward."""
@@ -231,7 +232,8 @@ class BackwardTracker:
             self._running[task], self._threads[task] = [], self._turn.hook_thread()
             torch.autograd.Variable._execution_engine.queue_callback(end)
         holding = torch.is_grad_enabled()  # in a gradient hook, exactly under create_graph
-        if self._ends_by_nodes(call, holding=holding):
+        trains = trainable(call.reads)
+        if self._ends_by_nodes(call, trains, holding=holding):
             if self._nodes.announce(task, call):
                 self._running[task].append(call)
                 for group in self._counted.intersection(call.references):
@@ -239,7 +241,7 @@ class BackwardTracker:
             return
         self._running[task].append(call)
         call.inputs_left = set(range(call.inputs))
-        for managed in call.reads:
+        for managed, is_trained in zip(call.reads, trains, strict=True):
             group = managed.group
             if group not in call.open:
                 chunk = self._chunks[group]
@@ -250,21 +252,21 @@ class BackwardTracker:
                 if holding:
                     self._pager.pin(chunk, chunk.compute_tier, reader=call)
                     self._held.append(chunk)
-            if managed.requires_grad:
+            if is_trained:
                 call.open[group].add(managed)
                 self._waiting.setdefault(managed, []).append(call)
             else:
                 call.frozen.add(group)
         self._left += [(call, group) for group in call.open if group in call.uncertain]
 
-    def _ends_by_nodes(self, call: BackwardCall, *, holding: bool) -> bool:
+    def _ends_by_nodes(self, call: BackwardCall, trains: Iterable[bool], *, holding: bool) -> bool:
         """Tell whether the landing of gradients is no end for the call, or a late one; see `chunkmem.nn.nodes`."""
         if call.is_hidden or call.unit is not None:
             return False
         if holding or call.uncertain:
             return True
-        for managed in call.reads:
-            if not managed.requires_grad:
+        for managed, is_trained in zip(call.reads, trains, strict=True):
+            if not is_trained:
                 if not call.inputs:
                     return True
             elif self._access.num_calls[managed] > 1 or not _lands(managed):

@@ -46,7 +46,8 @@ class BackwardCall:
         self.counter = None if is_hidden else access.num_calls
         """Where it counts as one that is to come. None: it does not, or no longer."""
         if self.counter is not None:
-            self.counter.update(reads)
+            for managed in reads:
+                self.counter[managed] += 1
         self.module = 0
         """The identity of the module; 0 for an operator."""
         self.region: CallRecord | None = None
@@ -71,7 +72,8 @@ class BackwardCall:
         """Its graph has run, or is gone."""
         counter, self.counter = self.counter, None
         if counter is not None:
-            counter.subtract(self.reads)
+            for managed in self.reads:
+                counter[managed] -= 1
 
     def __del__(self) -> None:
         for group in list(getattr(self, "references", ())):

@@ -34,6 +34,8 @@ class BegunStep:
     """In words."""
     hypers: list[Hashable]
     """By parameter group, as its rule has read them."""
+    known: list[ManagedParameter]
+    """All that the optimizer has, on whichever rank."""
     stateless: Collection[ManagedParameter]
     """Parameters that need no state with these."""
     updated: dict[ManagedParameter, None] = field(default_factory=dict)
@@ -187,12 +189,13 @@ class StepLedger:
         Raises:
             StateError: a call has failed that continues with what there was.
         """
-        if (call := self.half_scaled.get(managed)) is not None:
+        if managed in self.half_scaled:
+            call = self.half_scaled[managed]
             raise StateError(
                 f"parameter {managed.name} got a gradient after an error in {call}, which had changed some of those "
                 f"before it: call {call} again, which updates the others, or optimizer.zero_grad()"
             )
-        if (begun := self.begun.get(managed)) is not None and begun.is_stepping:
+        if managed in self.begun and self.begun[managed].is_stepping:
             self.require_over(f"a backward with a gradient of parameter {managed.name}", (managed,))
 
     @contextmanager

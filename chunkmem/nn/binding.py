@@ -9,7 +9,7 @@ which brings the chunk first. Changing the class costs less than 0.1 us and no o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false
@@ -252,6 +252,12 @@ class ManagedParameter:
         return moved
 
 
+def trainable(parameters: Iterable[ManagedParameter]) -> list[bool]:
+    """Tell of each parameter whether it requires gradients."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [managed.param.requires_grad for managed in parameters]
+
+
 class BoundChunk:
     """The DEVICE side of a PARAM chunk: its storage and the parameters that are views into it."""
 
@@ -312,7 +318,7 @@ class BoundChunk:
             return
         flat = self._storage.flat
         for managed in self.parameters:
-            if managed.was_written() and managed.clear():
+            if managed.param._version != managed.version and managed.clear():
                 self._lost.append(str(managed))
             if managed.view is None:
                 managed.view = torch.as_strided(flat, managed.shape, managed.stride, managed.slot.offset)
@@ -343,7 +349,7 @@ class BoundChunk:
 
     def num_references(self) -> int:
         """Return how many tensors have this chunk's memory, ours included."""
-        return torch._C._storage_Use_Count(self.storage_id)
+        return torch._C._storage_Use_Count(self._storage.storage._cdata)
 
     def num_foreign_references(self, *, besides: int) -> int:
         """Return how many references there are to the memory and to the parameters that are not ours.
@@ -384,7 +390,7 @@ class BoundChunk:
         strayed, lost = [], self._lost
         self._lost = []
         for managed in self.parameters:
-            if managed.was_written_elsewhere():
+            if managed._assigned is not None and managed.was_written_elsewhere():
                 raise StateError(
                     f"a tensor that was assigned to the .data of parameter {managed} has been written to since; the "
                     "parameter keeps a copy of what was assigned: write to the parameter"
@@ -396,7 +402,7 @@ class BoundChunk:
                 managed.version = managed.param._version
                 managed.accumulator = None  # torch has made itself another one
                 strayed.append(str(managed))
-            elif not self.is_bound and managed.was_written() and managed.clear():
+            elif not self.is_bound and managed.param._version != managed.version and managed.clear():
                 lost.append(str(managed))
         if strayed:
             raise _not_kept(strayed, "given other memory after it was packed")

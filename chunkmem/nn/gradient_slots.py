@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from chunkmem.errors import StateError
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.binding import ManagedParameter, trainable
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
@@ -35,7 +35,7 @@ class SlotGroup:
     @property
     def trained(self) -> set[ManagedParameter]:
         """Members that require gradients."""
-        return {managed for managed in self.members if managed.requires_grad}
+        return {m for m, is_trained in zip(self.members, trainable(self.members), strict=True) if is_trained}
 
 
 class GradientSlots:
@@ -94,16 +94,16 @@ class GradientSlots:
         reader = f"{managed.name} gradient"
         group = self._writable(managed.group, reader)
         chunk = group.chunk
-        if replacing:
+        if replacing and self.given:
             self.withdraw((managed,))
         if chunk.version == NO_CONTENT:
             self._pager.create(chunk, chunk.compute_tier, reader=reader, zero=False)
             self.landed[managed.group] = set()
-            group.num_expected = len(group.trained)
+            group.num_expected = sum(trainable(group.members))
         else:
             self._pager.use(chunk, chunk.compute_tier, reader=reader)
         landed = self.landed[managed.group] = self.landed.pop(managed.group)
-        slot = self.slot(managed)
+        slot = self._pager.store.views(chunk, chunk.compute_tier)[managed.position]
         with runtime_mode():
             if managed in landed and not replacing:
                 slot.add_(grad)
@@ -112,7 +112,7 @@ class GradientSlots:
                 landed.add(managed)
         if len(chunk.replicas) > 1:
             self._pager.store.mark_written(chunk, chunk.compute_tier)
-        is_settled = self.is_complete(managed.group) and self._settles(managed.group)
+        is_settled = len(landed) >= group.num_expected and self._settles(managed.group)
         self._pager.store.settle(chunk, is_settled=is_settled)
 
     def is_complete(self, group: int) -> bool:
@@ -179,7 +179,7 @@ class GradientSlots:
 
     def withdraw(self, params: Iterable[ManagedParameter]) -> None:
         """What this rank has of gradients is no part of a mean any more, once the others have been told."""
-        for managed in self.given.intersection(params) if self.given else ():
+        for managed in self.given.intersection(params):
             self.given.discard(managed)
             self.withdrawn.add(managed)
 

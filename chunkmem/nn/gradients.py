@@ -62,10 +62,11 @@ class GradientBook:
         One that somebody else refers to stays there: they may keep writing to it, and plain PyTorch would notice. It
         is copied at the step.
         """
-        is_held = not self.values.is_shared and self._is_held(managed.param, from_autograd=from_autograd)
-        if is_held and from_autograd:
-            return
-        grad = managed.grad
+        with torch._C.DisableTorchFunctionSubclass():
+            is_held = self.values.shared is None and self._is_held(managed.param, from_autograd=from_autograd)
+            if is_held and from_autograd:
+                return
+            grad = managed.param.grad
         assert grad is not None
         self.slots.land(managed, grad, replacing=True)
         if is_held:
@@ -78,8 +79,7 @@ class GradientBook:
         if _num_references(param) > num_tensor:
             return True
         # What autograd has made may be a view of something of its own; to what a user assigned it has added in place.
-        with torch._C.DisableTorchFunctionSubclass():
-            may_be_made_by_autograd = from_autograd and param.grad is not None and param.grad._version == 0
+        may_be_made_by_autograd = from_autograd and param.grad is not None and param.grad._version == 0
         return not may_be_made_by_autograd and _num_memory_references(param) > num_memory
 
     def _show(self, managed: ManagedParameter) -> None:
@@ -106,13 +106,14 @@ class GradientBook:
 
     def settle(self, params: Iterable[ManagedParameter]) -> None:
         """Make the book agree with `.grad`; see [Note: What `.grad` says]. Raises what `land` does."""
-        params = tuple(params)
-        for managed in params:
+        with torch._C.DisableTorchFunctionSubclass():
+            unsettled = [managed for managed in params if not self._is_settled(managed)]
+        for managed in unsettled:
             grad = managed.grad
             if isinstance(grad, LazyGradient) and not grad.is_all_of(self.values.sources[managed]):
                 # Of another parameter, maybe, whose turn comes before this one's: two can be swapped.
                 managed.grad = grad.whole()
-        for managed in params:
+        for managed in unsettled:
             grad, source = managed.grad, self.values.sources[managed]
             if grad is None:
                 if source.state is not GradientState.NONE or self.slots.any_landed((managed,)):
@@ -125,6 +126,12 @@ class GradientBook:
             else:
                 del grad
                 self._take(managed)
+
+    def _is_settled(self, managed: ManagedParameter) -> bool:
+        """Tell whether `.grad` is a gradient that is or was in its slot, and nobody has touched it."""
+        grad, source = managed.param.grad, self.values.sources[managed]
+        is_shown = isinstance(grad, LazyGradient) and grad.is_all_of(source)
+        return is_shown and source.state not in (GradientState.NONE, GradientState.ZEROED)
 
     @contextmanager
     def exposing(self, exposed: Iterable[ManagedParameter], landed: Collection[ManagedParameter]) -> Iterator[None]:
@@ -229,11 +236,12 @@ class GradientBook:
 
     def use_up(self, params: Collection[ManagedParameter], *, of_all_ranks: bool = True) -> None:
         """Forget the gradients of `params`, as after their update; for the arguments see `GradientSlots.forget`."""
-        for managed in params:
-            source, grad = self.values.sources[managed], managed.grad
-            is_shown = isinstance(grad, LazyGradient) and grad.is_all_of(source)
-            if source.state is not GradientState.NONE:
-                source.state = GradientState.CONSUMED if is_shown else GradientState.NONE
+        with torch._C.DisableTorchFunctionSubclass():
+            for managed in params:
+                source, grad = self.values.sources[managed], managed.param.grad
+                is_shown = isinstance(grad, LazyGradient) and grad.is_all_of(source)
+                if source.state is not GradientState.NONE:
+                    source.state = GradientState.CONSUMED if is_shown else GradientState.NONE
         self.slots.forget(params, of_all_ranks=of_all_ranks)
 
 
@@ -245,15 +253,13 @@ def _num_holders(table: Mapping[Any, torch.Tensor], key: Any) -> int:
 
 def _num_references(param: torch.Tensor) -> int:
     """Return how many references there are to the tensor in `.grad`, this function's included."""
-    with torch._C.DisableTorchFunctionSubclass():
-        grad = param.grad
+    grad = param.grad
     return sys.getrefcount(grad)
 
 
 def _num_memory_references(param: torch.Tensor) -> int:
     """Return how many references there are to the memory of the tensor in `.grad`; 0 for one that has none."""
-    with torch._C.DisableTorchFunctionSubclass():
-        grad = param.grad
+    grad = param.grad
     assert grad is not None
     memory = storage_id(grad)
     return 0 if memory is None else int(torch._C._storage_Use_Count(memory))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from chunkmem.errors import CheckpointError, StateError
 from chunkmem.layout.spec import Layout
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.runtime.device import runtime_mode
 
 
@@ -22,6 +23,11 @@ class PackedModel:
     root: nn.Module
     layout: Layout
     parameters: tuple[ManagedParameter, ...]
+
+    @cached_property
+    def bound(self) -> tuple[BoundChunk, ...]:
+        """What the parameters are bound to."""
+        return tuple(dict.fromkeys(managed.bound for managed in self.parameters))
 
 
 class ModelRegistry:
@@ -43,6 +49,11 @@ class ModelRegistry:
     def parameters(self) -> list[ManagedParameter]:
         """All managed parameters."""
         return [managed for model in self.models for managed in model.parameters]
+
+    @property
+    def has_excluded(self) -> bool:
+        """There are parameters that are known and not managed."""
+        return bool(self._excluded)
 
     @property
     def padding_nbytes(self) -> int:
@@ -144,7 +155,7 @@ class ModelRegistry:
         """Look all parameters over, then raise if one no longer stands where it was packed; see `BoundChunk.check`."""
         errors = []
         with runtime_mode():
-            for bound in dict.fromkeys(managed.bound for managed in self.parameters):
+            for bound in [bound for model in self.models for bound in model.bound]:
                 try:
                     bound.check()
                 except StateError as error:

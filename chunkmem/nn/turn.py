@@ -13,6 +13,14 @@ from chunkmem.errors import StateError
 _POLL_S = 0.1
 
 
+class _Taken(threading.local):
+    """Of each thread: what it has taken and not given back."""
+
+    def __init__(self) -> None:
+        self.order: list[threading.RLock | None] = []
+        """What was taken last comes last; None is the turn itself."""
+
+
 class Turn:
     """Belongs to the thread that runs a model, a backward, a step, or an operator on a parameter; others wait."""
 
@@ -27,10 +35,11 @@ class Turn:
         """
         self._timeout_s = timeout_s
         self._with_hooks = with_hooks
-        self._given_back = threading.Condition()
+        self._lock = threading.RLock()
+        """Of `_owner_id`. Taken in place of the condition, whose own methods are Python."""
+        self._given_back = threading.Condition(self._lock)
         self._in_hooks = threading.RLock()
-        self._taken = threading.local()
-        """Of each thread: what it has taken and not given back, in this order; None is the turn itself."""
+        self._taken = _Taken()
         self._owner_id: int | None = None
         self._waiting: deque[int] = deque()
         """In the order they came: one that asks again and again would keep all others out."""
@@ -41,22 +50,24 @@ class Turn:
         Raises:
             StateError: another thread has kept it for too long.
         """
-        if self._owner_id == threading.get_ident():
+        me = threading.get_ident()
+        if self._owner_id == me:
             return False
-        with self._given_back:
+        with self._lock:
             if self._owner_id is not None or self._waiting:
                 self._wait()
-            self._owner_id = threading.get_ident()
-        self._taken_here().append(None)
+            self._owner_id = me
+        self._taken.order.append(None)
         return True
 
     def give_back(self) -> None:
         """Let others have it, if this thread does; what was taken last goes first."""
-        taken = self._taken_here().pop() if self._taken_here() else None
+        order = self._taken.order
+        taken = order.pop() if order else None
         if taken is not None:
             taken.release()
         elif self._owner_id == threading.get_ident():
-            with self._given_back:
+            with self._lock:
                 self._owner_id = None
                 if self._waiting:
                     self._given_back.notify_all()
@@ -76,19 +87,12 @@ class Turn:
         lock = self._in_hooks
         if not lock.acquire(timeout=self._timeout_s):
             raise self._late()
-        self._taken_here().append(lock)
+        self._taken.order.append(lock)
         return True
 
     def end_hooks(self) -> None:
         """No backward runs: a hook that was torn down keeps others out no longer."""
         self._in_hooks = threading.RLock()
-
-    def _taken_here(self) -> list[threading.RLock | None]:
-        """Return what this thread has taken."""
-        if not hasattr(self._taken, "order"):
-            self._taken.order = []
-        found: list[threading.RLock | None] = self._taken.order
-        return found
 
     @contextmanager
     def taken(self) -> Iterator[None]:

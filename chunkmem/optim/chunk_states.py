@@ -153,12 +153,13 @@ class ChunkStates:
         for group in {managed.group for managed in pending if managed in stateless}:
             self._updater.make_master(group)
         self.prepare(with_states, others=pending)
-        self._note(managed for managed in anywhere if managed not in stateless)
+        self._note([managed for managed in anywhere if managed not in stateless])
         self._updater.complete_states(pending)
 
     def _note(self, params: Iterable[ManagedParameter]) -> None:
         """Some of `params` have a state from now on, on this rank or on the one that owns them."""
-        self._anywhere.update(dict.fromkeys(m for m in params if m not in self and self.form(m).is_there))
+        new = [managed for managed in params if managed not in self._anywhere]
+        self._anywhere.update(dict.fromkeys(managed for managed in new if self.form(managed).is_there))
 
     def prepare(self, params: Iterable[ManagedParameter], *, others: Iterable[ManagedParameter] = ()) -> None:
         """Make states of zero where there are none, so that a lack of room is known before anything is updated.

@@ -67,7 +67,7 @@ class GroupwiseStep:
         """Be the optimizer of all its parameters from now on."""
         self.claim(self._members.groups())
         if self.in_backward:
-            self._updater.in_backward.optimizers.add(self)
+            self._updater.in_backward.add(self)
 
     def claim(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Have the states of parameter groups in chunks from now on; see `GroupUpdater.claim`."""
@@ -77,34 +77,39 @@ class GroupwiseStep:
         """Check that weights, gradients and states of all parameter groups fit; see `Claims.require_room`."""
         self._updater.claims.require_room(self.states.wanted(self._members.groups()), self)
 
-    def check_claims(self) -> None:
-        """Raise a `StateError` if a newer optimizer has taken a parameter."""
-        self._updater.claims.check(self._members.owned(), self)
+    def check_claims(self, begun: BegunStep | None = None) -> None:
+        """Raise a `StateError` if a newer optimizer has taken a parameter, of a step that has `begun` or of now."""
+        known = self._members.known() if begun is None else begun.known
+        self._updater.claims.check(self._members.owned_of(known), self)
 
     # A step.
 
     def new_begun(self, options: str) -> BegunStep:
         """Return a step that has changed nothing so far."""
-        hypers, stateless, number = [], set[ManagedParameter](), -1
+        hypers, known, stateless, number = [], list[ManagedParameter](), set[ManagedParameter](), -1
+        lookup = self._host.registry.lookup
         for index, group in enumerate(self._members.groups()):
             hypers.append(self.rule.hyper(group))
             is_stateless = self.rule.is_stateless(hypers[-1])
             for param in group["params"]:
                 number += 1
-                managed = self._host.registry.lookup(param)
+                managed = lookup(param)
                 if managed is not None:
+                    known.append(managed)
                     self._options_of[managed], self._numbers[managed] = index, number
                     if is_stateless:
                         stateless.add(managed)
-        return BegunStep(options, hypers, stateless)
+        return BegunStep(options, hypers, known, stateless)
 
     def has_gradients(self, begun: BegunStep) -> bool:
         """Look up what there is to do; tell whether there is anything."""
-        pending = self._members.pending(besides=begun.updated)
+        if begun.updated:  # by an earlier backward
+            begun.known = self._members.known()
+        pending = self._members.pending(begun.known, besides=begun.updated)
         begun.anywhere = pending
         if self._host.is_shared:  # the same on all ranks
             anywhere = self._updater.gradients.slots.anywhere
-            begun.anywhere = [managed for managed in self._members.known() if managed in anywhere]
+            begun.anywhere = [managed for managed in begun.known if managed in anywhere]
         excluded = self._members.with_excluded_gradients()
         begun.excluded = list(zip(excluded, begun.hypers, strict=True))
         begun.pending = [*begun.updated, *pending]
@@ -120,14 +125,15 @@ class GroupwiseStep:
             self._updater.gradients.use_up(set(left))
         else:
             self._update(begun, left)
-        self._updater.gradients.values.consumed(self._members.known())
+        self._updater.gradients.values.consumed(begun.known)
         self._updater.ahead.end_step()
         self._updater.gradients.slots.anywhere.difference_update(begun.anywhere)
 
     def end(self) -> None:
         """The step is over, or given up."""
+        known = self._members.known() if self.begun is None else self.begun.known
         self.begun = self._clipping = None
-        self._updater.ledger.end(self._members.known())
+        self._updater.ledger.end(known)
         if self.in_backward:
             self._updater.in_backward.end_step()
 
@@ -144,9 +150,9 @@ class GroupwiseStep:
         ledger = self._updater.ledger
         if weights and not begun.holds_weights:
             begun.holds_weights = True
-            ledger.begun.update(dict.fromkeys(self._members.known(), begun))
+            ledger.begun.update(dict.fromkeys(begun.known, begun))
         elif not weights:
-            ledger.half_scaled.update(dict.fromkeys(self._members.known(), "optimizer.step()"))
+            ledger.half_scaled.update(dict.fromkeys(begun.known, "optimizer.step()"))
 
     # Gradients.
 
@@ -203,7 +209,7 @@ class GroupwiseStep:
             self.begun.require_new("clip_grad_norm_()")
         self.require_clipped(f"clip_grad_norm_({max_norm})", max_norm=max_norm)
         with self._host.step(f"a norm of {max_norm}", updates=False, goes_on=self._clipping is not None):
-            pending = members.pending()
+            pending = members.pending(members.known())
             is_without = not pending and not members.is_trainable() and not any(members.with_excluded_gradients())
             if is_without and not self._is_counted_on():
                 return torch.zeros((), device=self._host.device)

@@ -45,8 +45,12 @@ class GroupMembers:
 
     def owned(self) -> list[ManagedParameter]:
         """Return the managed ones, over ranks those that this one owns: it has their states."""
+        return self.owned_of(self.known())
+
+    def owned_of(self, known: list[ManagedParameter]) -> list[ManagedParameter]:
+        """Return those of `known` that this rank owns."""
         owns = self._host.owns
-        return [managed for managed in self.known() if owns(managed)]
+        return [managed for managed in known if owns(managed)] if self._host.is_shared else known
 
     def is_trainable(self) -> bool:
         """Tell whether a managed one, of any rank, may get a gradient."""
@@ -54,20 +58,24 @@ class GroupMembers:
 
     def with_excluded_gradients(self) -> list[list[torch.Tensor]]:
         """Return by parameter group those that no chunk holds and that have a gradient."""
+        if not self._registry.has_excluded:
+            return [[] for _ in self.groups()]
         lookup = self._registry.lookup
         return [[p for p in group["params"] if lookup(p) is None and p.grad is not None] for group in self.groups()]
 
-    def pending(self, *, besides: Collection[ManagedParameter] = ()) -> list[ManagedParameter]:
-        """Return the managed ones that this rank owns and that have a gradient; `besides` have had their update.
+    def pending(
+        self, known: list[ManagedParameter], *, besides: Collection[ManagedParameter] = ()
+    ) -> list[ManagedParameter]:
+        """Return those of `known` that this rank owns and that have a gradient; `besides` have had their update.
 
         Raises:
             StateError: plain PyTorch would use a gradient that is gone.
         """
-        gradients, owns, known = self._host.updater.gradients, self._host.owns, self.known()
+        gradients = self._host.updater.gradients
         others = [managed for managed in known if managed not in besides]
         gradients.values.require_known(others, has_new=bool(besides))
         landed = gradients.slots.landed
-        return [managed for managed in known if managed in landed.get(managed.group, ()) and owns(managed)]
+        return [managed for managed in self.owned_of(known) if managed in landed.get(managed.group, ())]
 
     def by_index(self, saved: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, ManagedParameter]]:
         """Yield the managed ones with the index that each has in the parameter groups of a `state_dict`."""

@@ -270,17 +270,16 @@ class GroupUpdater:
 
         return work
 
-    def mark_updated(self, params: Iterable[ManagedParameter]) -> None:
+    def mark_updated(self, params: Collection[ManagedParameter]) -> None:
         """Note that parameters were updated."""
-        if self.rounded:
-            self.rounded.difference_update(params := tuple(params))
+        self.rounded.difference_update(params)
         self.mark_written(params)
 
-    def mark_written(self, params: Iterable[ManagedParameter]) -> None:
+    def mark_written(self, params: Collection[ManagedParameter]) -> None:
         """Count the write in autograd's version counters: a backward of an older graph has to notice it."""
         with torch._C.DisableTorchFunctionSubclass():
+            torch.autograd.graph.increment_version([managed.param for managed in params])
             for managed in params:
-                torch.autograd.graph.increment_version(managed.param)
                 managed.version = managed.param._version
 
     def settle(self) -> None:

@@ -120,15 +120,13 @@ class Chunk:
     settled: bool = False
     """Complete, and wanted next where it is updated, not on DEVICE."""
     replicas: dict[Tier, Replica] = field(default_factory=dict)
+    nbytes: int = field(init=False)
+    compute_tier: Tier = field(init=False)
+    """Where modules compute with it, gradients land in it, and `home` is."""
 
-    @property
-    def nbytes(self) -> int:
-        return self.group.nbytes
-
-    @property
-    def compute_tier(self) -> Tier:
-        """Where modules compute with it, gradients land in it, and `home` is."""
-        return Tier.HOST if self.group.is_on_host else Tier.DEVICE
+    def __post_init__(self) -> None:
+        self.nbytes = self.group.nbytes
+        self.compute_tier = Tier.HOST if self.group.is_on_host else Tier.DEVICE
 
     @property
     def stays(self) -> bool:
@@ -167,10 +165,12 @@ class Chunk:
 
 def slot_views(chunk: Chunk, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return one tensor per slot of `flat`, which is laid out as the chunk, in slot order and as the chunk's forms."""
-    return tuple(
-        torch.as_strided(flat, shape, stride, flat.storage_offset() + slot.offset)
+    start = flat.storage_offset()
+    views = [
+        torch.as_strided(flat, shape, stride, start + slot.offset)
         for slot, (shape, stride) in zip(chunk.group.slots, chunk.forms, strict=True)
-    )
+    ]
+    return tuple(views)
 
 
 def residency(chunks: Iterable[Chunk]) -> Residency:

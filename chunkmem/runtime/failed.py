@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 
 from chunkmem.errors import TierIOError
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
@@ -59,7 +59,7 @@ class _Repair:
         """Their sources, which nobody may write over."""
 
     def run(self) -> None:
-        issued, self._store.issued = self._store.issued, []
+        issued, self._store.issued = self._store.issued, deque()
         failed = [each for each in issued if each.event is not None and each.event.failure is not None]
         for each in failed:
             for slab in each.slabs:

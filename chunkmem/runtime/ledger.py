@@ -25,6 +25,8 @@ class Ledger:
     peak: dict[str, int] = field(default_factory=dict)
     """Each role's own highest `now`."""
     total_nbytes: int = 0
+    chunk_nbytes: int = 0
+    """Bytes of all roles but the cache."""
     peak_nbytes: int = 0
     chunk_peak_nbytes: int = 0
     """Highest sum over all roles but the cache since `restart_peak`."""
@@ -40,11 +42,6 @@ class Ledger:
         """Bytes that are free, or that slabs kept for reuse and shadow buffers give back when a chunk needs them."""
         return self.free_nbytes + self.now.get(CACHE, 0) + self.now.get(SHADOW, 0)
 
-    @property
-    def chunk_nbytes(self) -> int:
-        """Bytes of all roles but the cache."""
-        return self.total_nbytes - self.now.get(CACHE, 0)
-
     def restart_peak(self) -> None:
         """Begin `chunk_peak_nbytes` and `role_peak` again from what is there."""
         self.chunk_peak_nbytes = self.chunk_nbytes
@@ -53,9 +50,8 @@ class Ledger:
     def charge(self, role: str, nbytes: int) -> None:
         """Count `nbytes` more for `role`."""
         assert self.total_nbytes + nbytes <= self.cap_nbytes, f"{self.tier.value} over its cap"
-        self.total_nbytes += nbytes
+        self._count(role, nbytes)
         self.peak_nbytes = max(self.peak_nbytes, self.total_nbytes)
-        self.now[role] = self.now.get(role, 0) + nbytes
         self.peak[role] = max(self.peak.get(role, 0), self.now[role])
         if role != CACHE:
             self.role_peak[role] = max(self.role_peak.get(role, 0), self.now[role])
@@ -64,5 +60,10 @@ class Ledger:
     def release(self, role: str, nbytes: int) -> None:
         """Count `nbytes` fewer for `role`."""
         assert self.now.get(role, 0) >= nbytes, f"{role} gives back more than it took on {self.tier.value}"
-        self.total_nbytes -= nbytes
-        self.now[role] -= nbytes
+        self._count(role, -nbytes)
+
+    def _count(self, role: str, nbytes: int) -> None:
+        self.total_nbytes += nbytes
+        self.now[role] = self.now.get(role, 0) + nbytes
+        if role != CACHE:
+            self.chunk_nbytes += nbytes

@@ -29,6 +29,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch.autograd import profiler
+
 from chunkmem.errors import TierIOError
 from chunkmem.plan.cursor import Said, TraceCursor, label_of
 from chunkmem.plan.model import Lane, Plan
@@ -213,22 +215,19 @@ class PlanExecutor(PlanActions):
             TierIOError: a copy has failed that this, or what comes next, has to wait for. The plan is left.
         """
         try:
-            self._begin_moment(kind, chunk, reader)
+            cue = self._cues[self._cursor]
+            if not (self._on_plan and cue.chunk is chunk and cue.kind is kind):
+                found = self._unforeseen(kind, chunk, reader)
+                if found is None:
+                    return
+                cue = found
+            self._perform(cue)
+            if self._on_plan and not self._order.is_exact:
+                self._settle(kind, chunk)
         except TierIOError:
             with contextlib.suppress(TierIOError):
                 self.depart()
             raise
-
-    def _begin_moment(self, kind: Kind, chunk: Chunk, reader: object) -> None:
-        cue = self._cues[self._cursor]
-        if not (self._on_plan and cue.chunk is chunk and cue.kind is kind):
-            found = self._unforeseen(kind, chunk, reader)
-            if found is None:
-                return
-            cue = found
-        self._perform(cue)
-        if self._on_plan and not self._order.is_exact:
-            self._settle(kind, chunk)
 
     def _perform(self, cue: _Cue) -> None:
         """Do what the plan has for the moment that comes next, which is `cue`."""
@@ -237,7 +236,8 @@ class PlanExecutor(PlanActions):
         self._cursor += 1
         step_log = self.step_log
         step_log.begin(self._cursor - 1, cue.kind, cue.chunk)
-        self._profile.show(cue.label)
+        if profiler._is_profiler_enabled or self._profile.shown is not None:
+            self._profile.show(cue.label)
         if self._store.num_outdated != self._num_outdated:
             self._num_outdated = self._store.num_outdated
             self._order.is_exact = False

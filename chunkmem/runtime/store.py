@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -14,7 +14,7 @@ from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, slot_views
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.disk_pool import DiskSlab
-from chunkmem.runtime.events import copy_error
+from chunkmem.runtime.events import Event, copy_error
 from chunkmem.runtime.issued import IssuedCopy, LeftUpdate
 from chunkmem.runtime.pool import DevicePool, Slab, SlabPool
 from chunkmem.runtime.snapshot import Snapshot
@@ -37,7 +37,7 @@ class ChunkStore:
         self.resident: dict[Tier, dict[ChunkId, Chunk]] = {tier: {} for tier in pools}
         self.moved: dict[Link, int] = dict.fromkeys(LINKS, 0)
         """Bytes copied over each link since the manager was made."""
-        self.issued: list[IssuedCopy | LeftUpdate] = []
+        self.issued: deque[IssuedCopy | LeftUpdate] = deque()
         """Copies and updates on lanes that may be under way yet, or have failed; in this order."""
         self.num_outdated = 0
         """Replicas that went because another one was written to: a plan frees them before."""
@@ -239,10 +239,9 @@ class ChunkStore:
         self.moved[source, target] += chunk.nbytes
 
     def note_issued(self, operation: IssuedCopy | LeftUpdate) -> None:
-        """Keep account of an operation, and once there are many, of none that is done."""
-        if len(self.issued) > _MANY_COPIES:
-            events = [(each, each.event) for each in self.issued]
-            self.issued = [each for each, event in events if event is None or event.failure or not event.done()]
+        """Keep account of an operation; once there are many, of none that was over before all others."""
+        while len(self.issued) > _MANY_COPIES and _has_succeeded(self.issued[0].event):
+            self.issued.popleft()
         self.issued.append(operation)
 
     def drop(self, chunk: Chunk, tier: Tier) -> None:
@@ -381,6 +380,11 @@ def disk_transfer(target: Replica, source: Replica) -> Callable[[], None] | None
     if isinstance(source.slab, DiskSlab):
         return partial(source.slab.read, target.flat)
     return None
+
+
+def _has_succeeded(event: Event | None) -> bool:
+    """Tell, without waiting, whether an operation is over and has not failed; None: it is not issued."""
+    return event is not None and event.done() and event.failure is None
 
 
 def _contents(chunk: Chunk, tier: Tier) -> torch.Tensor:

@@ -33,10 +33,10 @@ class StreamEvent(Interval):
         return None  # what fails on a stream ends the process's use of the device
 
     def done(self) -> bool:
-        return self.end.event.query()
+        return self.end.is_over()
 
     def wait(self) -> None:
-        self.end.event.synchronize()
+        self.end.wait()
 
 
 def cuda_handle(event: Event) -> int | None:

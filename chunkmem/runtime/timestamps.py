@@ -21,7 +21,7 @@ recorded again, and who was told to wait for it before still waits for what it s
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -132,23 +132,62 @@ class _Anchor:
         return self.host_s + 1e-3 * float(self._event.elapsed_time(event))
 
 
+class _Progress:
+    """How far a stream has come: what is on it is over in this order, so one event that is over tells of all before."""
+
+    __slots__ = ("_num_over", "num_recorded")
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+        """Events so far; each has a number, from 1."""
+        self._num_over = 0
+        """As far as somebody has asked."""
+
+    def is_over(self, number: int, event: TimingEvent) -> bool:
+        """Tell, without waiting, whether the stream has come to the event with that number."""
+        if number > self._num_over and event.query():
+            self._num_over = number
+        return number <= self._num_over
+
+    def wait(self, number: int, event: TimingEvent) -> None:
+        """Block the calling thread until it has."""
+        if number > self._num_over:
+            event.synchronize()
+            self._num_over = max(number, self._num_over)
+
+
 class StreamTimestamp:
     """A point on a stream. Its event goes back to the pool with the last reference to it."""
 
-    __slots__ = ("_anchor", "_pool", "event")
+    __slots__ = ("_anchor", "_number", "_pool", "_progress", "event")
 
-    def __init__(self, event: TimingEvent, anchor: _Anchor, pool: deque[TimingEvent]) -> None:
+    def __init__(self, event: TimingEvent, anchor: _Anchor, pool: _Pool, progress: _Progress) -> None:
+        """Have an event that was recorded just now, on a stream with this progress."""
         self.event = event
         self._anchor = anchor
         self._pool = pool
+        self._progress = progress
+        self._number = progress.num_recorded
 
     def __del__(self) -> None:
-        self._pool.append(self.event)
+        self._pool.append((self.event, self._progress, self._number))
+
+    def is_over(self) -> bool:
+        """Tell, without waiting, whether the stream has come to it."""
+        return self._progress.is_over(self._number, self.event)
+
+    def wait(self) -> None:
+        """Block the calling thread until it has."""
+        self._progress.wait(self._number, self.event)
 
     @property
     def at_s(self) -> float:
-        self.event.synchronize()
+        self.wait()
         return self._anchor.host_time_s(self.event)
+
+
+_Pool = deque[tuple[TimingEvent, _Progress, int]]
+"""Events that no timestamp has, each with the number that it had on a stream."""
 
 
 class StreamClock:
@@ -165,7 +204,9 @@ class StreamClock:
         self._streams = streams
         self._idle = streams.stream()
         self._anchor = _Anchor(streams, self._idle)
-        self._pool: deque[TimingEvent] = deque()
+        self._pool: _Pool = deque()
+        self._progress: defaultdict[Any, _Progress] = defaultdict(_Progress)
+        """By stream."""
 
     def timestamp(self) -> StreamTimestamp:
         return self.timestamp_on(self._streams.current_stream())
@@ -174,17 +215,18 @@ class StreamClock:
         """Return the end of what is on a stream. Once in a while, this holds the host up for the time of one event."""
         if time.perf_counter() - self._anchor.host_s > _ANCHOR_LIFE_S:
             self._anchor = _Anchor(self._streams, self._idle)
-        event = self._idle_event()
+        event, progress = self._idle_event(), self._progress[stream]
+        progress.num_recorded += 1
         event.record(stream)
-        return StreamTimestamp(event, self._anchor, self._pool)
+        return StreamTimestamp(event, self._anchor, self._pool, progress)
 
     def _idle_event(self) -> TimingEvent:
         """Return an event that no timestamp has, and that is over: ROCm leaves open what else recording it would do."""
         try:
-            event = self._pool.popleft()
+            event, progress, number = self._pool.popleft()
         except IndexError:
             return self._streams.timing_event()
-        if event.query():
+        if progress.is_over(number, event):
             return event
-        self._pool.append(event)
+        self._pool.append((event, progress, number))
         return self._streams.timing_event()

@@ -33,7 +33,7 @@ from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.audit import audit
-from tests.helpers.device_time import LINK_Bps, TimedDevice, TimedLanes, TimedLinear, TimingEvent, timed_device
+from tests.helpers.device_time import LINK_Bps, Stream, TimedDevice, TimedLanes, TimedLinear, TimingEvent, timed_device
 from tests.helpers.spread import spread
 
 WIDTH = 16
@@ -286,6 +286,36 @@ def test_events_go_back_to_their_pool(device: TimedDevice, disturb: Callable[[Tr
     del training
     gc.collect()
     assert len(device.clock._pool) == device.num_events - NUM_ANCHORS
+
+
+@pytest.mark.parametrize("num_chunks", [4, 7])
+def test_a_followed_step_asks_the_device_less_often_than_it_records(device: TimedDevice, num_chunks: float) -> None:
+    """Each question is a call of CUDA. Asked about each event on its own, there were nearly three for each."""
+    training = Training(device, num_chunks=num_chunks)
+    for _ in range(NUM_LEARNED + 4):
+        training.train()
+    num_queries, num_records = device.num_queries, device.num_records
+    for _ in range(4):
+        training.train()
+    assert device.num_queries - num_queries <= 1.2 * (device.num_records - num_records)
+
+
+def test_an_event_that_is_over_tells_of_all_before_on_its_stream_alone(device: TimedDevice) -> None:
+    other = Stream(device)
+    other.run(2.0)
+    elsewhere = device.clock.timestamp_on(other)
+    first = device.clock.timestamp()
+    device.launch(1.0)
+    second = device.clock.timestamp()
+    assert not second.is_over()
+    device.host_s += 1.5
+    assert second.is_over()
+    num_queries = device.num_queries
+    assert first.is_over()
+    assert device.num_queries == num_queries
+    assert not elsewhere.is_over()
+    device.launch(1.0)
+    assert not device.clock.timestamp().is_over()
 
 
 # Waits of other kinds.

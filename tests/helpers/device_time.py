@@ -69,14 +69,19 @@ class TimingEvent:
         self.at_s = -1.0
 
     def record(self, stream: Stream) -> None:
-        assert self.query(), "ROCm does not define what it is to record an event again that is not over"
+        assert self._is_over, "ROCm does not define what it is to record an event again that is not over"
         self._device.host_s += LAUNCH_S
         self._device.num_records += 1
         self.at_s = max(stream.end_s, self._device.host_s)
         stream.end_s, stream.queued_s = self.at_s + stream.queued_s, 0.0
 
-    def query(self) -> bool:
+    @property
+    def _is_over(self) -> bool:
         return self._device.host_s >= self.at_s
+
+    def query(self) -> bool:
+        self._device.num_queries += 1
+        return self._is_over
 
     def synchronize(self) -> None:
         self._device.host_s = max(self._device.host_s, self.at_s)
@@ -85,8 +90,8 @@ class TimingEvent:
         stream.end_s = max(stream.end_s, self.at_s)
 
     def elapsed_time(self, end: TimingEvent) -> float:
-        assert self.query(), "CUDA refuses to measure from an event that is not over"
-        assert end.query(), "CUDA refuses to measure up to an event that is not over"
+        assert self._is_over, "CUDA refuses to measure from an event that is not over"
+        assert end._is_over, "CUDA refuses to measure up to an event that is not over"
         return 1e3 * ((end.at_s + _OTHER_ZERO_S) - (self.at_s + _OTHER_ZERO_S))
 
 
@@ -97,6 +102,7 @@ class TimedDevice(SimulatedAccelerator):
         super().__init__()
         self.host_s = 100.0
         self.num_records = 0
+        self.num_queries = 0
         self.num_events = 0
         """How many were made."""
         self.computing = self.current = Stream(self)
