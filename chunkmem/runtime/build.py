@@ -242,7 +242,9 @@ def _run_all(commands: Sequence[Sequence[str]], bar: Any) -> None:
 
 def _first_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line), lines[0] if lines else "it said nothing")
+    words = ("cannot find", "undefined reference", "error")  # a linker's own line comes before "ld returned 1"
+    found = (line for line in lines if any(word in line for word in words))
+    return next(found, lines[0] if lines else "it said nothing")
 
 
 def _is_whole(path: Path) -> bool:

@@ -31,6 +31,11 @@ while [ $# -gt 0 ]; do
   shift
 done
 """
+LINKER = """#!/bin/sh
+echo "/usr/bin/ld: cannot find -lcheese: No such file"
+echo "collect2: error: ld returned 1 exit status"
+exit 1
+"""
 FAILS = """#!/bin/sh
 echo "warning: something else"
 echo "ops.cpp:7: error: the disk is made of cheese"
@@ -233,6 +238,11 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, compiler: Callable[...,
     ):
         ensure_library(cpu_recipe(compiler(FAILS)), cache)
     assert list(cache.iterdir()) == []
+
+
+def test_a_linker_is_quoted_with_what_it_lacks(tmp_path: Path, compiler: Callable[..., str]) -> None:
+    with pytest.raises(BuildError, match=r"ended with status 1: /usr/bin/ld: cannot find -lcheese"):
+        ensure_library(cpu_recipe(compiler(LINKER)), tmp_path / "cache")
 
 
 # Falling back.
