@@ -23,7 +23,6 @@ from chunkmem.nn.gradient_source import GradientSource, GradientState
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.shard.shards import ShardStore
-from chunkmem.types import Tier
 
 _NONE = -1.0
 """Stands for the norm of a gradient that a rank does not own."""
@@ -279,7 +278,7 @@ class GradientValues:
     @property
     def may_page_out(self) -> bool:
         """Tell whether locating one gradient may move others out of memory, to DISK."""
-        return Tier.DISK in self._pager.store.pools
+        return self._pager.store.host_is_gateway
 
     def staying(self, source: GradientSource) -> AbstractContextManager[None]:
         """Inside, a gradient stays where it was located."""
