@@ -16,10 +16,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "chunkmem"
 
 LAYERS = (
-    ("types",),
+    ("types", "files"),
     ("errors",),
     ("sizes", "layout"),
-    ("files",),
     ("schema", "memory", "deepspeed"),
     ("config", "trace"),
     ("plan",),
