@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from chunkmem.types import Tier
+
 
 class ChunkmemError(Exception):
     """Base of everything chunkmem raises on purpose."""
@@ -31,8 +33,7 @@ class CapacityError(PlanError):
         enough_nbytes: a cap that is certain to be enough for the chunks of every step of the models packed so far, in
             bytes; mostly far less will do. None: not known. On an accelerator it has room for the activations so far.
         cap_nbytes: the cap that was in force, in bytes.
-        on_host: it is HOST that is too small for a plan; accesses can still be served on demand.
-        on_disk: with `on_host`, the numbers are of DISK, and a larger one would do.
+        tier: whose cap these are. If a plan lacks room below DEVICE, accesses can still be served on demand.
     """
 
     def __init__(
@@ -42,12 +43,10 @@ class CapacityError(PlanError):
         needed_nbytes: int,
         cap_nbytes: int,
         enough_nbytes: int | None = None,
-        on_host: bool = False,
-        on_disk: bool = False,
+        tier: Tier = Tier.DEVICE,
     ) -> None:
         super().__init__(message)
-        self.on_host = on_host
-        self.on_disk = on_disk
+        self.tier = tier
         self.needed_nbytes = needed_nbytes
         self.enough_nbytes = enough_nbytes
         self.cap_nbytes = cap_nbytes

@@ -1,15 +1,11 @@
-"""Files that are replaced as a whole, and objects in JSON that have each key once."""
+"""Files that are replaced as a whole."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
-from collections import Counter
 from pathlib import Path
-from typing import Any
-
-from chunkmem.sizes import shown
 
 
 def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
@@ -35,16 +31,3 @@ def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
-
-
-def with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON, as its ``object_pairs_hook``.
-
-    Raises:
-        ValueError: it has a key twice; names the key.
-    """
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {shown(twice)} is given twice in one object")
-    return values

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from chunkmem.assembly.runtime import Origin, Runtime, build_runtime
+from chunkmem.assembly.make import build_runtime
+from chunkmem.assembly.runtime import Origin, Runtime
 from chunkmem.assembly.unwrap import unwrap
 from chunkmem.building import ModelBuilding
 from chunkmem.checkpoints.asynchronous import Saving
@@ -337,7 +338,10 @@ class ChunkManager(ModelBuilding, Reporting):
         with self.runtime.together("manager.state_dict()"):
             self.runtime.entry_points.ordinary.follow()
             state = self.runtime.modules.surface.state_dict(self.runtime.root(model), lazily=lazy)
-            state = self.runtime.with_all_stages(state)
+            if self.runtime.ranks.stages is not None:
+                tensors = ((key, value) for key, value in state.items() if isinstance(value, torch.Tensor))
+                own = {key: value for key, value in tensors if not value.is_meta}
+                state |= self.runtime.ranks.over_stages(own, label="sending the weights of a stage")
         return {} if rank0_only and not self.runtime.ranks.is_first else state
 
     def load_state_dict(

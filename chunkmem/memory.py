@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from chunkmem.sizes import format_nbytes
+from chunkmem.types import TIERS, Tier
 
 _COLUMNS = ("tier", "role", "now", "last step", "peak", "cap")
 
@@ -35,7 +36,7 @@ class TierReport:
 
 @dataclass(frozen=True)
 class MovedReport:
-    """Bytes copied between the tiers since the manager was made."""
+    """Bytes copied between the tiers since the manager was made, in the order of `LINKS`."""
 
     h2d_nbytes: int
     d2h_nbytes: int
@@ -64,6 +65,12 @@ class MemoryReport:
     disk: TierReport | None = None
     """None: there is no DISK."""
 
+    @property
+    def tiers(self) -> Mapping[Tier, TierReport]:
+        """Of all tiers that there are."""
+        reports: dict[Tier, TierReport | None] = {tier: getattr(self, tier.value) for tier in TIERS}
+        return {tier: report for tier, report in reports.items() if report is not None}
+
     def __str__(self) -> str:
         rows = [_COLUMNS, *self._rows()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
@@ -75,8 +82,7 @@ class MemoryReport:
         return str(self)
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        disk = [] if self.disk is None else [("DISK", self.disk)]
-        for name, tier in (("DEVICE", self.device), ("HOST", self.host), *disk):
+        for name, tier in ((tier.name, report) for tier, report in self.tiers.items()):
             total = (tier.now_nbytes, tier.step_peak_nbytes, tier.peak_nbytes, tier.cap_nbytes)
             yield (name, "all", *(format_nbytes(n) for n in total))
             for role, (now, peak) in tier.by_role.items():

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from types import MappingProxyType
 from typing import Final
 
 from chunkmem.memory import MemoryReport, TierReport
-from chunkmem.plan.model import Lane
+from chunkmem.plan.model import LANE_LINKS
 from chunkmem.plan.timeline import StepFigures
+from chunkmem.types import TIERS
 
-_LINKS: Final = MappingProxyType(
-    {
-        "h2d_bytes": Lane.H2D,
-        "d2h_bytes": Lane.D2H,
-        "disk_read_bytes": Lane.DISK_READ,
-        "disk_write_bytes": Lane.DISK_WRITE,
-    }
-)
-_TIERS: Final = ("device", "host", "disk")
+_LINKS: Final = MappingProxyType({f"{lane.value.replace('-', '_')}_bytes": lane for lane in LANE_LINKS})
 NAMES: Final = frozenset(
     {
-        *(f"memory/{tier}_{kind}bytes" for tier in _TIERS for kind in ("", "step_peak_", "peak_", "cap_")),
+        *(f"memory/{tier.value}_{kind}bytes" for tier in TIERS for kind in ("", "step_peak_", "peak_", "cap_")),
         "memory/non_model_bytes",
         *(f"{of}/{link}" for of in ("total", "step") for link in _LINKS),
         *(f"step/{name}" for name in ("seconds", "stall_seconds", "exchanged_bytes", "plan_misses")),
@@ -47,14 +41,14 @@ def metrics_of(
         predicted: what its plan says; None: there is none.
         scaled: in fp16 the loss scale, and how many steps were skipped.
     """
-    found = {**_of_tier("device", memory.device), **_of_tier("host", memory.host)}
-    if memory.disk is not None:
-        found |= _of_tier("disk", memory.disk)
+    tiers = memory.tiers
+    found: dict[str, float] = {}
+    for tier, report in tiers.items():
+        found |= _of_tier(tier.value, report)
     found["memory/non_model_bytes"] = memory.non_model_nbytes
-    moved = memory.moved
-    found |= {"total/h2d_bytes": moved.h2d_nbytes, "total/d2h_bytes": moved.d2h_nbytes}
-    if memory.disk is not None:
-        found |= {"total/disk_read_bytes": moved.read_nbytes, "total/disk_write_bytes": moved.written_nbytes}
+    for (name, lane), nbytes in zip(_LINKS.items(), astuple(memory.moved), strict=True):
+        if {*LANE_LINKS[lane]} <= {*tiers}:
+            found[f"total/{name}"] = nbytes
     if step is not None:
         found |= _of_step(step)
     if predicted is not None:

@@ -7,6 +7,7 @@ import difflib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from chunkmem.errors import ConfigError
-from chunkmem.files import with_unique_keys
 from chunkmem.sizes import parse_nbytes, shown
 
 
@@ -299,3 +299,16 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
     except ValueError as error:  # A key given twice, or an integer of more digits than Python reads.
         raise ConfigError(f"{name} cannot be used: {error}") from None
+
+
+def with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, as its ``object_pairs_hook``.
+
+    Raises:
+        ValueError: it has a key twice; names the key.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {shown(twice)} is given twice in one object")
+    return values

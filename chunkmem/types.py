@@ -27,6 +27,8 @@ class Tier(enum.Enum):
 TIERS = tuple(Tier)
 """A chain, from the tier that computes to the one furthest from it. Bytes pass between neighbors only: HOST is the
 gateway of whatever comes below it."""
+MEMORY = TIERS[:2]
+"""Those that are memory, where tensors are computed with. What is below is read and written."""
 PLACE = {tier: place for place, tier in enumerate(TIERS)}
 """Of each tier in the chain."""
 

@@ -37,7 +37,7 @@ def back_end() -> dict[str, Any]:
         "torch_bits": "cpu" in kernels.native_devices and kernels.torch_tail_width() is not None,
         "build_s": time.perf_counter() - begin_s,
     }
-    # As `chunkmem.assembly.runtime` chooses them.
+    # As `chunkmem.assembly.make` chooses them.
     lanes = open_lanes(compute, blocking=not backend.moves_contents)
     found["lanes"] = type(lanes).__name__
     lanes.close()

@@ -20,8 +20,9 @@ from typing import TypeVar
 from torch import nn
 
 from chunkmem.assembly.inventory import Contents, agreed_moves, free_copies, require_room, take_inventory
+from chunkmem.assembly.make import build_runtime
 from chunkmem.assembly.moving import ChunkMover
-from chunkmem.assembly.runtime import Runtime
+from chunkmem.assembly.runtime import Origin, Runtime
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import StateError
 from chunkmem.layout.spec import Layout
@@ -120,12 +121,12 @@ class Repacking:
         strides = {id(param): dense_stride(param) for param in before.built.elsewhere.params}
         return strides | {id(managed.param): managed.stride for managed in before.registry.parameters}
 
-    def undo(self, make: Callable[[], Runtime]) -> Runtime:
-        """Make modules and Parameters what they were; return the new parts, which `make` makes."""
+    def undo(self, origin: Origin) -> Runtime:
+        """Make modules and Parameters what they were; return parts made from `origin`, with nothing packed yet."""
         before = self.before
         before.modules.unfit(before.hooks)
         before.built.elsewhere.come_back()
-        after = self.after = make()
+        after = self.after = build_runtime(origin, before=before)
         for chunk in [chunk for chunk in before.memory.store.chunks.values() if chunk.id.group < 0]:
             before.memory.store.hand_over(chunk, after.memory.store)
         return after

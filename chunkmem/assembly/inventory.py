@@ -230,4 +230,5 @@ def require_room(
             f"to at least {format_nbytes(needed_nbytes)} ({needed_nbytes} bytes)",
             needed_nbytes=needed_nbytes,
             cap_nbytes=cap_nbytes,
+            tier=Tier.HOST,
         )

@@ -8,7 +8,7 @@ gradients      where they land; `StatePlaces` tells which of them are wanted on 
 sharding       exchanges give gradients to their owners
 updater        optimizer states, groups updated at the step or ahead of it
 modules        parameters packed and served, reads and backwards kept track of
-steps          recorded, planned and followed (`chunkmem.assembly.runtime`)
+steps          recorded, planned and followed (`chunkmem.assembly.make`)
 entry points   a model is called, an optimizer steps (`chunkmem.assembly.entry_points`)
 
 What a part has to tell those that are made after it, it tells by `StepEvents`. One arrow leads back: when room is
@@ -42,6 +42,7 @@ from chunkmem.nn.copies import ModelCopies
 from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.gradient_hooks import GradientHooks
 from chunkmem.nn.gradient_slots import GradientSlots
+from chunkmem.nn.gradient_values import GradientValues
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.guard import DeclaredReads
 from chunkmem.nn.hooks import ModuleHooks, RootCalls
@@ -253,26 +254,6 @@ def margin_use_ratio(config: Config) -> float:
     return config.client.mem_tracer.margin_use_ratio if config.optimizer.params.use_hybrid_adam else 0.0
 
 
-def make_sharding(
-    memory: Memory,
-    ranks: Ranks,
-    shards: ShardStore | None,
-    gradients: GradientSlots,
-    show: Callable[[ManagedParameter], None],
-) -> Sharding:
-    """Return what ranks have of each other; `shards` is None with one rank, and `show` is that of `Reduction`."""
-    ordinary = OrdinaryGradients(shards)
-    if shards is None:
-        return Sharding(ranks, None, None, Units(None, None), ordinary)
-    reduction = Reduction(shards, gradients, memory.pager, show=show)
-    return Sharding(ranks, shards, reduction, Units(shards, reduction), ordinary)
-
-
-def make_shards(memory: Memory, ranks: Ranks, exchanges: Sequence[Exchange]) -> ShardStore | None:
-    """Return what says which rank owns what, None with one; `exchanges` give it to others, the usual one first."""
-    return None if ranks.size == 1 else ShardStore(ranks, exchanges, memory.pager)
-
-
 def make_update_parts(
     store: ChunkStore, compute: ComputeDevice, lanes: Lanes, *, num_threads: int | None = None
 ) -> UpdateParts:
@@ -299,9 +280,45 @@ def make_update_parts(
     return UpdateParts(native, claims, landed, ahead, StepLedger())
 
 
-def make_updater(memory: Memory, gradients: GradientBook, places: StatePlaces, parts: UpdateParts) -> GroupUpdater:
-    """Return what makes optimizer states, which live in `places`, and updates weights by `gradients`."""
-    return GroupUpdater(memory.pager, gradients, places=places, parts=parts)
+def make_training(
+    memory: Memory,
+    ranks: Ranks,
+    exchanges: Sequence[Exchange],
+    parts: UpdateParts,
+    *,
+    margin_use_ratio: float = 0.0,
+    make_slots: Callable[..., GradientSlots] = GradientSlots,
+    make_book: Callable[..., GradientBook] = GradientBook,
+    units: Units | None = None,
+) -> tuple[GradientBook, Sharding, GroupUpdater]:
+    """Return where gradients land, what ranks have of each other, and what updates weights.
+
+    Args:
+        memory: has the chunks.
+        ranks: that train together.
+        exchanges: by which they give each other chunks, the usual one first; empty: this one has all of them.
+        parts: of updates, made for the same store.
+        margin_use_ratio: see `first_residents`.
+        make_slots, make_book: make the first, with the arguments of these classes.
+        units: what the model is divided into; None: as the ranks need it.
+    """
+    pager = memory.pager
+    shards = ShardStore(ranks, exchanges, pager) if exchanges and ranks.size > 1 else None
+    places = StatePlaces(memory.store, memory.caps, margin_use_ratio=margin_use_ratio)
+    slots = make_slots(pager, settles=places.updates_on_host, landed=parts.landed)
+    values = GradientValues(
+        slots,
+        pager,
+        parts.ledger,
+        before_change=parts.ahead.roll_back,
+        shards=shards,
+        is_of_stage=ranks.stages is not None,
+    )
+    gradients = make_book(pager, slots, values)
+    reduction = None if shards is None else Reduction(shards, slots, pager, show=gradients.show_mean)
+    units = Units(shards, reduction) if units is None else units
+    sharding = Sharding(ranks, shards, reduction, units, OrdinaryGradients(shards))
+    return gradients, sharding, GroupUpdater(pager, gradients, places=places, parts=parts)
 
 
 def make_modules(

@@ -52,12 +52,10 @@ class Links:
         if machine is None:
             with tiers.meter.excluding() if tiers.meter is not None else contextlib.nullcontext():
                 machine = cached_machine(tiers.compute, tiers.caps, by_form=self._by_form)
-        return replace(
+        own = replace(
             machine,
-            device_nbytes=tiers.caps.device_nbytes,
-            host_nbytes=tiers.caps.host_nbytes,
             shadow_nbytes=self._shadow_nbytes,
             exchange_Bps=self.exchange_Bps,
-            disk_nbytes=tiers.caps.disk_nbytes,
-            links=machine.links if tiers.disk_links is None else {**tiers.disk_links, **machine.links},
+            links={**tiers.links, **machine.links},
         )
+        return own.with_caps({ledger.tier: ledger.limit_nbytes for ledger in tiers.ledgers})

@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from chunkmem.errors import CheckpointError
-from chunkmem.files import with_unique_keys
+from chunkmem.schema import with_unique_keys
 
 
 def checkpoint_path(path: str | bytes | os.PathLike[str]) -> Path:

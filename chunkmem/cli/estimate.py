@@ -12,7 +12,7 @@ from chunkmem.cli.answer import CommandResult
 from chunkmem.cli.machine import OPTIMIZERS, PRECISIONS, count, parse_size, parse_speed
 from chunkmem.errors import CapacityError, ConfigError, LayoutError
 from chunkmem.runtime.quiet import silenced
-from chunkmem.types import ACTIVATION_POLICIES
+from chunkmem.types import ACTIVATION_POLICIES, Tier
 
 if TYPE_CHECKING:
     from chunkmem.estimate.hardware import Hardware
@@ -128,7 +128,7 @@ def _answer(question: Question) -> CommandResult:
         try:
             finding = find(question, rehearsal)
         except CapacityError as error:
-            if error.on_host and trains_on_demand(question, rehearsal):
+            if error.tier is not Tier.DEVICE and trains_on_demand(question, rehearsal):
                 return without_plan(question, rehearsal, other_nbytes(), need, error)
             changes = smallest_changes(question, rehearsal, rehearse=rehearse)
             return no(question, rehearsal, other_nbytes(), need, error, changes)

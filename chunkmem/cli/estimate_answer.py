@@ -25,7 +25,7 @@ def answer(found: Largest) -> CommandResult:
     """Return the answer; without a model that fits, it is no."""
     fitting, beyond = found.fitting, found.beyond
     limit = None if beyond is None else {
-        "tier": beyond.binding.value,
+        "tier": beyond.shortage.tier.value,
         "layers": beyond.layers,
         "needed_nbytes": beyond.shortage.needed_nbytes,
         "cap_nbytes": beyond.shortage.cap_nbytes,
@@ -44,12 +44,12 @@ def answer(found: Largest) -> CommandResult:
     if beyond is None:
         lines.append(f"the search ended at {_layers(fitting.layers)}")
     else:
-        lines.append(f"{beyond.binding.name} binds: with {_layers(beyond.layers)}, {_why(beyond)}")
+        lines.append(f"{beyond.shortage.tier.name} binds: with {_layers(beyond.layers)}, {_why(beyond)}")
     return CommandResult({**said.data, "largest": data, "limit": limit}, "\n".join([*lines, "", said.text]))
 
 
 def _why(beyond: TooLarge) -> str:
-    tier, need, shortage = beyond.binding, beyond.device_need, beyond.shortage
+    tier, need, shortage = beyond.shortage.tier, beyond.device_need, beyond.shortage
     if tier is not Tier.DEVICE:
         return (
             f"{tier.name} needs {format_nbytes(shortage.needed_nbytes)}, and has {format_nbytes(shortage.cap_nbytes)}"
@@ -163,14 +163,12 @@ def without_plan(
         "planned": False,
         "step_s": None,
         "device": {"cap_nbytes": question.device_nbytes},
-        "host": {"cap_nbytes": question.host_nbytes,
-                 "planned_nbytes": None if shortage.on_disk else shortage.needed_nbytes},
-        "disk": {"cap_nbytes": question.disk_nbytes or None,
-                 "planned_nbytes": shortage.needed_nbytes if shortage.on_disk else None},
-    }  # fmt: skip
-    tier = Tier.DISK if shortage.on_disk else Tier.HOST
+        "host": {"cap_nbytes": question.host_nbytes, "planned_nbytes": None},
+        "disk": {"cap_nbytes": question.disk_nbytes or None, "planned_nbytes": None},
+    }
+    data[shortage.tier.value]["planned_nbytes"] = shortage.needed_nbytes
     line = (
-        f"fits, but {tier.name} has {format_nbytes(shortage.cap_nbytes)}, and a plan needs "
+        f"fits, but {shortage.tier.name} has {format_nbytes(shortage.cap_nbytes)}, and a plan needs "
         f"{format_nbytes(shortage.needed_nbytes)} ({shortage.needed_nbytes} bytes) at least: every access is served on "
         "demand, which is slower"
     )
@@ -186,14 +184,12 @@ def no(
     changes: list[Change],
 ) -> CommandResult:
     """Say that it does not fit, which limit binds, and what to change."""
-    below = Tier.DISK if shortage.on_disk else Tier.HOST
-    limit = "device" if need.nbytes > question.device_nbytes else below.value
-    needed_nbytes = need.nbytes if limit == "device" else shortage.needed_nbytes
+    limit = shortage.tier.value
     described = [{"what": change.what, "options": list(change.options)} for change in changes]
     data = _subject(question, rehearsal, other_nbytes, need) | {
         "fits": False,
         "limit": limit,
-        "needed_nbytes": needed_nbytes,
+        "needed_nbytes": shortage.needed_nbytes,
         "cap_nbytes": shortage.cap_nbytes,
         "change": described[0],
         "changes": described,
@@ -203,7 +199,7 @@ def no(
     }
     where = f" (most at {need.moment})" if limit == "device" else ""
     lines = [
-        f"does not fit: {limit.upper()} needs {format_nbytes(needed_nbytes)}{where}, "
+        f"does not fit: {limit.upper()} needs {format_nbytes(shortage.needed_nbytes)}{where}, "
         f"and has {format_nbytes(shortage.cap_nbytes)}",
         f"smallest change that fits: {_shown(changes[0])}",
     ]

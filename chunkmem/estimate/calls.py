@@ -19,7 +19,6 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.speculative import Intent
-from chunkmem.optim.update import UpdateParts
 from chunkmem.runtime.chunk import Chunk, Replica
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import ChunkStore
@@ -157,9 +156,9 @@ def _is_logged(chunk: Chunk) -> bool:
 class LoggedSlots(GradientSlots):
     """Takes gradients, and logs them."""
 
-    def __init__(self, pager: Pager, log: CallLog, parts: UpdateParts, *, settles: Callable[[int], bool]) -> None:
-        """Begin with none; `settles` is as for `GradientSlots`."""
-        super().__init__(pager, settles=settles, landed=parts.landed)
+    def __init__(self, log: CallLog, pager: Pager, **options: Any) -> None:
+        """Begin with none; `options` are those of `GradientSlots`."""
+        super().__init__(pager, **options)
         self._log = log
 
     def land(self, managed: ManagedParameter, grad: torch.Tensor, *, replacing: bool = False) -> None:

@@ -52,13 +52,6 @@ class TooLarge(Tried):
 
     shortage: CapacityError
 
-    @property
-    def binding(self) -> Tier:
-        """The tier that is too small."""
-        if self.device_need.nbytes > self.question.device_nbytes:
-            return Tier.DEVICE
-        return Tier.DISK if self.shortage.on_disk else Tier.HOST
-
 
 @dataclass(frozen=True)
 class Largest:
@@ -113,7 +106,7 @@ def largest(family: Family, question: Question, *, note: Callable[[Fitting | Too
             fitting, guess, stride = found, found.layers + stride, 2 * stride
         else:
             beyond, stride = found, 1
-            each_nbytes = on_device_nbytes if found.binding is Tier.DEVICE else layer_nbytes // question.world
+            each_nbytes = on_device_nbytes if found.shortage.tier is Tier.DEVICE else layer_nbytes // question.world
             # How many layers the shortage is, if each takes so many bytes of the tier that binds.
             short_nbytes = found.shortage.needed_nbytes - found.shortage.cap_nbytes
             guess = found.layers - max(1, -(-short_nbytes // max(1, each_nbytes)))

@@ -31,7 +31,7 @@ from chunkmem.report.regions import RegionPolicy, region_policies
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.trace.model import Trace
 from chunkmem.trace.shared import kept_nbytes
-from chunkmem.types import Tier
+from chunkmem.types import PLACE, Tier
 
 UNLIMITED_NBYTES = 2**60
 """A HOST that nobody has said the size of."""
@@ -105,7 +105,7 @@ def host_need(question: Question, rehearsal: Rehearsal) -> int:
         CapacityError: DEVICE is too small whatever HOST has.
     """
     least_nbytes = _least_on_host(question, _steps(question, rehearsal))
-    return _raised(replace(question, host_nbytes=max(1, least_nbytes)), rehearsal, "host_nbytes")  # 0 would be one tier
+    return _raised(replace(question, host_nbytes=max(1, least_nbytes)), rehearsal, Tier.HOST)  # 0 would be one tier
 
 
 def disk_need(question: Question, rehearsal: Rehearsal) -> int | None:
@@ -115,20 +115,21 @@ def disk_need(question: Question, rehearsal: Rehearsal) -> int | None:
         disk_nbytes = require_plan(replace(question, disk_nbytes=UNLIMITED_NBYTES), rehearsal).peak_nbytes[Tier.DISK]
     except CapacityError:
         return None
-    return _raised(replace(question, disk_nbytes=max(1, disk_nbytes)), rehearsal, "disk_nbytes")
+    return _raised(replace(question, disk_nbytes=max(1, disk_nbytes)), rehearsal, Tier.DISK)
 
 
-def _raised(question: Question, rehearsal: Rehearsal, cap: str) -> int:
-    """Return a cap, `host_nbytes` or `disk_nbytes`, raised until there is a plan. What DISK lacks, HOST may have."""
+def _raised(question: Question, rehearsal: Rehearsal, tier: Tier) -> int:
+    """Return the cap on a tier below DEVICE, raised until there is a plan. What DISK lacks, HOST may have."""
+    cap = f"{tier.value}_nbytes"
     while True:
         nbytes: int = getattr(question, cap)
         try:
             require_plan(question, rehearsal)
         except CapacityError as error:
-            if not (error.on_host if cap == "host_nbytes" else error.on_disk):
+            if PLACE[error.tier] < PLACE[tier]:
                 raise
             short_nbytes = max(1, error.needed_nbytes - error.cap_nbytes)
-            caps: dict[str, Any] = {cap: nbytes + short_nbytes if error.on_disk else error.needed_nbytes}
+            caps: dict[str, Any] = {cap: error.needed_nbytes if error.tier is Tier.HOST else nbytes + short_nbytes}
             question = replace(question, **caps)
         else:
             return nbytes
@@ -257,7 +258,7 @@ def _on_host_counted(step: Step) -> Iterator[None]:
     try:
         yield
     except CapacityError as error:
-        if error.on_host and not error.on_disk:
+        if error.tier is Tier.HOST:
             error.needed_nbytes += step.on_host_nbytes.total()
             error.cap_nbytes += step.on_host_nbytes.total()
         raise
@@ -296,15 +297,15 @@ def require_room(question: Question, rehearsal: Rehearsal) -> None:
             stage.step()  # with the states that the first one has made
         except CapacityError as error:
             # All tiers together are too small. More of DISK will do, unless HOST is smaller than what it has at a time.
-            is_disk = question.disk_nbytes > 0 and least_nbytes <= host_nbytes
-            cap_nbytes = question.disk_nbytes if is_disk else host_nbytes
+            tier, cap_nbytes = Tier.HOST, host_nbytes
+            if question.disk_nbytes > 0 and least_nbytes <= host_nbytes:
+                tier, cap_nbytes = Tier.DISK, question.disk_nbytes
             where = f"rank {rank}: " if question.world > 1 else ""
             raise CapacityError(
                 f"{where}{error}",
                 needed_nbytes=cap_nbytes + error.needed_nbytes - error.cap_nbytes,
                 cap_nbytes=cap_nbytes,
-                on_host=True,
-                on_disk=is_disk,
+                tier=tier,
             ) from error
 
 

@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
 
-from chunkmem.assembly.parts import Memory, make_sharding, make_shards, make_update_parts, make_updater
+from chunkmem.assembly.parts import Memory, make_training, make_update_parts
 from chunkmem.comm.exchange import Traffic
 from chunkmem.comm.ranks import Ranks
 from chunkmem.estimate.calls import Asked, Call, LoggedOptimizer, Measured, StepCalls
 from chunkmem.estimate.peers import CountedExchange
 from chunkmem.estimate.weightless import ANYTHING
 from chunkmem.layout.spec import digest
-from chunkmem.nn.gradient_slots import GradientSlots
+from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.region_chunks import activation_chunk
 from chunkmem.optim.adam_rule import AdamRule
 from chunkmem.optim.order import in_order_of_update
-from chunkmem.optim.places import StatePlaces
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.policy import OnDemand
@@ -117,14 +115,15 @@ class RankStage:
         self._memory, self._pager, self._store = memory, memory.pager, memory.store
         self._meter = _Meter()
         self._exchange = CountedExchange(ranks, is_accelerator=is_accelerator, on_buffer=self._meter.buffer)
-        places = StatePlaces(memory.store, memory.caps, margin_use_ratio=margin_use_ratio)
-        parts = make_update_parts(memory.store, memory.compute, BlockingLanes(memory.compute))
-        self._slots = GradientSlots(memory.pager, settles=places.updates_on_host, landed=parts.landed)
-        shards = make_shards(memory, ranks, [self._exchange])
-        self._sharding = make_sharding(memory, ranks, shards, self._slots, self._slots.count_mean)
-        gradients = cast(GradientBook, _Untouched(self._slots))
-        self._units = self._sharding.units
-        self._updater = make_updater(memory, gradients, places, parts)
+        gradients, self._sharding, self._updater = make_training(
+            memory,
+            ranks,
+            [self._exchange],
+            make_update_parts(memory.store, memory.compute, BlockingLanes(memory.compute)),
+            margin_use_ratio=margin_use_ratio,
+            make_book=_Untouched,
+        )
+        self._slots, self._units = gradients.slots, self._sharding.units
         self._layout = digest([step.layout])
         if ranks.size > 1:
             self._layout += f" on rank {ranks.rank} of {ranks.size}"
@@ -259,14 +258,14 @@ class RankStage:
             slots.forget(set(slots.landed[group]))
 
 
-@dataclass(frozen=True)
-class _Untouched:
+class _Untouched(GradientBook):
     """A book of gradients whose `.grad`s nobody looks at."""
-
-    slots: GradientSlots
 
     def is_touched(self, group: int) -> bool:
         return False
+
+    def show_mean(self, managed: ManagedParameter) -> None:
+        self.slots.count_mean(managed)
 
 
 def _moved(region: Region, places: Sequence[int]) -> Region:

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunkmem.assembly.parts import DTYPES, Sharding, make_modules, make_update_parts, make_updater
+from chunkmem.assembly.parts import DTYPES, make_modules, make_training, make_update_parts
 from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config
 from chunkmem.errors import ChunkmemError, LayoutError, TraceError
@@ -54,13 +54,9 @@ from chunkmem.estimate.weightless import ANYTHING, NO_CAP_NBYTES, counted_memory
 from chunkmem.estimate.workspace import with_workspace
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.gradient_values import GradientValues
-from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.guard import only_makes_a_view
 from chunkmem.nn.module_policy import ModulePolicies
-from chunkmem.nn.reduction import OrdinaryGradients
 from chunkmem.optim.block_adam import adam_states
-from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.rule import StateSpec
 from chunkmem.packing.built import Built
 from chunkmem.packing.tiling import tile_linears
@@ -304,14 +300,15 @@ class _Stage(TorchDispatchMode):
         self._module, self._setting, self._log = module, setting, CallLog(self._measure)
         ledgers = uncapped(setting.device_nbytes, has_host=setting.cpu_embedding)
         memory = counted_memory(ledgers, make_pager=partial(LoggedPager, log=self._log))
-        places = StatePlaces(memory.store, memory.caps, margin_use_ratio=0.0)
-        parts = make_update_parts(memory.store, memory.compute, BlockingLanes(memory.compute))
-        slots = LoggedSlots(memory.pager, self._log, parts, settles=places.updates_on_host)
-        values = GradientValues(slots, memory.pager, parts.ledger, before_change=parts.ahead.roll_back)
-        gradients = GradientBook(memory.pager, slots, values)
         self._units = LoggedUnits(self._log, is_alone=setting.world == 1)
-        sharding = Sharding(Ranks(Unison(0, setting.world)), None, None, self._units, OrdinaryGradients(None))
-        self._updater = make_updater(memory, gradients, places, parts)
+        gradients, sharding, self._updater = make_training(
+            memory,
+            Ranks(Unison(0, setting.world)),
+            (),
+            make_update_parts(memory.store, memory.compute, BlockingLanes(memory.compute)),
+            make_slots=partial(LoggedSlots, self._log),
+            units=self._units,
+        )
         self._modules = make_modules(
             setting.config(), memory, sharding, gradients, self._updater, ModulePolicies(), is_rehearsal=True
         )

@@ -111,8 +111,7 @@ def uncapped(device_nbytes: int, *, has_host: bool) -> list[Ledger]:
 
 def counted_memory(ledgers: Sequence[Ledger], *, make_pager: Callable[[ChunkStore], Pager] = Pager) -> Memory:
     """Return chunks that are only counted, on two tiers or three; where HOST has no room, the two are one."""
-    cap_nbytes = {ledger.tier: ledger.cap_nbytes for ledger in ledgers}
-    host_nbytes, disk_nbytes = cap_nbytes[Tier.HOST], cap_nbytes.get(Tier.DISK, 0)
-    caps = TierCaps(cap_nbytes[Tier.DEVICE], host_nbytes, shared=host_nbytes == 0, disk_nbytes=disk_nbytes)
+    device_nbytes, host_nbytes, *_ = (ledger.cap_nbytes for ledger in ledgers)
+    caps = TierCaps(device_nbytes, host_nbytes, shared=host_nbytes == 0)
     pager = make_pager(_CountedStore(ledgers))
     return Memory(ComputeDevice(_CPU), caps, pager, lambda dtype, tier: cast(BoundChunk, RehearsedChunk(dtype)))

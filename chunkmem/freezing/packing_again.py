@@ -133,7 +133,12 @@ class PackingAgain:
             if isinstance(managed.grad, LazyGradient):  # the last step has used it
                 managed.grad = None
         strides = change.stop(_PACKED)
-        after = change.undo(before.over_same_ranks)
+        after = change.undo(before.origin)
+        after.memory.store.moved.update(before.memory.store.moved)
+        after.memory.pager.required_nbytes.update(before.memory.pager.required_nbytes)
+        after.controller.timelines.take_over(before.controller.timelines)
+        if before.sharding.shards is not None and after.sharding.shards is not None:
+            after.sharding.shards.own_as(before.sharding.shards)
         built = PutOff(strides, slab_nbytes=slab_nbytes, masters=self._masters)
         after.built.add(change.added.roots, change.added.excluded, kept=change.added.kept, built=built)
         change.claim(after)

@@ -18,10 +18,9 @@ from chunkmem.optim.claims import Claims
 from chunkmem.optim.rule import StateSpec
 from chunkmem.runtime.chunk import slot_views
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.disk_pool import DiskSlab
 from chunkmem.runtime.failed import lost_error
 from chunkmem.runtime.pager import Pager
-from chunkmem.types import Role
+from chunkmem.types import MEMORY, Role
 
 _READER = "averages of weights"
 
@@ -54,9 +53,8 @@ class AverageChunks:
             claims.require_room({}, name="averages")
             for chunk in self._of.values() if is_blank else ():
                 pager.create(chunk, self.tier, reader=_READER, zero=True, elastic=True, is_of_step=False)
-                slab = chunk.replicas[self.tier].slab
-                if isinstance(slab, DiskSlab):
-                    slab.write(torch.zeros(chunk.group.numel, dtype=chunk.dtype, device="cpu"))
+                if self.tier not in MEMORY:
+                    chunk.replicas[self.tier].write(torch.zeros(chunk.group.numel, dtype=chunk.dtype, device="cpu"))
         except BaseException:
             self.close()
             raise
@@ -78,16 +76,12 @@ class AverageChunks:
         store.before_change(chunk)
         if not chunk.ready(self.tier):
             raise lost_error(_READER, chunk)
-        slab = chunk.replicas[self.tier].slab
-        if not isinstance(slab, DiskSlab):
-            yield store.views(chunk, self.tier)
-        else:
-            with runtime_mode():
-                flat = torch.empty(chunk.group.numel, dtype=chunk.dtype, device="cpu")
-                slab.read(flat)
-                slots = slot_views(chunk, flat)
-            yield slots
-            slab.write(flat)
+        replica = chunk.replicas[self.tier]
+        with runtime_mode():
+            flat = replica.read()
+            slots = store.views(chunk, self.tier) if flat is replica.flat else slot_views(chunk, flat)
+        yield slots
+        replica.write(flat)
         store.mark_written(chunk, self.tier)
 
     def read(self, managed: ManagedParameter) -> torch.Tensor:

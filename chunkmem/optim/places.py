@@ -46,7 +46,7 @@ class StatePlaces:
 
     def tier_for(self, chunk: Chunk) -> Tier:
         """Return where to make a state: as decided, or on the other tier if a full HOST leaves no choice."""
-        is_full = not self._store.has_disk and self._store.pools[Tier.HOST].ledger.spare_nbytes < chunk.nbytes
+        is_full = not self._store.host_is_gateway and self._store.pools[Tier.HOST].ledger.spare_nbytes < chunk.nbytes
         may_leave = chunk.compute_tier is Tier.DEVICE
         return Tier.DEVICE if self._on_device[chunk.id.group] or (is_full and may_leave) else Tier.HOST
 

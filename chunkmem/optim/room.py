@@ -68,6 +68,7 @@ def require_room(
             f"{format_nbytes(host_cap)} to at least {format_nbytes(host_need)} ({host_need} bytes)",
             needed_nbytes=host_need,
             cap_nbytes=host_cap,
+            tier=Tier.HOST,
         )
 
 

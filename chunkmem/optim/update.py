@@ -329,9 +329,7 @@ class GroupUpdater:
         tier = Tier.HOST if chunk.ready(Tier.HOST) else chunk.newest_tier()
         if tier is None:
             raise lost_error("reading", chunk)
-        if tier is Tier.DISK:
-            return self._store.read_slot(chunk, managed.position)
-        return self._store.views(chunk, tier)[managed.position]
+        return self._store.slot(chunk, tier, managed.position)
 
     def read_weight(self, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's values, of the float32 master copy if there is one."""
@@ -385,9 +383,7 @@ class GroupUpdater:
         chunk = self._store.chunks[ChunkId(Role.GRAD, managed.group)]
         tier = chunk.newest_tier()
         assert tier is not None
-        if tier is Tier.DISK:
-            return self._store.read_slot(chunk, managed.position)
-        return self._store.views(chunk, tier)[managed.position]
+        return self._store.slot(chunk, tier, managed.position)
 
     def gradient_replicas(self, managed: ManagedParameter) -> list[torch.Tensor]:
         """Return the slot of a gradient that has landed on every tier that has it; not copies.

@@ -156,8 +156,7 @@ class Packer:
                 continue
             at = parameter.position
             with runtime_mode():
-                values = store.read_slot(chunk, at) if tier is Tier.DISK else store.views(chunk, tier)[at]
-                parameter.param.data = values.to(parameter.built_dtype, copy=True)
+                parameter.param.data = store.slot(chunk, tier, at).to(parameter.built_dtype, copy=True)
 
     def _require_room(self, nbytes: int, built: Built, *, in_training: int) -> None:
         """Raise if there is no room for `nbytes` of weights, which take `in_training` with gradients and states."""
@@ -179,6 +178,7 @@ class Packer:
                 needed_nbytes=needed,
                 cap_nbytes=cap,
                 enough_nbytes=enough,
+                tier=Tier.HOST,
             )
 
     def _require_host(self, layout: Layout, built: Built) -> None:
@@ -200,6 +200,7 @@ class Packer:
                 needed_nbytes=cap + lacking,
                 cap_nbytes=cap,
                 enough_nbytes=enough,
+                tier=Tier.HOST,
             )
 
     def _pack_group(
@@ -279,7 +280,7 @@ class Packer:
         try:
             for chunk in chunks:
                 replica = self._pager.place(chunk, reader="packing")
-                if store.has_disk:  # where it could not be written to
+                if store.host_is_gateway:  # where it could not be written to
                     replica.pins += 1
                     held.append(replica)
         finally:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from chunkmem.assembly.change import Repacking, require_let_go
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.comm.mesh import Mesh, ranks_by_stage, with_stages
+from chunkmem.comm.mesh import Mesh, groups_of, ranks_by_stage, with_stages
 from chunkmem.comm.ranks import Ranks, open_ranks
 from chunkmem.errors import ChunkmemError, ConfigError, StateError
 from chunkmem.nn.binding import move_to
@@ -191,16 +191,14 @@ class _Change(Repacking):
     def divided(self, mesh: object, *, reason: str) -> Runtime:
         """Stop the old parts, make modules and Parameters what they were, and give the model to new parts."""
         before = self.before
+        origin = replace(before.origin, process_group=None, mesh=mesh, groups=[*groups_of(mesh)])
         strides = self.stop(f"{reason}; use what pipe.repartition() has returned")
         ordinary = [] if before.ranks.stages is None else self.of_all(self._ordinary_tensors(), "buffers")
         away = set(before.built.elsewhere.modules)
-
-        def make() -> Runtime:
-            for found in ordinary:
-                self._take(found, away)
-            return before.for_ranks(mesh)
-
-        after = self.undo(make)
+        after = self.undo(origin)
+        before.end_groups()
+        for found in ordinary:
+            self._take(found, away)
         after.built.add(self.added.roots, self.added.excluded, built=PutOff(strides))
         return after
 

@@ -25,7 +25,7 @@ from chunkmem.plan.waits import add_waits
 from chunkmem.sizes import format_nbytes
 from chunkmem.trace.loop import as_loop
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import Tier
+from chunkmem.types import TIERS, Tier
 
 CLOSE = 0.01
 """Times this close are equal, for measured durations are no better than that: there, what is moved decides."""
@@ -136,9 +136,8 @@ class Candidates:
         self.fastest: _Made | None = None
         """Of those without DISK."""
         self.shortage: CapacityError | None = None
-        self.least_host_nbytes: int | None = None
-        self.least_disk_nbytes: int | None = None
-        """With that, a candidate would fit whose room on HOST suffices."""
+        self.least_nbytes: dict[Tier, int] = {}
+        """By tier below DEVICE: with that cap, a candidate would fit that those above it have room for."""
 
     def pieces(self) -> Iterator[tuple[int, Candidate | None]]:
         """Yield pieces of work done, each with the candidate that came of it, if one did.
@@ -293,8 +292,7 @@ class Candidates:
         if program.below_peak_nbytes > machine.host_nbytes and machine.disk_nbytes:
             return self._make_with_disk(way, program, name)
         if program.below_peak_nbytes > machine.host_nbytes:
-            if self.least_host_nbytes is None or program.below_peak_nbytes < self.least_host_nbytes:
-                self.least_host_nbytes = program.below_peak_nbytes
+            self._note_least(Tier.HOST, program.below_peak_nbytes)
             return work // 2, None
         return self._timed(way, program, name, limit_nbytes=self._log_nbytes(program))
 
@@ -331,15 +329,14 @@ class Candidates:
                 continue
             is_followable = True
             if found.disk_peak_nbytes > self.machine.disk_nbytes:
-                self.least_disk_nbytes = min(found.disk_peak_nbytes, self.least_disk_nbytes or found.disk_peak_nbytes)
+                self._note_least(Tier.DISK, found.disk_peak_nbytes)
                 continue
             told = f"{name}, {reserve} set aside on HOST" + (", states first" if states_first else "")
             candidate = self._candidate(found, found.actions, way.placement, told)
             if best is None or candidate.step_s < best.step_s:
                 best = candidate
         if not is_followable:
-            least_nbytes = least_host_nbytes(self.trace, program)
-            self.least_host_nbytes = min(least_nbytes, self.least_host_nbytes or least_nbytes)
+            self._note_least(Tier.HOST, least_host_nbytes(self.trace, program))
         return work, best
 
     def _candidate(
@@ -349,11 +346,13 @@ class Candidates:
         plan = Plan(self.given.digest, self.machine, program.start, waiting, placement.update_tiers, name)
         return Candidate(plan, simulate(plan, self.given, iterations=3 if self.is_small else 2), placement)
 
+    def _note_least(self, tier: Tier, nbytes: int) -> None:
+        self.least_nbytes[tier] = min(nbytes, self.least_nbytes.get(tier, nbytes))
+
     def _nothing_fits(self) -> CapacityError:
-        if self.least_disk_nbytes is not None:
-            return too_small(Tier.DISK, self.least_disk_nbytes, self.machine)
-        if self.least_host_nbytes is not None:
-            return too_small(Tier.HOST, self.least_host_nbytes, self.machine)
+        for tier in reversed(TIERS):
+            if tier in self.least_nbytes:
+                return too_small(tier, self.least_nbytes[tier], self.machine)
         # Of a placement that has all updates on HOST, which needs least of DEVICE.
         assert self.shortage is not None
         return self.shortage

@@ -53,8 +53,7 @@ def too_small(tier: Tier, least_nbytes: int, machine: Machine) -> CapacityError:
         f"raise {cap_key(tier)} to at least {format_nbytes(least_nbytes)} ({least_nbytes} bytes)",
         needed_nbytes=least_nbytes,
         cap_nbytes=cap_nbytes,
-        on_host=True,
-        on_disk=tier is Tier.DISK,
+        tier=tier,
     )
 
 

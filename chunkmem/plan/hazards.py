@@ -16,17 +16,17 @@ from typing import NamedTuple
 
 from chunkmem.errors import PlanError
 from chunkmem.plan.lane_times import Bandwidth, Queue, end_times
-from chunkmem.plan.model import DIRECTIONS, FETCH, Lane, is_reused, rounding_of
+from chunkmem.plan.model import DIRECTIONS, FETCH, LINK_LANES, Lane, is_reused, rounding_of
 from chunkmem.plan.timeline import Span
 from chunkmem.trace.model import Moment
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import DEVICE_LINKS, LINKS, ChunkId, Role, Tier
 
 LANES = tuple(Lane)
 """In a program a lane is an index into these."""
 INDEX = {lane: at for at, lane in enumerate(LANES)}
 COMPUTE, HOST_UPDATE, COLLECTIVE = INDEX[Lane.COMPUTE], INDEX[Lane.HOST_UPDATE], INDEX[Lane.COLLECTIVE]
 FETCHES = INDEX[FETCH]
-_THREADS = {INDEX[Lane.DISK_READ], INDEX[Lane.DISK_WRITE]}
+_THREADS = {INDEX[LINK_LANES[link]] for link in LINKS if link not in DEVICE_LINKS}
 """Lanes that are threads of the host, on any machine."""
 _ALL = 2**63
 """More operations than there will ever be."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, isfinite
-from typing import Annotated
+from typing import Annotated, Any
 
 from chunkmem.errors import PlanError
 from chunkmem.trace.codec import Mark, Seconds, Speed
@@ -138,3 +138,8 @@ class Machine(
     def cap_nbytes(self) -> Mapping[Tier, int]:
         """The cap of each tier, 0 of one that is not there."""
         return {Tier.DEVICE: self.device_nbytes, Tier.HOST: self.host_nbytes, Tier.DISK: self.disk_nbytes}
+
+    def with_caps(self, nbytes: Mapping[Tier, int]) -> Machine:
+        """Return a machine as fast with other caps; tiers that are not among them are not there."""
+        caps: dict[str, Any] = {f"{tier.value}_nbytes": nbytes.get(tier, 0) for tier in TIERS}
+        return replace(self, **caps)

@@ -111,6 +111,7 @@ class CheckedState(State):
                 f"cap of {cap_nbytes} bytes; plan again for this cap, or raise it to {needed_nbytes} bytes",
                 needed_nbytes=needed_nbytes,
                 cap_nbytes=cap_nbytes,
+                tier=TIERS[side],
             )
 
     def check_end(self) -> None:

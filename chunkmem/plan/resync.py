@@ -157,7 +157,7 @@ class _Way:
     def _let_bystanders_stay(self, content: set[ChunkId]) -> None:
         """Want each bystander where it is, while the plan and all of them fit; else on one tier alone, HOST first."""
         left = {tier: self.caps[tier] - self.peak_nbytes.get(tier, 0) for tier in self.caps}
-        order = [tier for tier in (Tier.HOST, Tier.DISK, Tier.DEVICE) if tier in left]
+        order = [tier for tier in (*TIERS[1:], Tier.DEVICE) if tier in left]
         for tier in order:
             duplicates = self.known if self.keep_duplicates and tier is Tier.HOST else set()
             for chunk in sorted(content & duplicates | content - self.known, key=_order):

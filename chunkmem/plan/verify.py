@@ -25,7 +25,7 @@ from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Round, Up
 from chunkmem.plan.residency import CheckedState, Position
 from chunkmem.plan.semantics import ABSENT, NEWEST, arrives
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier, UpdateForm
+from chunkmem.types import MEMORY, ChunkId, Role, Tier, UpdateForm
 
 
 class Reader:
@@ -190,8 +190,8 @@ class Reader:
         tier = self._plan.update_tiers.get(update.group)
         if update.tier is not tier:
             self._position.fail(f"update_tiers says {tier.name if tier else 'nothing of this group'}")
-        if update.tier is Tier.DISK:
-            self._position.fail("nothing is updated on DISK")
+        if update.tier not in MEMORY:
+            self._position.fail(f"nothing is updated on {update.tier.name}")
         if is_ahead:
             self._update_ahead(update)
             return

@@ -14,6 +14,7 @@ from chunkmem.runtime.device import ComputeDevice, prefer_large_pages, runtime_m
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.pool import Slab
 from chunkmem.sizes import format_nbytes
+from chunkmem.types import Tier
 
 _SEGMENT_NBYTES = 256 << 20
 """Largest piece of host memory mapped ahead of need; where it is pinned, more, by a share of the cap."""
@@ -131,6 +132,7 @@ class HostArena:
             f"{format_nbytes(has_nbytes)} of {format_nbytes(cap_nbytes)}; lower memory.host to what it may use",
             needed_nbytes=has_nbytes + nbytes,
             cap_nbytes=cap_nbytes,
+            tier=Tier.HOST,
         )
 
     def alloc(self, role: str, nbytes: int, *, num: int = 1) -> Slab:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import torch
 
 from chunkmem.layout.spec import Group
 from chunkmem.plan.semantics import ReplicaState, Residency
+from chunkmem.runtime.disk_pool import DiskSlab
 from chunkmem.runtime.pool import Slab
 from chunkmem.types import TIERS, ChunkId, Tier
 
@@ -88,6 +89,21 @@ class Replica:
         if self.pieces is None:
             return [(self.flat.narrow(0, at, piece.numel()), piece) for at, piece in source.pieces or ()]
         return [(piece, source.flat.narrow(0, at, piece.numel())) for at, piece in self.pieces]
+
+    def read(self) -> torch.Tensor:
+        """Return all elements, 1-D: of DISK a copy, which `write` takes back."""
+        if not isinstance(self.slab, DiskSlab):
+            return self.flat
+        values = torch.empty(self.slab.nbytes // self.flat.itemsize, dtype=self.flat.dtype, device="cpu")
+        self.slab.read(values)
+        return values
+
+    def write(self, values: torch.Tensor) -> None:
+        """Let all elements be those of `values`, if it is not the replica's own memory."""
+        if isinstance(self.slab, DiskSlab):
+            self.slab.write(values.to("cpu", self.flat.dtype))
+        elif values is not self.flat:
+            self.flat.copy_(values)
 
 
 @dataclass(eq=False, slots=True)
@@ -171,6 +187,26 @@ def slot_views(chunk: Chunk, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         for slot, (shape, stride) in zip(chunk.group.slots, chunk.forms, strict=True)
     ]
     return tuple(views)
+
+
+def read_slot(
+    chunk: Chunk,
+    replica: Replica,
+    position: int,
+    read: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
+) -> torch.Tensor:
+    """Return a CPU copy of a slot, in its parameter's shape, which `read` makes of memory; of DISK, no more is read.
+
+    Raises:
+        TierIOError: it cannot be read.
+    """
+    slot, (shape, stride) = chunk.group.slots[position], chunk.forms[position]
+    values = torch.empty(slot.numel, dtype=chunk.dtype, device="cpu")
+    if isinstance(replica.slab, DiskSlab):
+        replica.slab.read(values, at=slot.offset * chunk.dtype.itemsize)
+    else:
+        read(values, replica.flat[slot.offset : slot.end])
+    return values.as_strided(shape, stride)
 
 
 def residency(chunks: Iterable[Chunk]) -> Residency:

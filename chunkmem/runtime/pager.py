@@ -362,7 +362,7 @@ class Pager:
         That is how a model is packed. With a disk there is room on HOST.
         """
         is_of_host = chunk.compute_tier is Tier.HOST and not chunk.id.role.kind.stays
-        tier = Tier.HOST if is_of_host or self.store.has_disk else self._tier_with_room(chunk)
+        tier = Tier.HOST if is_of_host or self.store.host_is_gateway else self._tier_with_room(chunk)
         return self.create(chunk, tier, reader=reader, zero=False, elastic=True, is_of_step=False)
 
     def in_memory(self, chunk: Chunk, *, reader: object) -> Tier | None:

@@ -9,7 +9,7 @@ from chunkmem.plan.gaps import in_use_nbytes
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Trace
-from chunkmem.types import Tier
+from chunkmem.types import LINKS, Tier
 
 
 def memory_report(
@@ -36,17 +36,9 @@ def memory_report(
         )
         for ledger in tiers.ledgers
     }
-    moved = pager.store.moved
     return MemoryReport(
-        device=reports[Tier.DEVICE],
-        host=reports[Tier.HOST],
-        disk=reports.get(Tier.DISK),
-        moved=MovedReport(
-            h2d_nbytes=moved[Tier.HOST, Tier.DEVICE],
-            d2h_nbytes=moved[Tier.DEVICE, Tier.HOST],
-            read_nbytes=moved[Tier.DISK, Tier.HOST],
-            written_nbytes=moved[Tier.HOST, Tier.DISK],
-        ),
+        **{tier.value: report for tier, report in reports.items()},
+        moved=MovedReport(*(pager.store.moved[link] for link in LINKS)),
         padding_nbytes=padding_nbytes,
         non_model_nbytes=tiers.non_model_nbytes(),
         exchange_nbytes=exchange_nbytes,

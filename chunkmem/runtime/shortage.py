@@ -50,7 +50,7 @@ def shortage_error(
             f"{wanted} for {chunk.label}, and {format_nbytes(chunk.nbytes - shortage.here_nbytes)} of "
             f"{format_nbytes(cap)} RAM is left; raise memory.host (or client.mem_tracer.overall_cpu_mem_ratio) to at "
             f"least {_exact(needed)}{_also(needed, enough)}",
-            (needed, cap, enough),
+            (tier, needed, cap, enough),
         )
     if shortage.below_nbytes is not None:
         below_needed = below_cap + shortage.below_nbytes
@@ -60,7 +60,7 @@ def shortage_error(
             f"is {format_nbytes(shortage.below_nbytes)} short; raise {cap_key(below)} from "
             f"{format_nbytes(below_cap)} to {_exact(below_needed)}{_also(below_needed, enough)}, or "
             f"{cap_key(tier)} from {format_nbytes(cap)} to {format_nbytes(needed)}",
-            (below_needed, below_cap, enough),
+            (below, below_needed, below_cap, enough),
         )
     enough = max(needed, _enough_for_access(chunks) if tier is Tier.DEVICE else for_all)
     others = ""
@@ -72,13 +72,13 @@ def shortage_error(
         f"made free ({format_nbytes(pinned_nbytes)} in use{others}){_advice(holders)} raise {cap_key(tier)} from "
         f"{format_nbytes(cap)} to at least {_exact(needed)}{_also(needed, enough, later=bool(others))}, or lower "
         "default_chunk_size",
-        (needed, cap, enough),
+        (tier, needed, cap, enough),
     )
 
 
-def _error(text: str, nbytes: tuple[int, int, int]) -> CapacityError:
-    needed, cap, enough = nbytes
-    return CapacityError(text, needed_nbytes=needed, cap_nbytes=cap, enough_nbytes=enough)
+def _error(text: str, caps: tuple[Tier, int, int, int]) -> CapacityError:
+    tier, needed, cap, enough = caps
+    return CapacityError(text, needed_nbytes=needed, cap_nbytes=cap, enough_nbytes=enough, tier=tier)
 
 
 def _exact(nbytes: int) -> str:

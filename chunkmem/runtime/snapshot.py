@@ -31,9 +31,8 @@ from dataclasses import dataclass
 import torch
 
 from chunkmem.errors import CheckpointError
-from chunkmem.runtime.chunk import Chunk, Replica
+from chunkmem.runtime.chunk import Chunk, Replica, read_slot
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.disk_pool import DiskSlab
 from chunkmem.types import TIERS, Tier
 
 _POLL_S = 0.002
@@ -240,15 +239,7 @@ class Snapshot:
         Raises:
             CheckpointError: a user has written to them, unnoticed so far.
         """
-        slots = {}
-        for position in self._wanted[chunk]:
-            slot, (shape, stride) = chunk.group.slots[position], chunk.forms[position]
-            values = torch.empty(slot.numel, dtype=chunk.dtype, device="cpu")
-            if isinstance(replica.slab, DiskSlab):
-                replica.slab.read(values, at=slot.offset * chunk.dtype.itemsize)
-            else:
-                read(values, replica.flat[slot.offset : slot.end])
-            slots[position] = values.as_strided(shape, stride)
+        slots = {position: read_slot(chunk, replica, position, read) for position in self._wanted[chunk]}
         if _is_exposed(chunk, tier) and chunk.home is not None and chunk.home.was_written():
             raise _written_error(chunk)
         return Taken(chunk, slots)

@@ -11,7 +11,7 @@ import torch
 
 from chunkmem.errors import TierIOError
 from chunkmem.runtime.arena import HostArena
-from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, slot_views
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, read_slot, slot_views
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.disk_pool import DiskSlab
 from chunkmem.runtime.events import Event, copy_error
@@ -19,7 +19,7 @@ from chunkmem.runtime.issued import IssuedCopy, LeftUpdate
 from chunkmem.runtime.pool import DevicePool, Slab, SlabPool
 from chunkmem.runtime.snapshot import Snapshot
 from chunkmem.runtime.timestamps import Clock, Interval
-from chunkmem.types import LINKS, TIERS, ChunkId, Link, Role, Tier
+from chunkmem.types import LINKS, MEMORY, TIERS, ChunkId, Link, Role, Tier
 
 _MANY_COPIES = 32
 """So many are kept account of before those that are done are looked for."""
@@ -30,7 +30,8 @@ class ChunkStore:
 
     def __init__(self, pools: Mapping[Tier, SlabPool], clock: Clock) -> None:
         self.pools = pools
-        self.has_disk = Tier.DISK in pools
+        self.host_is_gateway = not pools.keys() <= {*MEMORY}
+        """HOST is the gateway of a tier below it, for which it makes room."""
         self.clock = clock
         """Times what DEVICE computes, and copies that are waited for."""
         self.chunks: dict[ChunkId, Chunk] = {}
@@ -146,12 +147,7 @@ class ChunkStore:
 
     def transfer_slab(self, target: Slab, source: Slab) -> None:
         """Copy all bytes of a slab to another one, whichever chunks have them by now, and wait for it."""
-        if isinstance(target, DiskSlab):
-            target.write(self._memory(source))
-        elif isinstance(source, DiskSlab):
-            source.read(self._memory(target))
-        else:
-            self.transfer(self._memory(target), self._memory(source))
+        self._move(*(Replica(slab, self._memory(slab)) for slab in (target, source)))
 
     def _memory(self, slab: Slab) -> torch.Tensor:
         replicas = (replica for chunk in self.chunks.values() for replica in chunk.replicas.values())
@@ -176,11 +172,7 @@ class ChunkStore:
         assert source is not None, f"{chunk.label} cannot be made again: its master copy has no content"
         to = chunk.replicas[target]
         with runtime_mode():
-            high = _contents(chunk.master, source)
-            if isinstance(to.slab, DiskSlab):
-                to.slab.write(high.to("cpu", chunk.dtype))
-            else:
-                to.flat.copy_(high)
+            to.write(chunk.master.replicas[source].read())
             if target is Tier.DEVICE and chunk.home is not None:
                 chunk.home.bind()
         to.version = chunk.version
@@ -195,15 +187,12 @@ class ChunkStore:
         if master is None or place is None:
             return
         with runtime_mode():
-            low, high = chunk.replicas[tier].flat, _contents(master, place)
+            low, high = chunk.replicas[tier].flat, master.replicas[place].read()
             written = low.to(high.device)
             changed = high.to(low.dtype) != written
             if changed.any():
                 self.before_change(master)
-                high.copy_(torch.where(changed, written.to(high.dtype), high))
-                slab = master.replicas[place].slab
-                if isinstance(slab, DiskSlab):
-                    slab.write(high)
+                master.replicas[place].write(torch.where(changed, written.to(high.dtype), high))
                 self.mark_written(master, place)
 
     def may_differ(self, chunk: Chunk, tier: Tier) -> bool:
@@ -294,14 +283,14 @@ class ChunkStore:
         """
         tier = chunk.newest_tier()
         assert tier is not None, f"{chunk.label} has no content"
-        slab = chunk.replicas[tier].slab
         with runtime_mode():
-            if not isinstance(slab, DiskSlab):
-                return self.views(chunk, tier)[position].to("cpu", copy=True)
-            slot, (shape, stride) = chunk.group.slots[position], chunk.forms[position]
-            values = torch.empty(slot.numel, dtype=chunk.dtype, device="cpu")
-            slab.read(values, at=slot.offset * chunk.dtype.itemsize)
-            return torch.as_strided(values, shape, stride)
+            return read_slot(chunk, chunk.replicas[tier], position)
+
+    def slot(self, chunk: Chunk, tier: Tier, position: int) -> torch.Tensor:
+        """Return a slot of the replica on `tier`, in its parameter's shape, to be read; of DISK a copy."""
+        with runtime_mode():
+            is_memory = tier in MEMORY
+            return self.views(chunk, tier)[position] if is_memory else read_slot(chunk, chunk.replicas[tier], position)
 
     def kept_nbytes(self, tier: Tier) -> Counter[Role]:
         """Return the bytes, by role, of chunks that are on a tier for good: computed with on HOST, or averages."""
@@ -385,13 +374,3 @@ def disk_transfer(target: Replica, source: Replica) -> Callable[[], None] | None
 def _has_succeeded(event: Event | None) -> bool:
     """Tell, without waiting, whether an operation is over and has not failed; None: it is not issued."""
     return event is not None and event.done() and event.failure is None
-
-
-def _contents(chunk: Chunk, tier: Tier) -> torch.Tensor:
-    """Return all elements of a chunk, 1-D: of DISK a copy of them."""
-    replica = chunk.replicas[tier]
-    if not isinstance(replica.slab, DiskSlab):
-        return replica.flat
-    read = torch.empty(chunk.nbytes // chunk.dtype.itemsize, dtype=chunk.dtype, device="cpu")
-    replica.slab.read(read)
-    return read

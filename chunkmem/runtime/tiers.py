@@ -26,14 +26,12 @@ _UNKNOWN_SPEED = DiskSpeed(1e9, 1e9, 1e-4, BLOCK_NBYTES, DEPTH)
 
 @dataclass(frozen=True)
 class TierCaps:
-    """Bytes that all roles together may take on each tier."""
+    """Bytes of memory that all roles together may take on each tier."""
 
     device_nbytes: int
     host_nbytes: int
     shared: bool
     """Both are one piece of RAM: everything stays on DEVICE and nothing is copied twice."""
-    disk_nbytes: int = 0
-    """0: there is no DISK."""
 
 
 def tier_caps(config: Config, compute: ComputeDevice, *, num_local: int = 1) -> TierCaps:
@@ -42,8 +40,6 @@ def tier_caps(config: Config, compute: ComputeDevice, *, num_local: int = 1) -> 
     `num_local` ranks share the RAM of this machine, and with `use_fake_dist` everything.
     """
     caps = _caps_of_one(config, compute, num_local=num_local)
-    if config.memory.disk is not None:
-        caps = replace(caps, disk_nbytes=config.memory.disk.capacity)
     if not config.client.mem_tracer.use_fake_dist:
         return caps
     host = caps.host_nbytes if config.memory.host is None else caps.host_nbytes // num_local
@@ -107,13 +103,13 @@ def warn_of_shares(compute: ComputeDevice, tracer: MemTracerConfig) -> None:
             )
 
 
-def _open_disk(disk: DiskConfig, caps: TierCaps, calls: DiskCalls | None) -> tuple[DiskPool, Mapping[Link, LinkSpeed]]:
+def _open_disk(disk: DiskConfig, calls: DiskCalls | None) -> tuple[DiskPool, Mapping[Link, LinkSpeed]]:
     """Return DISK, and how fast it is: measured once, but where the calls are not the system's."""
     speed = _UNKNOWN_SPEED
     if calls is None:
-        speed = cached_disk_speed(disk.path, capacity_nbytes=caps.disk_nbytes)
+        speed = cached_disk_speed(disk.path, capacity_nbytes=disk.capacity)
     pool = DiskPool(
-        Ledger(Tier.DISK, caps.disk_nbytes, caps.disk_nbytes),
+        Ledger(Tier.DISK, disk.capacity, disk.capacity),
         disk.path,
         block_nbytes=speed.block_nbytes,
         depth=speed.depth,
@@ -170,11 +166,11 @@ class Tiers:
         if opts.with_mem_cache:
             self.device_pool.reclaimable = reclaimable_on(compute)
         self.host_pool = HostArena(self.host, compute)
-        self.disk_links: Mapping[Link, LinkSpeed] | None = None
-        """How fast DISK is; None: there is none."""
+        self.links: Mapping[Link, LinkSpeed] = {}
+        """How fast tiers below HOST are, if there are any."""
         self.pools: dict[Tier, SlabPool] = {Tier.DEVICE: self.device_pool, Tier.HOST: self.host_pool}
         if config.memory.disk is not None:
-            self.pools[Tier.DISK], self.disk_links = _open_disk(config.memory.disk, self.caps, disk_calls)
+            self.pools[Tier.DISK], self.links = _open_disk(config.memory.disk, disk_calls)
         self.meter = NonModelMeter(compute, self.device) if compute.is_accelerator else None
         """Measures what else is on an accelerator; None on a CPU, where the cap does not cover that."""
         if self.meter is not None:

@@ -157,7 +157,8 @@ class CachedPlan:
                     self._planner = self._make_planner(self.trace)
                     self.plan = self._planner.plan
             except PlanError as error:
-                is_fatal = isinstance(error, CapacityError) and not error.on_host and not self._charged_nbytes
+                lacks_device = isinstance(error, CapacityError) and error.tier is Tier.DEVICE
+                is_fatal = lacks_device and not self._charged_nbytes
                 if is_fatal and not has_alternative:
                     raise
                 if not has_alternative:
@@ -242,8 +243,7 @@ class CachedPlan:
                 kept_nbytes=kept_nbytes,
             )
         except CapacityError as error:
-            tier = Tier.DISK if error.on_disk else Tier.HOST if error.on_host else Tier.DEVICE
-            raise _next_to(kept_nbytes.get(tier, 0), error) from None
+            raise _next_to(kept_nbytes.get(error.tier, 0), error) from None
 
     @contextmanager
     def _planning(self, why: str) -> Iterator[None]:
@@ -307,8 +307,7 @@ def _next_to(kept_nbytes: int, error: CapacityError) -> CapacityError:
         needed_nbytes=needed_nbytes,
         cap_nbytes=error.cap_nbytes + kept_nbytes,
         enough_nbytes=None if error.enough_nbytes is None else error.enough_nbytes + kept_nbytes,
-        on_host=error.on_host,
-        on_disk=error.on_disk,
+        tier=error.tier,
     )
 
 

@@ -14,7 +14,7 @@ from chunkmem.plan.planner import Planner
 from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.garbage import no_collections
 from chunkmem.trace.model import Mode, Trace
-from chunkmem.types import Tier
+from chunkmem.types import MEMORY, Tier
 
 WORK_A_STEP = 400_000
 """Of a planner, in its units: less than half a second, and up to one candidate more."""
@@ -49,15 +49,11 @@ class StepPlanner:
         """
         self._trace = trace
         self._whole_machine = machine
-        left = {tier: max(0, cap - kept_nbytes.get(tier, 0)) for tier, cap in machine.cap_nbytes.items()}
-        machine = self._machine = replace(
-            machine,
-            device_nbytes=left[Tier.DEVICE],
-            host_nbytes=left[Tier.HOST],
-            disk_nbytes=left[Tier.DISK],
+        machine = self._machine = machine.with_caps(
+            {tier: max(0, cap - kept_nbytes.get(tier, 0)) for tier, cap in machine.cap_nbytes.items()}
         )
         self._work = work
-        goes_elsewhere = trace.mode is Mode.EVAL or machine.disk_nbytes > 0
+        goes_elsewhere = trace.mode is Mode.EVAL or machine.tiers[-1] not in MEMORY
         self._aside_nbytes = 0 if goes_elsewhere else sum(bystanders_nbytes.values())
         """Bytes on HOST that the plan does not know of."""
         if self._aside_nbytes:

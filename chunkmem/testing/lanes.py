@@ -29,7 +29,7 @@ from chunkmem.runtime.lanes import ThreadLanes
 from chunkmem.runtime.queues import HostCopy, HostTask, HostWork
 from chunkmem.runtime.timestamps import HostTimestamp, Interval
 
-LANES = (Lane.H2D, Lane.D2H, Lane.HOST_UPDATE, Lane.DISK_READ, Lane.DISK_WRITE)
+LANES: tuple[Lane, ...] = tuple(lane for lane in Lane if lane not in (Lane.COMPUTE, Lane.COLLECTIVE))
 _POISON = 0xFF
 """Repeated, this byte is NaN in every floating dtype."""
 _EAGERNESS = (0.0, 0.1, 0.5, 0.9)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from chunkmem.errors import ChunkmemError
-from chunkmem.files import replace_file, with_unique_keys
+from chunkmem.files import replace_file
+from chunkmem.schema import with_unique_keys
 from chunkmem.sizes import printable, shown
 from chunkmem.trace.codec import TABLES, Codec, Tables, Wrong, codec_of
 

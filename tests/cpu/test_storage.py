@@ -297,7 +297,7 @@ def test_a_slab_that_is_not_refilled_shows(backend: StorageBackend, name: str) -
 def test_training_under_a_small_cap(backend: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     case = ZOO[0]
     needed = footprint(case, PLAIN).required_nbytes
-    monkeypatch.setattr("chunkmem.assembly.runtime.default_backend", lambda: backend)
+    monkeypatch.setattr("chunkmem.assembly.make.default_backend", lambda: backend)
     with chunkmem.ChunkManager(capped(case, needed)) as manager:
         for pool in manager.runtime.memory.store.pools.values():
             pool.poison = True

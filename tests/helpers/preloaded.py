@@ -11,7 +11,7 @@ import torch.distributed
 from torch import nn
 
 import chunkmem
-import chunkmem.assembly.runtime
+import chunkmem.assembly.make
 import chunkmem.optim.adam
 import tests.helpers.audit
 import tests.helpers.shared_training

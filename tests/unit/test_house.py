@@ -26,7 +26,7 @@ MOST_ASSIGNED_LATE = 0
 MOST_ATTRIBUTES, MOST_METHODS = 20, 45
 FACADES = ("ChunkManager",)
 """What users call may have more methods."""
-ASSEMBLY = ("parts", "runtime", "built_models", "entry_points")
+ASSEMBLY = ("parts", "make", "runtime", "built_models", "entry_points")
 WIRING = (*(f"assembly.{name}" for name in ASSEMBLY), "manager", "building", "reporting")
 THREADS = {
     "updates in backward": (r"in_backward(?!\()|InBackward|BackwardUpdate", "optim", 15),

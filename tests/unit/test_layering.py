@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "chunkmem"
 
 LAYERS = (
-    ("types", "errors"),
+    ("types", "files"),
+    ("errors",),
     ("sizes", "layout"),
-    ("files",),
     ("schema", "memory", "deepspeed"),
     ("config", "trace"),
     ("plan",),
@@ -284,7 +284,7 @@ def test_imports_are_found_wherever_they_stand() -> None:
         ("cli.main", "types", True),
         ("sizes", "errors", True),
         ("plan.demand", "runtime.store", False),
-        ("errors", "types", False),
+        ("types", "errors", False),
         ("layout.spec", "trace.model", False),
         ("optim.adam", "nn.binding", True),
         ("nn.init", "optim.adam", False),

@@ -78,6 +78,7 @@ class OtherWeights:
                 f"{format_nbytes(free_nbytes)} are free; raise memory.host by the difference, or use more ranks",
                 needed_nbytes=pool.ledger.total_nbytes + needed_nbytes,
                 cap_nbytes=pool.ledger.cap_nbytes,
+                tier=Tier.HOST,
             )
         return [{group: pool.alloc(role, nbytes) for group, nbytes in sizes.items()} for _ in range(num)]
 
