@@ -30,7 +30,7 @@ from chunkmem.config import Config, OptsConfig, flattened
 from chunkmem.errors import ConfigError
 from chunkmem.layout.spec import digest
 from chunkmem.nn.autocast import AutocastCache
-from chunkmem.nn.binding import BoundChunk, trainable
+from chunkmem.nn.binding import BoundChunk, trained
 from chunkmem.nn.wrappers import WrapperCheck
 from chunkmem.optim.by_form import updates_by_form
 from chunkmem.optim.foreign import ForeignStepCheck
@@ -170,7 +170,7 @@ def _make_memory(
     pager = Pager(
         store,
         meter=tiers.meter,
-        follow_stream=compute.current_stream if compute.is_accelerator else None,
+        follow_stream=compute.current_stream if compute.is_accelerator else lambda: None,
         speculative=ahead,
         interrupts=interrupts,
     )
@@ -204,7 +204,7 @@ def _make_controller(
         ),
         layout=lambda: digest(model.layout for model in registry.models) + where,
         is_lone=sharding.shards is None,
-        trainable=lambda: bytes(trainable(registry.parameters)),
+        trainable=lambda: bytes(map(trained(registry.parameters).__contains__, registry.parameters)),
         num_backwards=lambda: modules.backward.num_ended,
         regions=modules.regions,
         watch=lambda: Watch(tiers, is_chunk=modules.declared.is_chunk, sample=tracer.use_async_mem_monitor),

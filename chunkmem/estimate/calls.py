@@ -128,12 +128,12 @@ class LoggedPager(Pager):
         super().__init__(store)
         self.log = log
 
-    def pin(self, chunk: Chunk, tier: Tier, *, reader: object, elastic: bool = False) -> Replica:
+    def pin(self, chunk: Chunk, tier: Tier | None = None, *, reader: object, elastic: bool = False) -> Replica:
         if _is_logged(chunk):
             self.log.add(Asked.PIN, chunk, reader=reader)
         return super().pin(chunk, tier, reader=reader, elastic=elastic)
 
-    def unpin(self, chunk: Chunk, tier: Tier) -> None:
+    def unpin(self, chunk: Chunk, tier: Tier | None = None) -> None:
         if _is_logged(chunk):
             self.log.add(Asked.UNPIN, chunk)
         super().unpin(chunk, tier)

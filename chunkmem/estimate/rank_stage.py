@@ -203,9 +203,9 @@ class RankStage:
         elif isinstance(subject, Chunk):
             chunk = self._store.chunks[subject.id]
             if call.asked is Asked.PIN:
-                self._pager.pin(chunk, chunk.compute_tier, reader=call.reader)
+                self._pager.pin(chunk, reader=call.reader)
             elif call.asked is Asked.UNPIN:
-                self._pager.unpin(chunk, chunk.compute_tier)
+                self._pager.unpin(chunk)
             elif call.asked is Asked.CREATE:
                 self._pager.create(chunk, Tier.DEVICE, reader=call.reader, zero=False)
             else:

@@ -97,7 +97,7 @@ class AccessTracker:
                     f"on {frame.tier.name}; call the module that owns it, or have both compute on one tier (see "
                     "manager.on_host and use_cpu_embedding)"
                 )
-            self._pager.pin(chunk, chunk.compute_tier, reader=frame)
+            self._pager.pin(chunk, reader=frame)
             frame.groups[group] = None
             frame.before[group] = managed.bound, managed.bound.num_references()
             frame.left_inside.pop(group, None)
@@ -119,8 +119,6 @@ class AccessTracker:
 
     def pop(self, module: nn.Module) -> Frame | None:
         """A module is left. Frames above its own were interrupted and are dropped; None if it has no frame."""
-        if self.stack and self.stack[-1].module is module:
-            return self.stack.pop()
         if not any(frame.module is module for frame in reversed(self.stack)):
             return None
         while self.stack[-1].module is not module:
@@ -201,7 +199,7 @@ class AccessTracker:
                     self._held[group] = None
                     self._pager.expose(self.chunks[group])
                 else:
-                    self._pager.unpin(self.chunks[group], self.chunks[group].compute_tier)
+                    self._pager.unpin(self.chunks[group])
 
     def is_stale(self, module: nn.Module) -> bool:
         """Tell whether the stack is left over from a call that was torn down without its hooks (KeyboardInterrupt).
@@ -244,7 +242,7 @@ class AccessTracker:
         """Hold those of these groups, which the caller has pinned, that somebody keeps references to."""
         for group in groups:
             if group not in self._held and self._is_kept(group):
-                self._pager.pin(self.chunks[group], self.chunks[group].compute_tier, reader="held")
+                self._pager.pin(self.chunks[group], reader="held")
                 self._held[group] = None
                 self._pager.expose(self.chunks[group])
 
@@ -256,8 +254,8 @@ class AccessTracker:
     def refresh_held(self) -> None:
         """Bring the newest values to where somebody outside looks: an update may have been made elsewhere."""
         for group in tuple(self._held):
-            self._pager.pin(self.chunks[group], self.chunks[group].compute_tier, reader="held")
-            self._pager.unpin(self.chunks[group], self.chunks[group].compute_tier)
+            self._pager.pin(self.chunks[group], reader="held")
+            self._pager.unpin(self.chunks[group])
 
     def reset(self, *, step: bool) -> None:
         """Drop what an interrupted call left; at a step, also what graphs of before it are waited for."""
@@ -293,4 +291,4 @@ class AccessTracker:
         self._pager.notice_writes(chunk)
         del self._held[group]
         self._pager.held.discard(chunk)
-        self._pager.unpin(chunk, chunk.compute_tier)
+        self._pager.unpin(chunk)

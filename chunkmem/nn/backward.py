@@ -17,7 +17,7 @@ the chunk stays until as many are gone as the calls announced so far had left.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, MutableMapping
 from functools import partial
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward_calls import BackwardCall, CallNodes
-from chunkmem.nn.binding import ManagedParameter, trainable
+from chunkmem.nn.binding import ManagedParameter, trained
 from chunkmem.nn.frames import Frame
 from chunkmem.nn.nodes import NodePins
 from chunkmem.nn.reduction import OrdinaryGradients
@@ -208,7 +208,7 @@ class BackwardTracker:
             self._waiting.clear()
         if step:
             for chunk in self._held:
-                self._pager.unpin(chunk, chunk.compute_tier)
+                self._pager.unpin(chunk)
             self._held.clear()
 
     def _announce(self, call: BackwardCall) -> None:
@@ -232,7 +232,7 @@ class BackwardTracker:
             self._running[task], self._threads[task] = [], self._turn.hook_thread()
             torch.autograd.Variable._execution_engine.queue_callback(end)
         holding = torch.is_grad_enabled()  # in a gradient hook, exactly under create_graph
-        trains = trainable(call.reads)
+        trains = trained(call.reads)
         if self._ends_by_nodes(call, trains, holding=holding):
             if self._nodes.announce(task, call):
                 self._running[task].append(call)
@@ -241,32 +241,32 @@ class BackwardTracker:
             return
         self._running[task].append(call)
         call.inputs_left = set(range(call.inputs))
-        for managed, is_trained in zip(call.reads, trains, strict=True):
+        for managed in call.reads:
             group = managed.group
             if group not in call.open:
                 chunk = self._chunks[group]
-                self._pager.pin(chunk, chunk.compute_tier, reader=call)
+                self._pager.pin(chunk, reader=call)
                 call.open[group] = set()
                 if group in self._counted:
                     self._references.lower(task, group, by=call.references.get(group, 0))
                 if holding:
-                    self._pager.pin(chunk, chunk.compute_tier, reader=call)
+                    self._pager.pin(chunk, reader=call)
                     self._held.append(chunk)
-            if is_trained:
+            if managed in trains:
                 call.open[group].add(managed)
                 self._waiting.setdefault(managed, []).append(call)
             else:
                 call.frozen.add(group)
         self._left += [(call, group) for group in call.open if group in call.uncertain]
 
-    def _ends_by_nodes(self, call: BackwardCall, trains: Iterable[bool], *, holding: bool) -> bool:
+    def _ends_by_nodes(self, call: BackwardCall, trains: Collection[ManagedParameter], *, holding: bool) -> bool:
         """Tell whether the landing of gradients is no end for the call, or a late one; see `chunkmem.nn.nodes`."""
         if call.is_hidden or call.unit is not None:
             return False
         if holding or call.uncertain:
             return True
-        for managed, is_trained in zip(call.reads, trains, strict=True):
-            if not is_trained:
+        for managed in call.reads:
+            if managed not in trains:
                 if not call.inputs:
                     return True
             elif self._access.num_calls[managed] > 1 or not _lands(managed):
@@ -290,7 +290,7 @@ class BackwardTracker:
         del call.open[group]
         if call.references and not torch._C._autograd._get_current_graph_task_keep_graph():
             call.used_up(group)
-        self._pager.unpin(self._chunks[group], self._chunks[group].compute_tier)
+        self._pager.unpin(self._chunks[group])
 
     def _settle_left(self) -> None:
         """Look again at calls that wait for references to go."""
@@ -346,7 +346,7 @@ class BackwardTracker:
             for group in call.open:
                 if is_through:
                     call.used_up(group)
-                self._pager.unpin(self._chunks[group], self._chunks[group].compute_tier)
+                self._pager.unpin(self._chunks[group])
             call.open.clear()
 
 

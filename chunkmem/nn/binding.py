@@ -248,17 +248,11 @@ class ManagedParameter:
         self.version = self.param._version
         return was_set
 
-    def was_written(self) -> bool:
-        """Tell, once, whether autograd's version counter has moved."""
-        version = self.param._version
-        moved, self.version = version != self.version, version
-        return moved
 
-
-def trainable(parameters: Iterable[ManagedParameter]) -> list[bool]:
-    """Tell of each parameter whether it requires gradients."""
+def trained(parameters: Iterable[ManagedParameter]) -> set[ManagedParameter]:
+    """Return the parameters that require gradients."""
     with torch._C.DisableTorchFunctionSubclass():
-        return [managed.param.requires_grad for managed in parameters]
+        return {managed for managed in parameters if managed.param.requires_grad}
 
 
 class BoundChunk:
@@ -352,7 +346,7 @@ class BoundChunk:
 
     def num_references(self) -> int:
         """Return how many tensors have this chunk's memory, ours included."""
-        return torch._C._storage_Use_Count(self._storage.storage._cdata)
+        return torch._C._storage_Use_Count(self.storage_id)
 
     def num_foreign_references(self, *, besides: int) -> int:
         """Return how many references there are to the memory and to the parameters that are not ours.
@@ -370,9 +364,11 @@ class BoundChunk:
         if not self.is_bound:
             return False
         with torch._C.DisableTorchFunctionSubclass():
-            written = [managed.was_written() for managed in self.parameters]  # each is asked
+            written = [managed for managed in self.parameters if managed.param._version != managed.version]
+            for managed in written:
+                managed.version = managed.param._version
         was_assigned, self.was_assigned = self.was_assigned, False
-        return was_assigned or any(written)
+        return was_assigned or bool(written)
 
     def was_written(self) -> bool:
         """Tell what `take_written` is going to; see `ChunkHome`."""
@@ -393,7 +389,7 @@ class BoundChunk:
         strayed, lost = [], self._lost
         self._lost = []
         for managed in self.parameters:
-            if managed._assigned is not None and managed.was_written_elsewhere():
+            if managed.was_written_elsewhere():
                 raise StateError(
                     f"a tensor that was assigned to the .data of parameter {managed} has been written to since; the "
                     "parameter keeps a copy of what was assigned: write to the parameter"

@@ -114,7 +114,7 @@ def _take_writes(own: list[Chunk], pager: Pager, sync_masters: Callable[[Iterabl
             # What was written through `.data` or numpy passed autograd's version counter by.
             assert chunk.home is not None
             chunk.home.take_written()
-            pager.store.mark_written(chunk, chunk.compute_tier)
+            pager.store.mark_written(chunk)
         sync_masters(chunk.id.group for chunk in own)
 
 
@@ -123,13 +123,13 @@ def _pinned(chunks: Iterable[Chunk], pager: Pager) -> Iterator[None]:
     pinned: list[Chunk] = []
     try:
         for chunk in chunks:
-            pager.pin(chunk, chunk.compute_tier, reader="gather", elastic=True)
+            pager.pin(chunk, reader="gather", elastic=True)
             pinned.append(chunk)
             pager.store.before_change(chunk)
         yield
     finally:
         for chunk in pinned if pager.closed is None else ():
-            pager.unpin(chunk, chunk.compute_tier)
+            pager.unpin(chunk)
 
 
 def _require_room(chunks: list[Chunk], pager: Pager) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from chunkmem.errors import StateError
-from chunkmem.nn.binding import ManagedParameter, trainable
+from chunkmem.nn.binding import ManagedParameter, trained
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
@@ -35,7 +35,7 @@ class SlotGroup:
     @property
     def trained(self) -> set[ManagedParameter]:
         """Members that require gradients."""
-        return {m for m, is_trained in zip(self.members, trainable(self.members), strict=True) if is_trained}
+        return trained(self.members)
 
 
 class GradientSlots:
@@ -92,16 +92,10 @@ class GradientSlots:
             )
         self.num_changes += 1
         reader = f"{managed.name} gradient"
-        group = self._writable(managed.group, reader)
+        group = self._writable(managed.group, reader, zero=False)
         chunk = group.chunk
         if replacing and self.given:
             self.withdraw((managed,))
-        if chunk.version == NO_CONTENT:
-            self._pager.create(chunk, chunk.compute_tier, reader=reader, zero=False)
-            self.landed[managed.group] = set()
-            group.num_expected = sum(trainable(group.members))
-        else:
-            self._pager.use(chunk, chunk.compute_tier, reader=reader)
         landed = self.landed[managed.group] = self.landed.pop(managed.group)
         slot = self._pager.store.views(chunk, chunk.compute_tier)[managed.position]
         with runtime_mode():
@@ -111,7 +105,7 @@ class GradientSlots:
                 slot.copy_(grad)
                 landed.add(managed)
         if len(chunk.replicas) > 1:
-            self._pager.store.mark_written(chunk, chunk.compute_tier)
+            self._pager.store.mark_written(chunk)
         is_settled = len(landed) >= group.num_expected and self._settles(managed.group)
         self._pager.store.settle(chunk, is_settled=is_settled)
 
@@ -121,19 +115,14 @@ class GradientSlots:
 
     def complete(self, number: int, *, reader: str) -> None:
         """Have a gradient, of zeros where none has landed, for all trained parameters of a group: to be reduced."""
-        group = self._writable(number, reader)
+        group = self._writable(number, reader, zero=True)
         chunk = group.chunk
-        if chunk.version == NO_CONTENT:
-            self._pager.create(chunk, chunk.compute_tier, reader=reader, zero=True)
-            self.landed[number] = set()
-        else:
-            self._pager.use(chunk, chunk.compute_tier, reader=reader)
         missing = group.trained - self.landed[number]
         with runtime_mode():
             for managed in missing:
                 self.slot(managed).zero_()
         if len(chunk.replicas) > 1:
-            self._pager.store.mark_written(chunk, chunk.compute_tier)
+            self._pager.store.mark_written(chunk)
 
     def reduced(self, number: int) -> None:
         """A group's gradient, where it has landed, is the mean over ranks now."""
@@ -145,7 +134,7 @@ class GradientSlots:
                 flat = chunk.replicas[chunk.compute_tier].flat
                 flat.add_(aside.to(flat.device))
         group.is_mean, group.mean_aside = True, None
-        self._pager.store.mark_written(chunk, chunk.compute_tier)
+        self._pager.store.mark_written(chunk)
         self._pager.store.settle(chunk, is_settled=self._settles(number))
 
     def count_mean(self, managed: ManagedParameter) -> None:
@@ -159,22 +148,28 @@ class GradientSlots:
         self._pager.consume(chunk)
         self._pager.discard_remote(chunk)  # unlike the owner's, it is not wanted before the next backward
 
-    def _writable(self, number: int, reader: str) -> SlotGroup:
-        """Return a group that gradients may be added to, once no reduction is under way.
+    def _writable(self, number: int, reader: str, *, zero: bool) -> SlotGroup:
+        """Return a group that gradients may be added to, once no reduction is under way; new content is `zero` or not.
 
         More may come after a mean was formed: that is set aside, and what comes accumulates from zero.
         """
         group = self.groups[number]
+        chunk = group.chunk
         if group.finish is not None:
             group.finish()
         if group.is_mean:
-            chunk = group.chunk
             replica = self._pager.use(chunk, chunk.compute_tier, reader=reader)
             with runtime_mode():
                 group.mean_aside = replica.flat.to("cpu", copy=True)
                 replica.flat.zero_()
-            self._pager.store.mark_written(chunk, chunk.compute_tier)
+            self._pager.store.mark_written(chunk)
             group.is_mean = False
+        if chunk.version == NO_CONTENT:
+            self._pager.create(chunk, chunk.compute_tier, reader=reader, zero=zero)
+            self.landed[number] = set()
+            group.num_expected = len(group.trained)
+        else:
+            self._pager.use(chunk, chunk.compute_tier, reader=reader)
         return group
 
     def withdraw(self, params: Iterable[ManagedParameter]) -> None:

@@ -22,6 +22,9 @@ from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 
+_SETTLED = (GradientState.LIVE, GradientState.CONSUMED, GradientState.OVERDUE)
+"""`.grad` shows a gradient that is in its slot, or was."""
+
 
 class GradientBook:
     """What `.grad` of the parameters shows, and what users have made of it."""
@@ -106,7 +109,7 @@ class GradientBook:
     def settle(self, params: Iterable[ManagedParameter]) -> None:
         """Make the book agree with `.grad`; see [Note: What `.grad` says]. Raises what `land` does."""
         with torch._C.DisableTorchFunctionSubclass():
-            unsettled = [managed for managed in params if not self._is_settled(managed)]
+            unsettled = [managed for managed in params if self._shown_state(managed) not in _SETTLED]
         for managed in unsettled:
             grad = managed.grad
             if isinstance(grad, LazyGradient) and not grad.is_all_of(self.values.sources[managed]):
@@ -126,11 +129,10 @@ class GradientBook:
                 del grad
                 self._take(managed)
 
-    def _is_settled(self, managed: ManagedParameter) -> bool:
-        """Tell whether `.grad` is a gradient that is or was in its slot, and nobody has touched it."""
+    def _shown_state(self, managed: ManagedParameter) -> GradientState | None:
+        """Return the state of a gradient that `.grad` shows; None: a user has replaced or discarded it."""
         grad, source = managed.param.grad, self.values.sources[managed]
-        is_shown = isinstance(grad, LazyGradient) and grad.is_all_of(source)
-        return is_shown and source.state not in (GradientState.NONE, GradientState.ZEROED)
+        return source.state if isinstance(grad, LazyGradient) and grad.is_all_of(source) else None
 
     @contextmanager
     def exposing(self, exposed: Iterable[ManagedParameter], landed: Collection[ManagedParameter]) -> Iterator[None]:
@@ -163,7 +165,7 @@ class GradientBook:
             for group in dict.fromkeys(managed.group for managed in lent):
                 chunk = self.slots.groups[group].chunk
                 self._pager.create(chunk, chunk.compute_tier, reader=reader, zero=True, elastic=True)
-                self._pager.pin(chunk, chunk.compute_tier, reader=reader, elastic=True)
+                self._pager.pin(chunk, reader=reader, elastic=True)
                 made.append(group)
             for managed in lent:
                 before[managed] = managed.grad
@@ -176,7 +178,7 @@ class GradientBook:
                 managed.grad = grad if managed.grad is not None else None  # discarded, as on the rank that has it
             for group in made if self._pager.closed is None else ():
                 chunk = self.slots.groups[group].chunk
-                self._pager.unpin(chunk, chunk.compute_tier)
+                self._pager.unpin(chunk)
                 self.slots.give_up(group)
 
     def _take_exposed(self, managed: ManagedParameter, before: torch.Tensor | None) -> None:
@@ -192,7 +194,7 @@ class GradientBook:
                     slot.copy_(grad.whole() if isinstance(grad, LazyGradient) else grad)
                 is_slot = True
             if is_slot:
-                self._pager.store.mark_written(chunk, chunk.compute_tier)
+                self._pager.store.mark_written(chunk)
                 if before is None:
                     self._show(managed)
                     return
@@ -214,19 +216,12 @@ class GradientBook:
 
     def is_touched(self, group: int) -> bool:
         """Tell whether a user has replaced or discarded a gradient of a group that has landed."""
-        for managed in self.slots.landed.get(group, ()):
-            grad, source = managed.grad, self.values.sources[managed]
-            if source.state is not GradientState.LIVE or not isinstance(grad, LazyGradient):
-                return True
-            if not grad.is_all_of(source):
-                return True
-        return False
+        landed = self.slots.landed.get(group, ())
+        return any(self._shown_state(managed) is not GradientState.LIVE for managed in landed)
 
     def is_consumed(self, managed: ManagedParameter) -> bool:
         """Tell whether `.grad` is a gradient that an update has used, and nobody has touched it since."""
-        source, grad = self.values.sources[managed], managed.grad
-        is_shown = isinstance(grad, LazyGradient) and grad.is_all_of(source)
-        return is_shown and source.state is GradientState.CONSUMED
+        return self._shown_state(managed) is GradientState.CONSUMED
 
     def discard(self, params: Collection[ManagedParameter]) -> None:
         """Forget the gradients of `params`, which a user has discarded."""
@@ -237,10 +232,8 @@ class GradientBook:
         """Forget the gradients of `params`, as after their update; for the arguments see `GradientSlots.forget`."""
         with torch._C.DisableTorchFunctionSubclass():
             for managed in params:
-                source, grad = self.values.sources[managed], managed.param.grad
-                is_shown = isinstance(grad, LazyGradient) and grad.is_all_of(source)
-                if source.state is not GradientState.NONE:
-                    source.state = GradientState.CONSUMED if is_shown else GradientState.NONE
+                is_there = self._shown_state(managed) not in (None, GradientState.NONE)
+                self.values.sources[managed].state = GradientState.CONSUMED if is_there else GradientState.NONE
         self.slots.forget(params, of_all_ranks=of_all_ranks)
 
 

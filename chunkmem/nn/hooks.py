@@ -18,7 +18,7 @@ from torch import nn
 from chunkmem.errors import StateError
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward import BackwardTracker
-from chunkmem.nn.binding import ManagedParameter, trainable
+from chunkmem.nn.binding import ManagedParameter, trained
 from chunkmem.nn.compiled import CompiledCall
 from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.frames import Frame, in_backward
@@ -243,12 +243,12 @@ class ModuleHooks:
         frame = Frame(fitted.name, module, recomputing=recomputing)
         frame.tier = fitted.tier
         frame.took_turn = took_turn or is_stale  # what is left over has not given it back
-        if fitted.is_leaf and fitted.own and not all(trainable(fitted.own)):
+        if fitted.is_leaf and len(trained(fitted.own)) < len(fitted.own):
             frame.inputs = [(t, t._version) for t in tensors_in((args, kwargs)) if t.requires_grad]
         frame.containers = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, dict))]
         if frame.containers:
             frame.given = {id(tensor): tensor for tensor in tensors_in(frame.containers)}
-        start = 0 if fitted.region is None else self._regions.now()
+        start = self._regions.now()
         if fitted.unit is not None:
             self._enter_unit(fitted.unit, frame)
         self._saved.replace()

@@ -136,7 +136,7 @@ class NodePins:
                 return
             for group in run.groups:
                 chunk = self._access.chunks[group]
-                self._pager.pin(chunk, chunk.compute_tier, reader=run.call)
+                self._pager.pin(chunk, reader=run.call)
                 run.pinned.append(group)
         finally:
             if took_turn:
@@ -168,4 +168,4 @@ class NodePins:
         pinned, run.pinned = run.pinned, []
         for group in pinned:
             chunk = self._access.chunks[group]
-            self._pager.unpin(chunk, chunk.compute_tier)
+            self._pager.unpin(chunk)

@@ -159,7 +159,7 @@ class Reduction:
             for group in together:
                 gradients.complete(group, reader=_READER)
                 chunk = gradients.groups[group].chunk
-                self._pager.pin(chunk, chunk.compute_tier, reader=_READER)
+                self._pager.pin(chunk, reader=_READER)
                 held.append(chunk)
             wait = self.shards.begin_reduction(held, reader=_READER)
         except BaseException:
@@ -171,7 +171,7 @@ class Reduction:
 
     def _unpin(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
-            self._pager.unpin(chunk, chunk.compute_tier)
+            self._pager.unpin(chunk)
 
 
 class OrdinaryGradients:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from chunkmem.nn.binding import ManagedParameter, trainable
+from chunkmem.nn.binding import ManagedParameter, trained
 from chunkmem.nn.frames import Frame
 from chunkmem.nn.saved_tensors import SavedReference
 from chunkmem.nn.values import storage_id
@@ -60,7 +60,7 @@ class GraphSearch:
             return self._search(frame, outputs)
         known = self._known.setdefault(frame.module, {})
         num_nodes = torch._C._autograd._get_sequence_nr() - frame.first_node
-        trains = tuple(trainable(frame.reads))
+        trains = frozenset(trained(frame.reads))
         made = tuple(type(t.grad_fn) for t in outputs)
         looks = (tuple(left.items()), num_nodes, trains, made, len(frame.inputs))
         found = known.get(looks)

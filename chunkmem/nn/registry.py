@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from chunkmem.errors import CheckpointError, StateError
 from chunkmem.layout.spec import Layout
-from chunkmem.nn.binding import BoundChunk, ManagedParameter
+from chunkmem.nn.binding import ManagedParameter
 from chunkmem.runtime.device import runtime_mode
 
 
@@ -24,11 +23,6 @@ class PackedModel:
     layout: Layout
     parameters: tuple[ManagedParameter, ...]
 
-    @cached_property
-    def bound(self) -> tuple[BoundChunk, ...]:
-        """What the parameters are bound to."""
-        return tuple(dict.fromkeys(managed.bound for managed in self.parameters))
-
 
 class ModelRegistry:
     """Everything packed so far."""
@@ -36,7 +30,8 @@ class ModelRegistry:
     def __init__(self) -> None:
         """Begin with nothing."""
         self._managed: dict[int, ManagedParameter] = {}
-        self._excluded: dict[int, torch.Tensor] = {}
+        self.excluded: dict[int, torch.Tensor] = {}
+        """Parameters that are known and not managed, by identity."""
         self._elsewhere: dict[int, torch.Tensor] = {}
         """Parameters that only other pipeline stages have."""
         self._place_of: dict[int, int] = {}
@@ -51,11 +46,6 @@ class ModelRegistry:
         return [managed for model in self.models for managed in model.parameters]
 
     @property
-    def has_excluded(self) -> bool:
-        """There are parameters that are known and not managed."""
-        return bool(self._excluded)
-
-    @property
     def padding_nbytes(self) -> int:
         """Bytes of PARAM chunks that hold no parameter."""
         return sum(model.layout.padding_nbytes for model in self.models)
@@ -66,7 +56,7 @@ class ModelRegistry:
         for model in packed:
             self._managed.update((id(managed.param), managed) for managed in model.parameters)
         for module in excluded:
-            self._excluded.update((id(param), param) for param in module.parameters(recurse=False))
+            self.excluded.update((id(param), param) for param in module.parameters(recurse=False))
         self.place(param for module in (*roots, *excluded) for param in module.parameters())
 
     def place(self, params: Iterable[nn.Parameter]) -> None:
@@ -79,12 +69,12 @@ class ModelRegistry:
 
         Adapters made by `get_peft_model(manager.wrap(model))` are such. What is in no model stays unknown.
         """
-        unknown = {id(param) for param in params}.difference(self._managed, self._excluded)
+        unknown = {id(param) for param in params}.difference(self._managed, self.excluded)
         if not unknown:
             return []
         models = [param for model in self.models for param in model.root.parameters()]
         added = {id(param): param for param in models if id(param) in unknown}
-        self._excluded.update(added)
+        self.excluded.update(added)
         before, self._place_of = self._place_of, {}
         self.place(models)
         for key in before.keys() - self._place_of.keys():
@@ -94,7 +84,7 @@ class ModelRegistry:
     def add_elsewhere(self, params: Iterable[nn.Parameter]) -> None:
         """Take in parameters of other pipeline stages, which never have a gradient here."""
         self._elsewhere.update((id(param), param) for param in params)
-        self._excluded.update(self._elsewhere)
+        self.excluded.update(self._elsewhere)
 
     def is_elsewhere(self, param: torch.Tensor) -> bool:
         """Tell whether only another pipeline stage has a parameter."""
@@ -114,7 +104,7 @@ class ModelRegistry:
 
     def is_known(self, param: torch.Tensor) -> bool:
         """Tell whether a parameter is managed, or an ordinary one of these models."""
-        return id(param) in self._managed or id(param) in self._excluded
+        return id(param) in self._managed or id(param) in self.excluded
 
     def lookup(self, param: torch.Tensor) -> ManagedParameter | None:
         """Return what is known of a parameter; None for an ordinary one: of an excluded module, or adopted.
@@ -123,7 +113,7 @@ class ModelRegistry:
             StateError: it is not known.
         """
         managed = self._managed.get(id(param))
-        if managed is None and id(param) not in self._excluded:
+        if managed is None and id(param) not in self.excluded:
             raise StateError(
                 f"a parameter of shape {tuple(param.shape)} is neither managed nor excluded by this manager; build its "
                 "model inside manager.init() or pass it to manager.wrap() first"
@@ -141,7 +131,7 @@ class ModelRegistry:
             StateError: `model` is not of this manager, or none was named and there is none or there are several.
         """
         if model is not None:
-            if not any(id(param) in self._managed or id(param) in self._excluded for param in model.parameters()):
+            if not any(map(self.is_known, model.parameters())):
                 raise StateError(
                     f"this {type(model).__name__} has no parameter of this manager; build it inside manager.init() or "
                     "pass it to manager.wrap() first"
@@ -155,7 +145,7 @@ class ModelRegistry:
         """Look all parameters over, then raise if one no longer stands where it was packed; see `BoundChunk.check`."""
         errors = []
         with runtime_mode():
-            for bound in [bound for model in self.models for bound in model.bound]:
+            for bound in dict.fromkeys([managed.bound for managed in self.parameters]):
                 try:
                     bound.check()
                 except StateError as error:

@@ -150,11 +150,11 @@ class ChunkHooks:
             return tensor
         took_turn = self._turn.take_in_hook()
         try:
-            self._pager.pin(chunk, chunk.compute_tier, reader=_READER)
+            self._pager.pin(chunk, reader=_READER)
             try:
                 return tensor.clone()
             finally:
-                self._pager.unpin(chunk, chunk.compute_tier)
+                self._pager.unpin(chunk)
         finally:
             if took_turn:
                 self._turn.give_back()

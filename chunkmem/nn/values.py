@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from types import FunctionType, ModuleType
 
 import torch
@@ -13,8 +12,6 @@ MODULE_FIELDS = frozenset(vars(nn.Module()))
 _OBJECT_DEPTH = 2
 """Objects of other people's classes are looked into so deep: a cache with an object for each layer."""
 _OPAQUE = (nn.Module, type, ModuleType, FunctionType)
-_WITHOUT = frozenset({type(None), bool, int, float, str, FunctionType, partial})
-"""Types of most attributes of modules: no tensors are in them."""
 
 
 def tensors_in(value: object, *, object_depth: int = _OBJECT_DEPTH) -> Iterator[torch.Tensor]:
@@ -36,9 +33,7 @@ def tensors_in(value: object, *, object_depth: int = _OBJECT_DEPTH) -> Iterator[
 def kept_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the tensors that a module holds as attributes, or in lists, tuples and dicts that are attributes."""
     for name, value in vars(module).items():
-        if name in MODULE_FIELDS or type(value) in _WITHOUT:
-            continue
-        if isinstance(value, (torch.Tensor, list, tuple, dict)):
+        if name not in MODULE_FIELDS and isinstance(value, (torch.Tensor, list, tuple, dict)):
             yield from tensors_in(value, object_depth=0)
 
 

@@ -158,8 +158,7 @@ class ChunkStates:
 
     def _note(self, params: Iterable[ManagedParameter]) -> None:
         """Some of `params` have a state from now on, on this rank or on the one that owns them."""
-        new = [managed for managed in params if managed not in self._anywhere]
-        self._anywhere.update(dict.fromkeys(managed for managed in new if self.form(managed).is_there))
+        self._anywhere.update(dict.fromkeys(m for m in params if m not in self._anywhere and self.form(m).is_there))
 
     def prepare(self, params: Iterable[ManagedParameter], *, others: Iterable[ManagedParameter] = ()) -> None:
         """Make states of zero where there are none, so that a lack of room is known before anything is updated.
@@ -177,7 +176,7 @@ class ChunkStates:
                     f"parameter {managed.name} is {managed.placeholder.dtype}; {self._rule.name} takes reals"
                 )
         if self._updater.has_no_place([*params, *others]):
-            self._updater.place(self._members.owned())
+            self._updater.place(self._members.owned(self._members.known()))
         specs = {managed: self.specs_of(managed) for managed in new}
         self._updater.make_states(new, {spec.role for own in specs.values() for spec in own.values()})
         for managed, own in specs.items():

@@ -67,7 +67,7 @@ class GroupwiseStep:
         """Be the optimizer of all its parameters from now on."""
         self.claim(self._members.groups())
         if self.in_backward:
-            self._updater.in_backward.add(self)
+            self._updater.in_backward.optimizers.add(self)
 
     def claim(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Have the states of parameter groups in chunks from now on; see `GroupUpdater.claim`."""
@@ -77,10 +77,9 @@ class GroupwiseStep:
         """Check that weights, gradients and states of all parameter groups fit; see `Claims.require_room`."""
         self._updater.claims.require_room(self.states.wanted(self._members.groups()), self)
 
-    def check_claims(self, begun: BegunStep | None = None) -> None:
-        """Raise a `StateError` if a newer optimizer has taken a parameter, of a step that has `begun` or of now."""
-        known = self._members.known() if begun is None else begun.known
-        self._updater.claims.check(self._members.owned_of(known), self)
+    def check_claims(self) -> None:
+        """Raise a `StateError` if a newer optimizer has taken a parameter."""
+        self._updater.claims.check(self._members.owned(self._members.known()), self)
 
     # A step.
 
@@ -103,8 +102,6 @@ class GroupwiseStep:
 
     def has_gradients(self, begun: BegunStep) -> bool:
         """Look up what there is to do; tell whether there is anything."""
-        if begun.updated:  # by an earlier backward
-            begun.known = self._members.known()
         pending = self._members.pending(begun.known, besides=begun.updated)
         begun.anywhere = pending
         if self._host.is_shared:  # the same on all ranks

@@ -88,16 +88,10 @@ class BackwardUpdates:
         self._owner_of = owner_of
         self.optimizers = WeakSet[Owner]()
         """Those that update inside backward."""
-        self._has_had_any = False
         self._complete: dict[int, None] = {}
         """Groups all of whose gradients have landed, and which something still reads."""
         self._unfinished: set[int] = set()
         """Groups with gradients of a backward that has kept its graph: the step updates them."""
-
-    def add(self, optimizer: Owner) -> None:
-        """Update inside backward what an optimizer has."""
-        self.optimizers.add(optimizer)
-        self._has_had_any = True
 
     def before_landing(self, managed: ManagedParameter) -> None:
         """A gradient is about to land. Raises a `StateError` if its parameter was updated since the last step."""
@@ -113,7 +107,7 @@ class BackwardUpdates:
 
     def landed(self, managed: ManagedParameter, graph_references: Mapping[int, int]) -> None:
         """A gradient has landed: update what is ready. `graph_references` is as for `UpdatesInBackward`."""
-        if not self._has_had_any:
+        if not self.optimizers:
             return
         self._complete[managed.group] = None
         for group in list(self._complete):

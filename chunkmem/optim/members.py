@@ -43,14 +43,9 @@ class GroupMembers:
         found = [lookup(param) for group in self.groups() for param in group["params"]]  # a generator takes longer
         return [managed for managed in found if managed is not None]
 
-    def owned(self) -> list[ManagedParameter]:
-        """Return the managed ones, over ranks those that this one owns: it has their states."""
-        return self.owned_of(self.known())
-
-    def owned_of(self, known: list[ManagedParameter]) -> list[ManagedParameter]:
-        """Return those of `known` that this rank owns."""
-        owns = self._host.owns
-        return [managed for managed in known if owns(managed)] if self._host.is_shared else known
+    def owned(self, known: list[ManagedParameter]) -> list[ManagedParameter]:
+        """Return those of `known` that this rank owns: over ranks, it has their states."""
+        return [managed for managed in known if self._host.owns(managed)] if self._host.is_shared else known
 
     def is_trainable(self) -> bool:
         """Tell whether a managed one, of any rank, may get a gradient."""
@@ -58,7 +53,7 @@ class GroupMembers:
 
     def with_excluded_gradients(self) -> list[list[torch.Tensor]]:
         """Return by parameter group those that no chunk holds and that have a gradient."""
-        if not self._registry.has_excluded:
+        if not self._registry.excluded:
             return [[] for _ in self.groups()]
         lookup = self._registry.lookup
         return [[p for p in group["params"] if lookup(p) is None and p.grad is not None] for group in self.groups()]
@@ -75,7 +70,7 @@ class GroupMembers:
         others = [managed for managed in known if managed not in besides]
         gradients.values.require_known(others, has_new=bool(besides))
         landed = gradients.slots.landed
-        return [managed for managed in self.owned_of(known) if managed in landed.get(managed.group, ())]
+        return [managed for managed in self.owned(known) if managed in landed.get(managed.group, ())]
 
     def by_index(self, saved: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, ManagedParameter]]:
         """Yield the managed ones with the index that each has in the parameter groups of a `state_dict`."""

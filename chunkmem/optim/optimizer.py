@@ -185,7 +185,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                 return self._saved.make_blank()
             begun = self._begin(closure)
         with self._host.step(begun.options, updates=True, goes_on=begun.is_stepping):
-            updates.check_claims(begun)
+            updates.check_claims()
             if begun.is_stepping or updates.has_gradients(begun):
                 updates.run(begun)
             elif begun.updated:
@@ -232,11 +232,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         updater, known = self._host.updater, self._members.known()
         if self.updates.begun is not None:
             updater.ledger.require_over("zero_grad()", known)
-        if not set_to_none:
+        with torch._C.DisableTorchFunctionSubclass():  # parameters are not asked for values
             super().zero_grad(set_to_none)  # with lazy gradients, zeros reach the chunks
-        else:
-            with torch._C.DisableTorchFunctionSubclass():  # `.grad` of a managed parameter asks for no values
-                super().zero_grad(set_to_none)
+        if set_to_none:
             updater.gradients.discard(set(known))
             if self._host.scaler is not None:
                 self._host.scaler.is_used = False

@@ -213,7 +213,7 @@ class ComputeDevice:
         return stream
 
     def _current_stream(self) -> torch.Stream:
-        return torch.accelerator.current_stream(self.device)
+        return torch.accelerator.current_stream(self.device.index)  # of a device, torch asks more at each access
 
     def computing_streams(self) -> Sequence[torch.Stream]:
         """Return the streams that something was computed on: each may be given freed memory, the current one last."""

@@ -36,7 +36,7 @@ class Pager:
         store: ChunkStore,
         *,
         meter: NonModelMeter | None = None,
-        follow_stream: Callable[[], object] | None = None,
+        follow_stream: Callable[[], object] = lambda: None,
         speculative: SpeculativeUpdates | None = None,
         interrupts: InterruptGuard | None = None,
     ) -> None:
@@ -45,14 +45,13 @@ class Pager:
         Args:
             store: that has them.
             meter: says what else takes room under the cap on DEVICE; None: nothing.
-            follow_stream: called before each access to DEVICE; None where only one stream computes. See [Note: Streams
-                of a program] in `runtime.device`.
+            follow_stream: called before each access to DEVICE, where several streams may compute. See [Note: Streams of
+                a program] in `runtime.device`.
             speculative: updates of groups ahead of the step; None: there are none.
             interrupts: knows whether the runtime itself was interrupted; None: nothing does that.
         """
         self.store = store
         self._interrupts = interrupts or InterruptGuard()
-        # Asked in place: as a method it would be six more calls a module and step.
         self._follow_stream = follow_stream
         self._leaving = Leaving(store)
         self._evictor = Evictor(store, self._leaving, notice_writes=self.notice_writes, meter=meter)
@@ -99,18 +98,20 @@ class Pager:
         for tell in self.events.failed:
             tell()
 
-    def pin(self, chunk: Chunk, tier: Tier, *, reader: object, elastic: bool = False) -> Replica:
+    def pin(self, chunk: Chunk, tier: Tier | None = None, *, reader: object, elastic: bool = False) -> Replica:
         """Bring the newest version of `chunk` to `tier` and keep it there until `unpin`.
 
         Args:
+            chunk: which.
+            tier: None: where modules compute with it.
             reader: who needs it; its `str()` begins a message.
             elastic: the access could be served on the other tier as well, so it does not raise `required_nbytes`.
 
         Raises:
             CapacityError: everything that may leave `tier` is not enough; nothing has been moved.
         """
-        if self._follow_stream is not None:
-            self._follow_stream()
+        self._follow_stream()
+        tier = tier or chunk.compute_tier
         replica = chunk.replicas.get(tier)
         if tier is Tier.DEVICE and (replica is None or replica.pins == 0):
             self.policy.event(Kind.HOLD, chunk, reader)
@@ -165,8 +166,7 @@ class Pager:
 
         Raises: what `pin` does.
         """
-        if self._follow_stream is not None:
-            self._follow_stream()
+        self._follow_stream()
         replica = chunk.replicas.get(Tier.DEVICE)
         if replica is None or replica.pins == 0:
             self.policy.event(Kind.HOLD, chunk, reader)
@@ -181,8 +181,7 @@ class Pager:
 
     def exchange(self, chunks: Sequence[Chunk], *, reader: object) -> None:
         """Announce that chunks, which are pinned, begin to be exchanged with other ranks."""
-        if self._follow_stream is not None:
-            self._follow_stream()
+        self._follow_stream()
         for chunk in _on_device(chunks):
             self.policy.event(Kind.EXCHANGE, chunk, reader)
 
@@ -205,10 +204,10 @@ class Pager:
         yield
         self.policy.waited(Interval(ready, self.store.clock.timestamp()))
 
-    def unpin(self, chunk: Chunk, tier: Tier) -> None:
+    def unpin(self, chunk: Chunk, tier: Tier | None = None) -> None:
         """Undo one `pin`."""
-        if self._follow_stream is not None:
-            self._follow_stream()
+        self._follow_stream()
+        tier = tier or chunk.compute_tier
         if self._let_go(chunk, tier) and tier is Tier.DEVICE:
             self.policy.event(Kind.RELEASE, chunk, None)
             if chunk.is_remote:
@@ -242,8 +241,7 @@ class Pager:
 
         Raises: what `pin` does.
         """
-        if self._follow_stream is not None:
-            self._follow_stream()
+        self._follow_stream()
         tier: Tier | None = Tier.HOST
         if chunks[0].compute_tier is Tier.DEVICE:
             self.policy.event(Kind.UPDATE, chunks[0], reader)
@@ -291,8 +289,7 @@ class Pager:
 
     def consume(self, chunk: Chunk) -> None:
         """The content is used up, also if this raises what moving other chunks has; see `ChunkStore.consume`."""
-        if self._follow_stream is not None:
-            self._follow_stream()
+        self._follow_stream()
         try:
             if chunk.compute_tier is Tier.DEVICE:
                 self.policy.event(Kind.CONSUME, chunk, None)
@@ -301,8 +298,7 @@ class Pager:
 
     def use(self, chunk: Chunk, tier: Tier, *, reader: object) -> Replica:
         """Bring `chunk` to `tier` for a write that is over before the next access: like `pin` and `unpin`."""
-        if self._follow_stream is not None:
-            self._follow_stream()
+        self._follow_stream()
         if tier is Tier.DEVICE:
             self.policy.event(Kind.WRITE, chunk, reader)
         replica = chunk.replicas.get(tier)
@@ -334,8 +330,7 @@ class Pager:
         `is_of_step`: steps to come do the same, and plan for it.
         """
         self._require_open(reader)
-        if self._follow_stream is not None:
-            self._follow_stream()
+        self._follow_stream()
         if tier is Tier.DEVICE and is_of_step:
             self.policy.event(Kind.CREATE, chunk, reader)
         if saved is not None:

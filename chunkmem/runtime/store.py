@@ -239,8 +239,9 @@ class ChunkStore:
         assert not chunk.is_last(tier), f"{chunk.label}: its only newest replica is on {tier.value}"
         self._give_slab_back(chunk, tier)
 
-    def mark_written(self, chunk: Chunk, tier: Tier) -> None:
-        """The replica on `tier` now holds a version newer than all others; replicas of older versions go."""
+    def mark_written(self, chunk: Chunk, tier: Tier | None = None) -> None:
+        """The replica on `tier`, None: where modules compute, has a version newer than all others, which go."""
+        tier = tier or chunk.compute_tier
         if self.snapshot is not None:
             self.snapshot.written(chunk, tier)
         chunk.version += 1

@@ -36,7 +36,7 @@ class StreamEvent(Interval):
         return self.end.is_over()
 
     def wait(self) -> None:
-        self.end.wait()
+        self.end.event.synchronize()
 
 
 def cuda_handle(event: Event) -> int | None:

@@ -132,16 +132,16 @@ class _Anchor:
         return self.host_s + 1e-3 * float(self._event.elapsed_time(event))
 
 
-class _Progress:
-    """How far a stream has come: what is on it is over in this order, so one event that is over tells of all before."""
+class _Recorded:
+    """What was recorded on a stream: it is over in this order, so one event that is over tells of all before."""
 
-    __slots__ = ("_num_over", "num_recorded")
+    __slots__ = ("_num_over", "num", "unused")
 
     def __init__(self) -> None:
-        self.num_recorded = 0
-        """Events so far; each has a number, from 1."""
-        self._num_over = 0
-        """As far as somebody has asked."""
+        self.num = self._num_over = 0
+        """Events so far, each with a number from 1; and of these, the last one that is known to be over."""
+        self.unused = deque[tuple[int, TimingEvent]]()
+        """Events that no timestamp has."""
 
     def is_over(self, number: int, event: TimingEvent) -> bool:
         """Tell, without waiting, whether the stream has come to the event with that number."""
@@ -149,45 +149,30 @@ class _Progress:
             self._num_over = number
         return number <= self._num_over
 
-    def wait(self, number: int, event: TimingEvent) -> None:
-        """Block the calling thread until it has."""
-        if number > self._num_over:
-            event.synchronize()
-            self._num_over = max(number, self._num_over)
-
 
 class StreamTimestamp:
-    """A point on a stream. Its event goes back to the pool with the last reference to it."""
+    """A point on a stream. Its event is used again once the last reference to it is gone."""
 
-    __slots__ = ("_anchor", "_number", "_pool", "_progress", "event")
+    __slots__ = ("_anchor", "_number", "_recorded", "event")
 
-    def __init__(self, event: TimingEvent, anchor: _Anchor, pool: _Pool, progress: _Progress) -> None:
-        """Have an event that was recorded just now, on a stream with this progress."""
+    def __init__(self, event: TimingEvent, anchor: _Anchor, recorded: _Recorded) -> None:
+        """Have the event that was `recorded` last on a stream."""
         self.event = event
         self._anchor = anchor
-        self._pool = pool
-        self._progress = progress
-        self._number = progress.num_recorded
+        self._recorded = recorded
+        self._number = recorded.num
 
     def __del__(self) -> None:
-        self._pool.append((self.event, self._progress, self._number))
+        self._recorded.unused.append((self._number, self.event))
 
     def is_over(self) -> bool:
         """Tell, without waiting, whether the stream has come to it."""
-        return self._progress.is_over(self._number, self.event)
-
-    def wait(self) -> None:
-        """Block the calling thread until it has."""
-        self._progress.wait(self._number, self.event)
+        return self._recorded.is_over(self._number, self.event)
 
     @property
     def at_s(self) -> float:
-        self.wait()
+        self.event.synchronize()
         return self._anchor.host_time_s(self.event)
-
-
-_Pool = deque[tuple[TimingEvent, _Progress, int]]
-"""Events that no timestamp has, each with the number that it had on a stream."""
 
 
 class StreamClock:
@@ -204,8 +189,7 @@ class StreamClock:
         self._streams = streams
         self._idle = streams.stream()
         self._anchor = _Anchor(streams, self._idle)
-        self._pool: _Pool = deque()
-        self._progress: defaultdict[Any, _Progress] = defaultdict(_Progress)
+        self._recorded: defaultdict[Any, _Recorded] = defaultdict(_Recorded)
         """By stream."""
 
     def timestamp(self) -> StreamTimestamp:
@@ -215,18 +199,19 @@ class StreamClock:
         """Return the end of what is on a stream. Once in a while, this holds the host up for the time of one event."""
         if time.perf_counter() - self._anchor.host_s > _ANCHOR_LIFE_S:
             self._anchor = _Anchor(self._streams, self._idle)
-        event, progress = self._idle_event(), self._progress[stream]
-        progress.num_recorded += 1
+        recorded = self._recorded[stream]
+        event = self._idle_event(recorded)
+        recorded.num += 1
         event.record(stream)
-        return StreamTimestamp(event, self._anchor, self._pool, progress)
+        return StreamTimestamp(event, self._anchor, recorded)
 
-    def _idle_event(self) -> TimingEvent:
+    def _idle_event(self, recorded: _Recorded) -> TimingEvent:
         """Return an event that no timestamp has, and that is over: ROCm leaves open what else recording it would do."""
         try:
-            event, progress, number = self._pool.popleft()
+            number, event = recorded.unused.popleft()
         except IndexError:
             return self._streams.timing_event()
-        if progress.is_over(number, event):
+        if recorded.is_over(number, event):
             return event
-        self._pool.append((event, progress, number))
+        recorded.unused.append((number, event))
         return self._streams.timing_event()
