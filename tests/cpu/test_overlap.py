@@ -15,7 +15,9 @@ import torch
 
 import chunkmem
 from chunkmem.optim import pending
+from chunkmem.optim.device_order import DevicePowers
 from chunkmem.optim.kernels import Kernels
+from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.ops import global_norm
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.types import Role, Tier
@@ -152,6 +154,30 @@ def test_where_torch_has_other_bits_master_weights_are_updated_by_our_kernels_al
     assert len(said) == 1
     assert (run.num_ahead > 0) is (precision == "bf16")
     assert_alike(run, ordinary)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_updates_on_host_are_in_the_order_of_the_device(
+    precision: str, decoupled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a card; see [Note: Bits on HOST] for what of fp32 has the order of a CPU there, as master weights have."""
+    waits = Run(overlap=False, precision=precision)
+    monkeypatch.setattr(NativeUpdate, "powers_for", lambda self, device: DevicePowers(device))
+    runs = pair(precision=precision)
+    for run in (waits, *runs):
+        run.optimizer.param_groups[0].update(decoupled_weight_decay=decoupled)
+        run.optimizer.param_groups[1].update(decoupled_weight_decay=decoupled, weight_decay=0.2)
+    ahead, wrong = train(runs, range(8))
+    assert (ahead > 0, wrong) == (True, 0)
+    monkeypatch.undo()
+    for seed in range(8):
+        waits.step(seed)
+    if precision == "fp32" and decoupled:
+        with pytest.raises(AssertionError):
+            assert_alike(runs[0], waits)
+    else:
+        assert_alike(runs[0], waits)
 
 
 def test_a_small_log_leaves_the_rest_to_the_step() -> None:
