@@ -10,7 +10,7 @@ import torch
 
 from chunkmem.errors import CapacityError, TierIOError
 from chunkmem.nn.region_calls import CallRecord, RegionCall
-from chunkmem.nn.region_chunks import RegionChunks
+from chunkmem.nn.region_chunks import RegionChunks, use_up
 from chunkmem.nn.saved_storages import SavedStorages
 from chunkmem.nn.turn import Turn
 from chunkmem.runtime.chunk import Chunk
@@ -150,9 +150,7 @@ class LiveChunks:
 
     def _use_up(self, chunk: Chunk) -> None:
         del self._sights[chunk.id]
-        self._pager.consume(chunk)
-        if Tier.DEVICE in chunk.replicas and not self._pager.policy.is_planned:
-            self._pager.store.drop(chunk, Tier.DEVICE)
+        use_up(chunk, self._pager)
 
     # Interruptions, and the end of a step.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkmem.nn.region_chunks import RegionChunks
+from chunkmem.nn.region_chunks import RegionChunks, use_up
 from chunkmem.nn.saved_storages import SavedStorage, SavedStorages, can_be_emptied, is_plain
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.chunk import Chunk
@@ -151,6 +151,4 @@ class ParkedTensors:
             chunk.replicas[Tier.DEVICE].pieces = ()
         if is_pinned:
             self._pager.unpin(chunk, Tier.DEVICE)
-        self._pager.consume(chunk)
-        if Tier.DEVICE in chunk.replicas and not self._pager.policy.is_planned:
-            self._pager.store.drop(chunk, Tier.DEVICE)
+        use_up(chunk, self._pager)

@@ -12,10 +12,11 @@ from chunkmem.layout.spec import Group, Slot
 from chunkmem.nn.region_policies import RegionPolicies
 from chunkmem.nn.saved_storages import SavedStorages
 from chunkmem.runtime.chunk import Chunk
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.trace.activations import PARKED, Content, activation_contents
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import ACTIVATION_POLICIES, ActivationPolicy, ChunkId, Role
+from chunkmem.types import ACTIVATION_POLICIES, ActivationPolicy, ChunkId, Role, Tier
 
 FIRST_GROUP = 1 << 20
 """Groups of activations are numbered from here on, those of parameters from 0."""
@@ -81,6 +82,13 @@ class RegionChunks:
             if key not in chunks:
                 chunk = self._make(key.group, str(held), trace.chunk_nbytes[key])
                 chunk.saved = SavedStorages()
+
+
+def use_up(chunk: Chunk, pager: Pager) -> None:
+    """The content of a chunk of activations is used up. Its memory on DEVICE goes at once, unless a plan says when."""
+    pager.consume(chunk)
+    if Tier.DEVICE in chunk.replicas and not pager.policy.is_planned:
+        pager.store.drop(chunk, Tier.DEVICE)
 
 
 def _fits(policy: ActivationPolicy, *, saved: bool, stays: bool | None) -> bool:

@@ -12,14 +12,13 @@ HOST or DISK. Several actions of a moment may each need another chunk, so each h
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from chunkmem.errors import CapacityError
 from chunkmem.plan.choose import Order, furthest_next_use, sweep
 from chunkmem.plan.gaps import Gap, Problem, Use, gaps_of, required_nbytes
-from chunkmem.plan.intervals import Stay, Stays, find_stays, free_room, linger, prefetch
+from chunkmem.plan.intervals import Stays, find_stays, free_room, linger, prefetch
 from chunkmem.plan.machine import Machine, cap_key
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Update
 from chunkmem.plan.program import Program
@@ -202,15 +201,7 @@ class _Rewriter:
         self.program = program
         self.slots = slots
         n = len(problem.durations_s)
-        self.leaving: dict[int, list[Stay]] = defaultdict(list)
-        self.ending: dict[int, list[Stay]] = defaultdict(list)
-        self.fetching: dict[int, list[Stay]] = defaultdict(list)
-        for stay in stays.passing:
-            if stay.target is not None:
-                self.leaving[stay.stop % n].append(stay)
-            self.ending[stay.freed % n].append(stay)
-            if stay.source is not None:
-                self.fetching[stay.issued % n].append(stay)
+        self.leaving, self.ending, self.fetching = stays.by_moment(n)
         there = {placed.chunk for placed in program.start if placed.tier is Tier.HOST}
         crossing = {stay.chunk for stay in stays.passing if stay.freed >= n or stay.issued < 0}
         staying = {problem.chunks[at] for at in stays.resident | crossing}

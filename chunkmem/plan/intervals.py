@@ -8,6 +8,7 @@ whole. Both operations look at two nodes a level.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -125,6 +126,9 @@ class Stay:
     """The moment in whose list it is freed: `stop`, or later so that nobody takes a slab that is still copied from."""
 
 
+ByMoment = defaultdict[int, list[Stay]]
+
+
 @dataclass(frozen=True)
 class Stays:
     """Where chunks are on DEVICE. Chunks without an entry in either are not, ever."""
@@ -133,6 +137,17 @@ class Stays:
     """In the order of their first use."""
     resident: frozenset[int]
     """Chunks that never leave."""
+
+    def by_moment(self, n: int) -> tuple[ByMoment, ByMoment, ByMoment]:
+        """Return, of a step of `n` moments, which of those that pass are copied away, end and are fetched in each."""
+        leaving, ending, fetching = ByMoment(list), ByMoment(list), ByMoment(list)
+        for stay in self.passing:
+            if stay.target is not None:
+                leaving[stay.stop % n].append(stay)
+            ending[stay.freed % n].append(stay)
+            if stay.source is not None:
+                fetching[stay.issued % n].append(stay)
+        return leaving, ending, fetching
 
 
 def find_stays(problem: Problem, kept: frozenset[int]) -> Stays:

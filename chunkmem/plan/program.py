@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from chunkmem.plan.gaps import Problem
-from chunkmem.plan.intervals import Stay, Stays
+from chunkmem.plan.intervals import Stays
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Round, Update
 from chunkmem.trace.model import Kind
 from chunkmem.types import ChunkId, Tier, neighbor
@@ -47,18 +47,8 @@ class _Emitter:
         self.stays = stays
         n = self.n = len(problem.trace.moments)
         self.index = {chunk: at for at, chunk in enumerate(problem.chunks)}
-        self.leaving: dict[int, list[Stay]] = defaultdict(list)
-        self.ending: dict[int, list[Stay]] = defaultdict(list)
-        self.creating: dict[int, Stay] = {}
-        self.fetching: dict[int, list[Stay]] = defaultdict(list)
-        for stay in stays.passing:
-            if stay.target is not None:
-                self.leaving[stay.stop % n].append(stay)
-            self.ending[stay.freed % n].append(stay)
-            if stay.source is not None:
-                self.fetching[stay.issued % n].append(stay)
-            else:
-                self.creating[stay.start] = stay
+        self.leaving, self.ending, self.fetching = stays.by_moment(n)
+        self.creating = {stay.start: stay for stay in stays.passing if stay.source is None}
         self.homes = {
             chunk
             for chunk, chain in enumerate(problem.uses)

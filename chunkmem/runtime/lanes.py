@@ -8,13 +8,10 @@ another, until `drain` has raised its error. What that leaves of chunks is said 
 from __future__ import annotations
 
 import ctypes
-import os
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 
-from chunkmem.errors import StateError
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.events import (
@@ -28,7 +25,7 @@ from chunkmem.runtime.events import (
     named_range,
     require_copyable,
 )
-from chunkmem.runtime.queues import HostCopy, HostWork, Move, Worker, drain_workers, stop_workers
+from chunkmem.runtime.queues import HostCopy, HostWork, Move, Workers
 from chunkmem.runtime.streams import StreamLanes, computed
 from chunkmem.runtime.timestamps import HostClock, HostTimestamp, Interval, StreamClock
 
@@ -107,9 +104,7 @@ class ThreadLanes:
 
     def __init__(self, move: Move = ctypes.memmove) -> None:
         self._clock = HostClock()
-        self._move = move
-        self._workers: dict[Lane, Worker] = {}
-        self._pid = os.getpid()
+        self._workers = Workers(move)
         self._closed = False
 
     def copy(
@@ -118,9 +113,9 @@ class ThreadLanes:
         return self.copy_pieces(lane, [(target, source)], after=after, label=label)
 
     def copy_pieces(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
-        self._require_open(label)
-        task = HostCopy.of(lane, pieces, after=after, label=label)
-        return self._worker(lane).issue(task)
+        if self._closed:
+            raise closed_error(label)
+        return self._workers.issue(HostCopy.of(lane, pieces, after=after, label=label))
 
     def work(
         self,
@@ -131,21 +126,9 @@ class ThreadLanes:
         lane: Lane = Lane.HOST_UPDATE,
         target: torch.Tensor | None = None,
     ) -> Event:
-        self._require_open(label)
-        return self._worker(lane).issue(HostWork(label, work, tuple(after), lane, target))
-
-    def _require_open(self, label: str) -> None:
         if self._closed:
             raise closed_error(label)
-        if os.getpid() != self._pid:
-            raise StateError(f"{label}: the lanes belong to process {self._pid}, and threads do not outlive a fork")
-
-    def _worker(self, lane: Lane) -> Worker:
-        worker = self._workers.get(lane)
-        if worker is None:
-            worker = self._workers[lane] = Worker(lane, self._move)
-            weakref.finalize(self, worker.stop)
-        return worker
+        return self._workers.issue(HostWork(label, work, tuple(after), lane, target))
 
     def compute_event(self) -> Event:
         return DoneEvent.now()
@@ -154,13 +137,8 @@ class ThreadLanes:
         return host_waits(event, self._clock)
 
     def drain(self) -> None:
-        if os.getpid() != self._pid:
-            return
-        drain_workers(self._workers.values())
+        self._workers.drain()
 
     def close(self) -> None:
         self._closed = True
-        workers, self._workers = self._workers, {}
-        if os.getpid() != self._pid:
-            return
-        stop_workers(workers.values())
+        self._workers.stop()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol, Self
@@ -211,14 +213,44 @@ class Worker:
         atexit.unregister(self._end)
 
 
-def drain_workers(workers: Collection[Worker]) -> None:
-    """Wait for everything issued to some threads; raise what one of them raised since the last call."""
-    for worker in workers:
-        worker.wait()
-    failures = [worker.take_failure() for worker in workers]
-    for failure in failures:
-        if failure is not None:
-            raise _for_who_waits(failure)
+class Workers:
+    """The threads of lanes, each started by the first task of its lane. They are of this process alone."""
+
+    def __init__(self, move: Move = ctypes.memmove) -> None:
+        """Start none; `move` copies."""
+        self._move = move
+        self._by_lane: dict[Lane, Worker] = {}
+        self._pid = os.getpid()
+
+    def issue(self, task: HostTask) -> Queued:
+        """Have a task done after all before it on its lane."""
+        if os.getpid() != self._pid:
+            raise StateError(
+                f"{task.label}: the lanes belong to process {self._pid}, and threads do not outlive a fork"
+            )
+        worker = self._by_lane.get(task.lane)
+        if worker is None:
+            worker = self._by_lane[task.lane] = Worker(task.lane, self._move)
+            weakref.finalize(self, worker.stop)
+        return worker.issue(task)
+
+    def drain(self) -> None:
+        """Wait for everything issued; raise what one of them raised since the last call."""
+        workers = self._by_lane.values() if os.getpid() == self._pid else ()
+        for worker in workers:
+            worker.wait()
+        failures = [worker.take_failure() for worker in workers]
+        for failure in failures:
+            if failure is not None:
+                raise _for_who_waits(failure)
+
+    def stop(self) -> None:
+        """End the threads once they have done what was issued."""
+        workers, self._by_lane = self._by_lane.values() if os.getpid() == self._pid else (), {}
+        for worker in workers:
+            worker.stop()
+        for worker in workers:
+            worker.thread.join()
 
 
 def _for_who_waits(failure: BaseException) -> BaseException:
@@ -232,11 +264,3 @@ def _for_who_waits(failure: BaseException) -> BaseException:
     made.__dict__.update(failure.__dict__)
     made.__cause__, made.__suppress_context__ = failure.__cause__, failure.__suppress_context__
     return made.with_traceback(failure.__traceback__)
-
-
-def stop_workers(workers: Collection[Worker]) -> None:
-    """End threads once they have done what was issued."""
-    for worker in workers:
-        worker.stop()
-    for worker in workers:
-        worker.thread.join()

@@ -5,9 +5,7 @@ Source of the rules: CUDA Runtime API, "Stream synchronization behavior". For ti
 
 from __future__ import annotations
 
-import ctypes
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +14,7 @@ import torch
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.events import COPY_LANES, Event, Piece, closed_error, host_waits, named_range, require_copyable
-from chunkmem.runtime.queues import HostWork, Worker, drain_workers, stop_workers
+from chunkmem.runtime.queues import HostWork, Workers
 from chunkmem.runtime.timestamps import Interval, StreamClock, StreamTimestamp
 from chunkmem.types import Tier
 
@@ -59,8 +57,8 @@ class StreamLanes:
         self._clock = compute.clock
         self._streams = {lane: compute.stream() for lane in COPY_LANES if Tier.DEVICE in LANE_LINKS[lane]}
         self._last: dict[Lane, StreamEvent] = {}
-        self._workers: dict[Lane, Worker] = {}
-        """The threads of the other lanes, once there is something to do."""
+        self._workers = Workers()
+        """The threads of the other lanes."""
         self._pid = os.getpid()
         self._closed = False
 
@@ -94,11 +92,7 @@ class StreamLanes:
     ) -> Event:
         if self._closed:
             raise closed_error(label)
-        worker = self._workers.get(lane)
-        if worker is None:
-            worker = self._workers[lane] = Worker(lane, ctypes.memmove)
-            weakref.finalize(self, worker.stop)
-        return worker.issue(HostWork(label, work, tuple(after), lane, target))
+        return self._workers.issue(HostWork(label, work, tuple(after), lane, target))
 
     def compute_event(self) -> Event:
         return computed(self._clock)
@@ -117,15 +111,13 @@ class StreamLanes:
         for event in self._last.values():
             event.wait()
         self._last.clear()
-        if os.getpid() == self._pid:
-            drain_workers(self._workers.values())
+        self._workers.drain()
 
     def close(self) -> None:
         self._closed = True
         if os.getpid() != self._pid:  # streams do not survive a fork, nor do threads
             return
-        workers, self._workers = self._workers, {}
-        stop_workers(workers.values())
+        self._workers.stop()
         self.drain()
 
 

@@ -83,7 +83,7 @@ def test_a_program_ends_while_an_update_is_under_way() -> None:
 def test_lanes_run_beside_each_other_and_beside_the_caller(threads: ThreadLanes) -> None:
     # Each lane's copy ends only once the other's has begun and the caller has done something else.
     meet = threading.Barrier(3, timeout=60)
-    threads._move = lambda target, source, nbytes: meet.wait()
+    threads._workers._move = lambda target, source, nbytes: meet.wait()
     events = [threads.copy(lane, torch.zeros(8), torch.ones(8), after=[], label="x") for lane in (Lane.H2D, Lane.D2H)]
     assert not any(event.done() for event in events)
     meet.wait()
@@ -98,7 +98,7 @@ def broken(threads: ThreadLanes) -> None:
             raise OSError("the link is down")
         ctypes.memmove(target, source, nbytes)
 
-    threads._move = move
+    threads._workers._move = move
 
 
 def fail(threads: ThreadLanes, lane: Lane) -> Event:
@@ -169,7 +169,7 @@ def test_lanes_with_an_error_that_nobody_saw_close_quietly(threads: ThreadLanes)
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_does_not_wait_for_threads_it_has_not_got(threads: ThreadLanes) -> None:
     hold = threading.Event()
-    threads._move = lambda target, source, nbytes: hold.wait()
+    threads._workers._move = lambda target, source, nbytes: hold.wait()
     pending = threads.copy(Lane.D2H, torch.zeros(8), torch.ones(8), after=[], label="block 3")
     child = os.fork()
     if child == 0:
