@@ -246,6 +246,10 @@ def in_an_ordinary_run(*names: str) -> list[Any]:
     return [name if name in names else pytest.param(name, marks=pytest.mark.full) for name in LOOPS]
 
 
+ALL_FROZEN = ("LoRA", "LoRA, micro-batches")
+"""Six weights that nothing trains are all that these loops have in chunks."""
+
+
 @pytest.mark.parametrize("name", in_an_ordinary_run("one in three is given up"))
 def test_no_race_where_host_is_too_small(name: str, tmp_path: Path) -> None:
     """An update that did not come was to come between a read of DISK and a write: these ran side by side.
@@ -253,12 +257,15 @@ def test_no_race_where_host_is_too_small(name: str, tmp_path: Path) -> None:
     DISK_READ    ─ states of group 1 ──┐
     HOST_UPDATE                        └ (update of group 1) ──┐
     DISK_WRITE                                                 └ states of group 1 ─
+
+    Weights that nothing trains are on DISK once the model is built, and never written again.
     """
+    num_chunks = 2.5 if name in ALL_FROZEN else 5.5  # on DEVICE and HOST each: fewer than the loop has
     with HappensBefore() as checker:
-        run_loop(checker, LOOPS[name], disk=tmp_path, **ON_HOST)
+        run_loop(checker, LOOPS[name], num_chunks=num_chunks, disk=tmp_path, **ON_HOST)
     checker.assert_ordered()
     assert checker.was_active(Actor.DISK_READ)
-    assert checker.was_active(Actor.DISK_WRITE)
+    assert checker.was_active(Actor.DISK_WRITE) is (name not in ALL_FROZEN)
 
 
 class Towers(nn.Module):

@@ -5,6 +5,13 @@ never early, whatever it fails to wait for. Here a plan is read ahead: which cop
 computing that touches the same memory? When such computing is about to begin, the copy, and every copy that has to
 come before it, is done there and then, on the memory that the rules for slabs give it. When it is issued, nothing is
 left to do. Every order that is made real this way is one that the plan allows; a sound plan allows none of them.
+
+A copy gets ahead of another copy in the same way, once that has been issued. That it is late does not show where
+something computed waits for it: on a CPU that is before the next copy is issued, though the plan does not say so.
+
+    D2H      ─ gradients to HOST ─┐
+    COMPUTE                       └ writes their slab of DEVICE ...
+    H2D         ─ the same gradients from HOST     too early, for want of a wait; issued behind that computing
 """
 
 from __future__ import annotations
@@ -31,7 +38,7 @@ from tests.helpers.orders import Operation, Reading, SlabNumber
 
 @dataclass(frozen=True)
 class Haste:
-    """Copies that get ahead of some computing, though they are issued later; in the order they have to come."""
+    """Copies that get ahead of some operation, though they are issued later; in the order they have to come."""
 
     before: Operation
     copies: tuple[Operation, ...]
@@ -40,10 +47,10 @@ class Haste:
 
 
 def hastes(reading: Reading) -> Iterator[Haste]:
-    """Yield every way in which copies can get ahead: one for each race that they lose on an ordinary CPU."""
+    """Yield every way in which copies can get ahead: one for each race that they may lose on an ordinary CPU."""
     for race in reading.races:
         first, last = race.first, race.second
-        if last.lane not in COPY_LANES or first.lane in COPY_LANES:
+        if last.lane not in COPY_LANES:
             continue
         span = reading.operations[first.order + 1 : last.order]
         needed = [operation for operation in span if last.comes_after(operation)] + [last]
@@ -136,7 +143,7 @@ class HastyPerformer(PlanExecutor):
             self._get_ahead(haste, self._iterations)
 
     def _get_ahead(self, haste: Haste, iterations: _Laps) -> None:
-        """The computing of this moment is about to begin; be faster."""
+        """The copies of this moment have been issued, and its computing is about to begin; be faster."""
         for key, event in iterations.issued.items():
             if event is not None and haste.copies[-1].comes_after(self._reading.copies[key]):
                 self._order.lanes.run_until(event)
