@@ -24,10 +24,10 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from chunkmem.nn.access import AccessTracker
-from chunkmem.nn.backward_calls import BackwardCall, CallNodes
+from chunkmem.nn.backward_calls import BackwardCall
 from chunkmem.nn.binding import ManagedParameter, trained
 from chunkmem.nn.frames import Frame
-from chunkmem.nn.nodes import NodePins
+from chunkmem.nn.nodes import CallNodes, NodePins
 from chunkmem.nn.reduction import OrdinaryGradients
 from chunkmem.nn.reference_counts import ReferenceCounts
 from chunkmem.nn.references import Findings, GraphSearch

@@ -194,14 +194,11 @@ class ManagedParameter:
                     self.remember(assigned)
                 self.version = self.param._version
             if not fits:
-                raise self.misfit(f"{tuple(assigned.shape)} and {assigned.dtype}")
-
-    def misfit(self, said: str) -> StateError:
-        """Return the error for an assignment to `.data` of what is `said`."""
-        return StateError(
-            f"parameter {self} of {self.placeholder.dtype} was assigned .data of {said}; a managed parameter keeps its "
-            "shape and dtype: choose them before manager.wrap() or inside manager.init()"
-        )
+                raise StateError(
+                    f"parameter {self} of {self.view.dtype} was assigned .data of {tuple(assigned.shape)} and "
+                    f"{assigned.dtype}; a managed parameter keeps its shape and dtype: choose them before "
+                    "manager.wrap() or inside manager.init()"
+                )
 
     def stands_at(self, values: torch.Tensor) -> bool:
         """Tell whether an ordinary tensor lies where the parameter does, as what `param.data` returned."""

@@ -10,10 +10,8 @@ what was multiplied is part of what they compare when the step begins.
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from enum import Enum
 
 import torch
 
@@ -21,100 +19,13 @@ from chunkmem.errors import StateError
 from chunkmem.nn.begun import StepLedger
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
+from chunkmem.nn.gradient_source import GradientSource, GradientState
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.shard.shards import ShardStore
 
 _NONE = -1.0
 """Stands for the norm of a gradient that a rank does not own."""
-
-
-class GradientState(Enum):
-    """What `.grad` stands for. Memory for values exists in LIVE alone."""
-
-    NONE = "none"
-    """There is no gradient: before the first backward, or after `zero_grad()`."""
-    LIVE = "live"
-    """It is in its slot; over ranks it may have gone into a mean."""
-    CONSUMED = "consumed"
-    """`step()` has used it up. Plain PyTorch would still have it."""
-    OVERDUE = "overdue"
-    """CONSUMED, and a backward has added to it: plain PyTorch would have the sum, and here it cannot be known."""
-    ZEROED = "zeroed"
-    """CONSUMED, and set to zero."""
-
-
-class GradientSource:
-    """One parameter's gradient. It refers to no parameter: Python does not see the cycle through `.grad`."""
-
-    __slots__ = (
-        "_owner", "device", "dtype", "group", "life", "name", "position", "shape", "state", "stride"
-    )  # fmt: skip
-
-    def __init__(self, managed: ManagedParameter, owner: GradientValues) -> None:
-        self._owner = weakref.ref(owner)
-        self.name = managed.name
-        self.group = managed.group
-        self.position = managed.position
-        self.shape = managed.shape
-        self.stride = managed.stride
-        self.dtype = managed.placeholder.dtype
-        self.device = managed.placeholder.device
-        self.state = GradientState.NONE
-        self.life = 0
-        """Number of the gradient that `.grad` shows; what shows an earlier one has lost its values."""
-
-    @property
-    def owner(self) -> GradientValues:
-        """The owner of the slot.
-
-        Raises:
-            StateError: there is nobody any more.
-        """
-        owner = self._owner()
-        if owner is None:
-            raise StateError(f"the gradient of {self.name}: its manager is gone; keep the manager, or clone() before")
-        return owner
-
-    def zeros(self) -> torch.Tensor:
-        """Return an ordinary gradient of zeros."""
-        with runtime_mode():
-            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
-
-    def require_current(self, life: int) -> None:
-        """Raise if the gradient that was number `life` is gone.
-
-        Raises:
-            StateError: another one has taken its place.
-        """
-        if life != self.life:
-            raise StateError(
-                f"this gradient of {self.name} is an earlier one: zero_grad() or an assignment to .grad, and another "
-                "backward, have taken its memory; keep a copy, p.grad.clone(), to have it longer"
-            )
-
-    def lacks_values(self) -> StateError:
-        """Return the error for what needs the values of a gradient that is not there."""
-        if self.state is GradientState.CONSUMED:
-            return StateError(
-                f"the gradient of {self.name} was consumed by step(), or inside backward by an optimizer with "
-                "in_backward=True, and has no values any more; read it, or take p.grad.clone(), between backward and "
-                "step(), and call optimizer.zero_grad() before the next backward"
-            )
-        if self.state is GradientState.OVERDUE:
-            return self.is_overdue()
-        return StateError(
-            f"the gradient of {self.name} was discarded by zero_grad() or by an assignment to .grad; keep a copy, "
-            "p.grad.clone(), to have it longer"
-        )
-
-    def is_overdue(self) -> StateError:
-        """Return the error for a loop without `zero_grad()`."""
-        return StateError(
-            f"the gradient of {self.name} was consumed by step(), and a backward has added another since without "
-            "zero_grad() in between: plain PyTorch would have the sum of both, and the first is gone. Call "
-            "optimizer.zero_grad() after each step(); to accumulate, call step() after the last backward"
-        )
 
 
 class SharedGradients:
@@ -218,7 +129,7 @@ class SharedGradients:
 
 
 class GradientValues:
-    """Serves what users do to lazy gradients."""
+    """Serves what users do to lazy gradients; see `GradientOwner`."""
 
     def __init__(
         self,

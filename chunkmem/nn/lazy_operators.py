@@ -120,17 +120,16 @@ class _Call:
     def write(self) -> Any:
         """Run it and let its changes reach every replica."""
         into = [lazy for value in self.written for lazy in _lazies_in(value)]
-        if not into:  # something ordinary is written to, as by `tensor.copy_(p.grad)` or an optimizer of torch
-            self._require_present()
-        elif self.func is _aten.zero_.default or self.func is _aten._foreach_zero_.default:
+        if not into:
+            return self._write_elsewhere()
+        if self.func is _aten.zero_.default or self.func is _aten._foreach_zero_.default:
             return self._zero(into)
-        elif self.func in _SCALINGS and (factor := _number(self.args[1])) is not None:
-            if self._is_over_ranks():
-                return self._scale_over_ranks(factor)
-            if factor == 1.0:
-                for lazy in into:
-                    lazy.slots(writing=False)
-                return self._result()
+        if self.func in _SCALINGS and self._is_over_ranks() and (factor := _number(self.args[1])) is not None:
+            return self._scale_over_ranks(factor)
+        if self.func in _SCALINGS and _is_one(self.args[1]):
+            for lazy in into:
+                lazy.slots(writing=False)
+            return self._result()
         if places := self._one_by_one():
             for place in places:
                 self._part([place])
@@ -141,10 +140,7 @@ class _Call:
             slots = {id(lazy): _located(lazy, staying)[0] for lazy in self.lazies}
             slots.update((key, found[0]) for key, found in replicas.items())
             with runtime_mode():
-                if into:
-                    self._run_by_device(slots, into)
-                else:
-                    self._run(slots, self.lazies[0].device)
+                self._run_by_device(slots, into)
                 for first, *others in replicas.values():
                     for other in others:
                         other.copy_(first)
@@ -245,13 +241,22 @@ class _Call:
                         other.zero_()
         return self._result()
 
-    def _require_present(self) -> None:
-        """Raise if something ordinary that is written to is a parameter whose memory is away."""
+    def _write_elsewhere(self) -> Any:
+        """Something ordinary is written to, as by `tensor.copy_(p.grad)` or an optimizer of torch."""
         owner = self.lazies[0].source.owner
         for value in self.written:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if tensor is not None:
                     owner.require_present(tensor)
+        if places := self._one_by_one():
+            for place in places:
+                self._part([place])
+            return self._result()
+        with ExitStack() as staying:
+            slots = {id(lazy): _located(lazy, staying)[0] for lazy in self.lazies}
+            with runtime_mode():
+                self._run(slots, self.lazies[0].device)
+        return self._result()
 
     def _run_by_device(self, slots: dict[int, torch.Tensor], into: list[SlotTensor]) -> None:
         """Run a call over lists in parts, whose gradients are on one device each; at once if all are."""
@@ -382,6 +387,14 @@ def _number(factor: Any) -> float | None:
     if isinstance(factor, torch.Tensor):
         return float(factor) if factor.dim() == 0 and not factor.is_complex() and type(factor) is torch.Tensor else None
     return float(factor) if isinstance(factor, (int, float)) else None
+
+
+def _is_one(factor: Any) -> bool:
+    if isinstance(factor, torch.Tensor):
+        return (
+            factor.dim() == 0 and not isinstance(factor, SlotTensor) and not factor.is_complex() and bool(factor == 1)
+        )
+    return not isinstance(factor, (list, tuple, complex)) and bool(factor == 1)
 
 
 def _refuse(func: Any, args: Sequence[Any]) -> Any:

@@ -24,24 +24,50 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
 from chunkmem.nn.access import AccessTracker
-from chunkmem.nn.backward_calls import BackwardCall
+from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.frames import Frame
 from chunkmem.nn.references import GraphSearch, nodes_between
 from chunkmem.nn.turn import Turn
 from chunkmem.runtime.pager import Pager
 
 
+@dataclass(frozen=True)
+class CallNodes:
+    """The nodes that a call has made, by their numbers in autograd's order."""
+
+    first: int
+    stop: int
+    """The last one's, and one."""
+    inside: tuple[tuple[int, int], ...]
+    """From, to below: those that calls inside of this one have made."""
+
+    def __contains__(self, number: int) -> bool:
+        return self.first <= number < self.stop and not any(first <= number < stop for first, stop in self.inside)
+
+
+class NodeCall(Protocol):
+    """What is asked of a call whose nodes are pinned one by one."""
+
+    name: str
+    reads: tuple[ManagedParameter, ...]
+    nodes: CallNodes
+
+    def used_up(self, group: int) -> None:
+        """The graph has run: its references are gone."""
+        ...
+
+
 @dataclass(eq=False)
 class _Run:
     """One node that is going to run in a backward."""
 
-    call: BackwardCall
+    call: NodeCall
     groups: tuple[int, ...]
     pinned: list[int] = field(default_factory=list)
     frame: Frame | None = None
@@ -55,7 +81,7 @@ class _Task:
     runs: dict[Any, _Run] = field(default_factory=dict)
     """By node; they are kept, so that their identities are."""
     handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
-    waiting: dict[BackwardCall, Counter[int]] = field(default_factory=dict)
+    waiting: dict[NodeCall, Counter[int]] = field(default_factory=dict)
     """By call and group: nodes that have not run yet."""
 
 
@@ -88,7 +114,7 @@ class NodePins:
         runs = [run for task in self._tasks.values() for run in task.runs.values()]
         return tuple(f"{run.call.name} backward" for run in runs if run.pinned or run.frame is not None)
 
-    def announce(self, task_id: int, call: BackwardCall) -> bool:
+    def announce(self, task_id: int, call: NodeCall) -> bool:
         """Backward comes to a call, by the node that autograd is about to run; tell whether for the first time."""
         task = self._tasks.setdefault(task_id, _Task())
         is_first = call not in task.waiting

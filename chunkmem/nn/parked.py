@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from chunkmem.nn.region_chunks import RegionChunks, use_up
-from chunkmem.nn.saved_storages import SavedStorage, SavedStorages, can_be_emptied, is_plain
+from chunkmem.nn.saved_storages import SavedStorage, SavedStorages
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
@@ -113,12 +113,15 @@ class ParkedTensors:
 
     def _layout(self, tensor: torch.Tensor, found: dict[int, SavedStorage]) -> torch.Tensor | _Layout:
         key = storage_id(tensor)
-        if key is None or not is_plain(tensor) or tensor.device.type != self._device.type:
+        if key is None or type(tensor) is not torch.Tensor or tensor.device.type != self._device.type:
             return tensor
-        if not can_be_emptied(tensor.untyped_storage()):
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            return tensor
+        storage = tensor.untyped_storage()
+        if not storage.nbytes() or not storage.resizable() or (tensor.device.type == "cpu" and storage.is_shared()):
             return tensor
         if key not in found:
-            found[key] = SavedStorage(tensor.untyped_storage())
+            found[key] = SavedStorage(storage)
         return _Layout(
             tensor.dtype, tensor.device, tensor.shape, tensor.stride(), int(tensor.storage_offset()), found[key]
         )

@@ -21,22 +21,20 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import _StopRecomputationError
 
 from chunkmem.errors import CapacityError, TierIOError
 from chunkmem.nn.live_chunks import LiveChunks
 from chunkmem.nn.recompute import Recomputation
-from chunkmem.nn.region_calls import CallRecord, RegionCall
+from chunkmem.nn.region_calls import CallRecord, Recomputing, RegionCall
 from chunkmem.nn.region_chunks import RegionChunks
 from chunkmem.nn.region_inputs import RecomputedInputs
 from chunkmem.nn.region_policies import RegionPolicies
-from chunkmem.nn.saved_storages import LeftStorages, SavedStorage, SavedStorages, SavedTensor, aligned
+from chunkmem.nn.saved_storages import LeftStorages, SavedStorage, SavedStorages, SavedTensor
 from chunkmem.nn.saved_tensors import ChunkHooks, OwnHooks, SavedReference
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import storage_id
@@ -165,7 +163,7 @@ class RegionActivations(OwnHooks):
         self._open.handled = sys.exception()
         torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
         if record.is_recomputed:
-            again = _Recomputing(self, self._open)
+            again = Recomputing(self, self._open)
             contexts = contextlib.nullcontext(), again
             recomputation = Recomputation(
                 rng=("python", "numpy"),
@@ -363,61 +361,3 @@ class RegionActivations(OwnHooks):
     def give_up(self) -> None:
         """The step is over: leave to autograd what it has not let go of."""
         self._live.give_up()
-
-
-class _Count(OwnHooks):
-    """Counts bytes of storages on their way to what torch's checkpoint does with them."""
-
-    hides = True
-
-    def __init__(self, counts: Callable[[int], bool], pack: Callable[[torch.Tensor], object]) -> None:
-        self.nbytes: dict[int, int] = {}
-        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
-        self.given: set[int | None] = set()
-        """Storages of copies that the call is given, by identity."""
-        self._counts = counts
-        self._pack = pack
-
-    def pack(self, tensor: torch.Tensor) -> object:
-        key = storage_id(tensor)
-        if key is not None and key not in self.nbytes and key not in self.given and self._counts(key):
-            storage = tensor.untyped_storage()
-            self.nbytes[key] = aligned(storage.nbytes())
-            self.storages.append(weakref.ref(storage))
-        return self._pack(tensor)
-
-
-class _Recomputing(contextlib.AbstractContextManager[None]):
-    """Counts what is saved while a call is recomputed; there may be several such runs of one call."""
-
-    def __init__(self, regions: RegionActivations, call: RegionCall) -> None:
-        self._regions = regions
-        self._call = call
-        self._runs: list[_Count] = []
-        """Those under way."""
-
-    def __enter__(self) -> None:
-        self._regions.begin_recomputation(self._call)
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        assert hooks is not None, "torch's checkpoint takes what is saved"
-        count = _Count(partial(self._regions.counts, self._call), hooks[0])
-        self._runs.append(count)
-        torch._C._autograd._push_saved_tensors_default_hooks(count.pack, hooks[1])
-
-    def give(self, copies: Iterable[torch.Tensor]) -> None:
-        """Small arguments without gradient are copied for the run that has begun: it does not make them.
-
-        So what a call saves when it is recomputed does not depend on whether blocks before it are trained.
-        """
-        self._runs[-1].given.update(map(storage_id, copies))
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        self._regions.end_recomputation()
-        count = self._runs.pop()
-        nbytes = sum(count.nbytes.values())
-        if nbytes and (kind is None or kind is _StopRecomputationError):
-            for storage in count.storages:
-                if (alive := storage()) is not None:
-                    self._regions.taken(alive)
-            self._regions.recomputed(self._call, nbytes)

@@ -72,9 +72,10 @@ class SavedStorage:
         """Make it ours if nobody but autograd holds it: then no tensor of others can see that it is emptied."""
         tensors = self._live()
         plain = FakeTensor if is_rehearsal else torch.Tensor
-        if not tensors or not can_be_emptied(self.storage, is_rehearsal=is_rehearsal):
+        is_shared = self.storage.device.type == "cpu" and not is_rehearsal and self.storage.is_shared()
+        if not tensors or is_shared or not self.storage.nbytes() or not self.storage.resizable():
             return False
-        if not all(is_plain(kept.tensor, plain) for kept in tensors):
+        if not all(_is_plain(kept.tensor, plain) for kept in tensors):
             return False
         if not self._has_only([kept.tensor for kept in tensors]):
             return False
@@ -181,14 +182,7 @@ def _use_count(tensor: torch.Tensor) -> int:
     return count
 
 
-def can_be_emptied(storage: torch.UntypedStorage, *, is_rehearsal: bool = False) -> bool:
-    """Tell whether a storage has memory of this process that can be given back and taken again."""
-    is_shared = storage.device.type == "cpu" and not is_rehearsal and storage.is_shared()
-    return not is_shared and storage.nbytes() > 0 and storage.resizable()
-
-
-def is_plain(tensor: torch.Tensor, plain: type[torch.Tensor] = torch.Tensor) -> bool:
-    """Tell whether a tensor of class `plain` is all that there is to see of its storage."""
+def _is_plain(tensor: torch.Tensor, plain: type[torch.Tensor]) -> bool:
     is_odd = tensor.is_conj() or tensor.is_neg() or tensor.is_nested or tensor.is_quantized
     return type(tensor) is plain and not is_odd
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -31,7 +31,6 @@ from chunkmem.nn.binding import ManagedParameter, Served
 from chunkmem.nn.frames import Frame, in_backward
 from chunkmem.nn.saved_tensors import ChunkHooks
 from chunkmem.nn.turn import Turn
-from chunkmem.nn.values import tensors_in
 from chunkmem.nn.wrappers import sharding_caller, wrapped
 from chunkmem.runtime.pager import Pager
 
@@ -148,8 +147,7 @@ class ParameterServer:
                 wrapper is made around them that exchanges parameters itself.
         """
         is_saved = func is _TENSOR.detach and id(args[0]) in self._being_saved
-        asks_for_type = func is _TENSOR.type and len(args) == 1 and not kwargs
-        if func in FREE or is_saved or asks_for_type or self._is_of_backward(func, args):
+        if func in FREE or is_saved or _asks_for_type(func, args, kwargs) or self._is_of_backward(func, args):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         parameters = list(dict.fromkeys(self._parameters_in((args, kwargs))))
@@ -224,10 +222,20 @@ class ParameterServer:
         if values is param:
             return  # as `nn.Module.to()` does where nothing has to change
         managed = self._managed[id(param)]
-        if not isinstance(values, torch.Tensor):
-            raise managed.misfit(type(values).__name__)
-        if values.shape != managed.shape or values.dtype != managed.placeholder.dtype:
-            raise managed.misfit(f"{tuple(values.shape)} and {values.dtype}")
+        if (
+            not isinstance(values, torch.Tensor)
+            or values.shape != managed.shape
+            or (values.dtype != managed.placeholder.dtype)
+        ):
+            said = (
+                f"{tuple(values.shape)} and {values.dtype}"
+                if isinstance(values, torch.Tensor)
+                else type(values).__name__
+            )
+            raise StateError(
+                f"parameter {managed} of {managed.placeholder.dtype} was assigned .data of {said}; a managed parameter "
+                "keeps its shape and dtype: choose them before manager.wrap() or inside manager.init()"
+            )
         is_own = managed.stands_at(values)
         if is_own and self._taken.get(values, managed.num_assigned) != managed.num_assigned:
             raise StateError(
@@ -301,10 +309,16 @@ class ParameterServer:
         ]
 
     def _parameters_in(self, value: object) -> Iterator[ManagedParameter]:
-        for tensor in tensors_in(value, object_depth=0):
-            managed = self._managed.get(id(tensor))
-            if managed is not None and managed.param is tensor:
+        if isinstance(value, torch.Tensor):
+            managed = self._managed.get(id(value))
+            if managed is not None and managed.param is value:
                 yield managed
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            for item in value:
+                yield from self._parameters_in(item)
+        elif isinstance(value, Mapping):
+            for item in value.values():
+                yield from self._parameters_in(item)
 
     def _named(self, args: Args) -> str:
         return next((str(managed) for managed in self._parameters_in(args)), "of this manager")
@@ -321,6 +335,10 @@ def _runs_compiled_backward() -> bool:
     return type(torch._C._current_autograd_node()).__name__ == "CompiledFunctionBackward"
 
 
+def _asks_for_type(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> bool:
+    return func is _TENSOR.type and len(args) == 1 and not kwargs
+
+
 def _make_class(plain: type[nn.Parameter], server: weakref.ref[ParameterServer]) -> type[nn.Parameter]:
     """Return the class of parameters that serve themselves and were of class `plain`.
 
@@ -335,14 +353,12 @@ def _make_class(plain: type[nn.Parameter], server: weakref.ref[ParameterServer])
             cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
         ) -> Any:
             alive = server()
-            if alive is not None:
-                return alive.call(func, args, kwargs or {})
-            if func in FREE:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **(kwargs or {}))
-            raise StateError(
-                "the manager of this parameter is gone, and the values with it; take manager.state_dict() before"
-            )
+            if alive is None:
+                if func in FREE:
+                    with torch._C.DisableTorchFunctionSubclass():
+                        return func(*args, **(kwargs or {}))
+                _gone()
+            return alive.call(func, args, kwargs or {})
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
             if id(self) not in memo:
@@ -357,3 +373,7 @@ def _make_class(plain: type[nn.Parameter], server: weakref.ref[ParameterServer])
 
     ServedParameter.__name__ = ServedParameter.__qualname__ = plain.__name__
     return ServedParameter
+
+
+def _gone() -> NoReturn:
+    raise StateError("the manager of this parameter is gone, and the values with it; take manager.state_dict() before")

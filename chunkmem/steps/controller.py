@@ -7,8 +7,7 @@ call of a model without gradients, between steps). Between iterations nothing is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -29,38 +28,12 @@ from chunkmem.steps.known import Iteration, KnownSteps
 from chunkmem.steps.plan_cache import Key
 from chunkmem.steps.plan_log import LOG
 from chunkmem.steps.region_choice import RegionChoices
+from chunkmem.steps.regions import Regions
 from chunkmem.steps.timelines import LastTimelines
-from chunkmem.trace.model import Kind, Mode, Region, Trace
+from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.tracing.watch import Watch
 from chunkmem.types import ChunkId, Role, Tier
-
-
-class Regions(Protocol):
-    """Blocks whose activations are kept, offloaded or recomputed."""
-
-    @property
-    def is_auto(self) -> bool:
-        """Which of them are recomputed is decided for each kind of step."""
-        ...
-
-    def begin_iteration(self, kept: Collection[int] | None, now: Callable[[], int]) -> None:
-        """A training step begins.
-
-        Args:
-            kept: where that is decided for each kind of step, the numbers of the calls that are not recomputed; None:
-                there are none.
-            now: tells the number of moments so far.
-        """
-        ...
-
-    def adopt(self, trace: Trace) -> None:
-        """Have the chunks of a training step of an earlier run; raise a TraceError if other regions are managed."""
-        ...
-
-    def recorded(self) -> tuple[Region, ...]:
-        """Return the calls of the step that was recorded."""
-        ...
 
 
 class StepController:
