@@ -6,51 +6,25 @@ new. Replicas of a chunk stay alike: an in-place operator runs on one, and the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from chunkmem.errors import StateError
+from chunkmem.nn.guard import only_makes_a_view, tensors_of, written_by
 from chunkmem.nn.slot_tensor import SlotTensor
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
 
 _aten = torch.ops.aten
-_REDUCTIONS = frozenset(
-    (
-        _aten.linalg_vector_norm.default,
-        _aten._foreach_norm.Scalar,
-        _aten.norm.Scalar,
-        _aten.norm.ScalarOpt_dim,
-        _aten.sum.default,
-        _aten.amax.default,
-        _aten.amin.default,
-        _aten.max.default,
-        _aten.min.default,
-    )
-)
-"""Their results are small: a gradient on HOST is not copied for them."""
-_FACTORIES = frozenset(
-    packet.default
-    for packet in (
-        *(_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like),
-        *(_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided),
-    )
-)
-"""They ask for a shape, a dtype and a device alone."""
-_SCALINGS = frozenset(
-    (
-        *(_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _aten.div_.Scalar),
-        *(_aten._foreach_mul_.Tensor, _aten._foreach_mul_.Scalar, _aten._foreach_div_.Scalar),
-        *(_aten._foreach_div_.Tensor,),
-    )
-)
+_SCALINGS = frozenset({"aten::mul_", "aten::div_", "aten::_foreach_mul_", "aten::_foreach_div_"})
 """By 1 they change nothing, as when a norm is below what it is clipped to."""
-_NORMS = frozenset((_aten._foreach_norm.Scalar, _aten.linalg_vector_norm.default))
-_ALL_NORMS = _NORMS | {_aten.norm.Scalar, _aten.norm.ScalarOpt_dim}
-_OVERWRITING = frozenset((_aten.copy_.default, _aten._foreach_copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor))
+_NORMS = frozenset({"aten::norm", "aten::linalg_vector_norm", "aten::_foreach_norm"})
+"""Their results are small: a gradient on HOST is not copied for them."""
+_ZEROING = frozenset({"aten::zero_", "aten::_foreach_zero_"})
+_OVERWRITING = frozenset({"aten::copy_", "aten::_foreach_copy_", "aten::fill_"})
 """They do not read what they write to."""
 
 
@@ -68,14 +42,13 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return args[0]
     if torch.Tag.inplace_view in func.tags:
         _refuse(func, args)
-    if func in _FACTORIES:
+    name = func._schema.name
+    if name.startswith("aten::new_") or (name.startswith("aten::") and name.endswith("_like")):
         return _make_like(func, args, kwargs)
-    call = _Call(func, args, kwargs)
-    if not call.written and _makes_views(func):
+    if only_makes_a_view(func):
         return _make_view(func, args, kwargs)
-    if call.written:
-        return call.write()
-    return call.read()
+    call = _Call(func, args, kwargs)
+    return call.write() if call.written else call.read()
 
 
 class _Call:
@@ -83,96 +56,83 @@ class _Call:
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func = func
+        self.name: str = func._schema.name
         self.args = args
         self.kwargs = kwargs
-        self.lazies = list(_lazies_in((args, kwargs)))
-        self.written = [
-            value
-            for argument, value in _named(func, args, kwargs)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
+        self.lazies = _lazies_in(args, kwargs)
+        self.written = list(written_by(func, args, kwargs))
+        lists = (value for value in args if isinstance(value, (list, tuple)))
+        self.listed: Sequence[torch.Tensor] = next(lists) if "_foreach_" in self.name else ()
+        """What it is called for in each place of its lists."""
 
     def read(self) -> Any:
         """Run it; nothing is written to."""
         device = self.lazies[0].device
-        if self.func in _ALL_NORMS:
+        if self.name in _NORMS:
             self._require_all_stages()
-        if self.func in _NORMS and len(self.args) + len(self.kwargs) <= 2 and self._is_over_ranks():
-            return self._norm_over_ranks()
-        if places := self._one_by_one():
-            return [self._part([place])[0] for place in places]
+            if len(self.args) + len(self.kwargs) <= 2 and self._is_over_ranks():
+                return self._norm_over_ranks()
+        if self._may_move_others():
+            return self._one_by_one()
         with ExitStack() as staying:
             slots = {id(lazy): _located(lazy, staying)[0] for lazy in self.lazies}
-            if self.func in _REDUCTIONS and any(slot.device != device for slot in slots.values()):
-                return self._reduce(slots, device)
+            if self._is_scattered(slots):
+                return self._one_by_one()
             with runtime_mode():
-                result = self._run(slots, device)
-                return _without_memory_of(slots.values(), result)
-
-    def _reduce(self, slots: dict[int, torch.Tensor], device: torch.device) -> Any:
-        """Reduce each gradient where it is."""
-        with runtime_mode():
-            if not isinstance(self.args[0], (list, tuple)):
-                return self._run(slots, slots[id(self.lazies[0])].device).to(device)
-            each = [slots[id(value)] if isinstance(value, SlotTensor) else value for value in self.args[0]]
-            return [self.func([one], *self.args[1:], **self.kwargs)[0].to(device) for one in each]
+                if self.name in _NORMS:
+                    return _mapped(self._run(slots, slots[id(self.lazies[0])].device), lambda norm: norm.to(device))
+                return _without_memory_of(slots.values(), self._run(slots, device))
 
     def write(self) -> Any:
         """Run it and let its changes reach every replica."""
-        into = [lazy for value in self.written for lazy in _lazies_in(value)]
-        if not into:
-            return self._write_elsewhere()
-        if self.func is _aten.zero_.default or self.func is _aten._foreach_zero_.default:
-            return self._zero(into)
-        if self.func in _SCALINGS and self._is_over_ranks() and (factor := _number(self.args[1])) is not None:
-            return self._scale_over_ranks(factor)
-        if self.func in _SCALINGS and _is_one(self.args[1]):
-            for lazy in into:
-                lazy.slots(writing=False)
+        into = [tensor for tensor in self.written if isinstance(tensor, SlotTensor)]
+        if into and self.name in _ZEROING:
+            return self._zero()
+        if into and self.name in _SCALINGS and not self.kwargs and (factor := _number(self.args[1])) is not None:
+            if self._is_over_ranks():
+                return self._scale_over_ranks(factor)
+            if factor == 1:
+                for lazy in into:
+                    lazy.slots(writing=False)
+                return self._result()
+        for tensor in self.written:  # of a parameter's own memory, as an optimizer of torch writes to
+            self.lazies[0].source.owner.require_present(tensor)
+        if self._may_move_others():
+            self._one_by_one()
             return self._result()
-        if places := self._one_by_one():
-            for place in places:
-                self._part([place])
-            return self._result()
-        overwriting = self.func in _OVERWRITING
+        overwriting = self.name in _OVERWRITING
         with ExitStack() as staying:
             replicas = {id(lazy): _located(lazy, staying, writing=True, overwriting=overwriting) for lazy in into}
             slots = {id(lazy): _located(lazy, staying)[0] for lazy in self.lazies}
             slots.update((key, found[0]) for key, found in replicas.items())
+            if self._is_scattered(slots):
+                self._one_by_one()
+                return self._result()
+            first = self.lazies[0]
             with runtime_mode():
-                self._run_by_device(slots, into)
-                for first, *others in replicas.values():
+                self._run(slots, slots[id(first)].device if into else first.device)
+                for slot, *others in replicas.values():
                     for other in others:
-                        other.copy_(first)
+                        other.copy_(slot)
         return self._result()
 
-    def _one_by_one(self) -> Sequence[int]:
-        """Return the places in the lists of a call that is made for each on its own; empty: for all at once.
+    def _may_move_others(self) -> bool:
+        """Tell whether bringing one gradient of lists from DISK may move others there: not all may fit memory."""
+        return len(self.listed) > 1 and any(lazy.source.owner.may_page_out for lazy in self.lazies)
 
-        So it is where bringing one gradient from DISK may move others there: not all may fit memory at a time.
-        """
-        if "_foreach_" not in self.func._schema.name or not any(lazy.source.owner.may_page_out for lazy in self.lazies):
-            return ()
-        num = len(self._lists()[0])
-        return range(num) if num > 1 else ()
+    def _is_scattered(self, slots: Mapping[int, torch.Tensor]) -> bool:
+        """Tell whether what is in lists, with slots in place of lazy gradients, is on several devices."""
+        return len({slots.get(id(tensor), tensor).device for tensor in self.listed}) > 1
 
-    def _lists(self) -> list[Sequence[Any]]:
-        return [value for _, value in _named(self.func, self.args, self.kwargs) if isinstance(value, (list, tuple))]
-
-    def _part(self, places: Collection[int]) -> Any:
-        """Run the operator on what its lists have in some places."""
-        args, kwargs = self._in_places(places)
-        is_lazy = any(True for _ in _lazies_in((args, kwargs)))
-        return run_operator(self.func, args, kwargs) if is_lazy else self.func(*args, **kwargs)
-
-    def _in_places(self, places: Collection[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        num = len(self._lists()[0])
-
-        def chosen(value: Any) -> Any:
-            is_list = isinstance(value, (list, tuple)) and len(value) == num
-            return [value[place] for place in places] if is_list else value
-
-        return tuple(chosen(value) for value in self.args), {key: chosen(value) for key, value in self.kwargs.items()}
+    def _one_by_one(self) -> list[Any]:
+        """Make the call for what its lists have in each place on its own."""
+        num, made = len(self.listed), list[Any]()
+        for place in range(num):
+            args = tuple(_at(place, value, num) for value in self.args)
+            kwargs = {key: _at(place, value, num) for key, value in self.kwargs.items()}
+            run = run_operator(self.func, args, kwargs) if _lazies_in(args, kwargs) else self.func(*args, **kwargs)
+            made += run or ()
+        return made
 
     def _require_all_stages(self) -> None:
         """Raise a `StateError` for a norm of whole gradients, which is to be part of a total, on a pipeline stage.
@@ -180,9 +140,8 @@ class _Call:
         The total would lack the other stages, whose parameters have no `.grad` here, and each stage have its own.
         """
         source = self.lazies[0].source
-        is_by_dim = any(
-            value for argument, value in _named(self.func, self.args, self.kwargs) if argument.name == "dim"
-        )
+        names = (argument.name for argument in self.func._schema.arguments)
+        is_by_dim = (dict(zip(names, self.args, strict=False)) | self.kwargs).get("dim")
         if source.owner.is_of_stage and not is_by_dim:
             raise StateError(
                 f"a norm of the gradient of {source.name}: this rank has those of its pipeline stage alone, which "
@@ -225,53 +184,19 @@ class _Call:
                         self.func([slot] if is_list else slot, by)
         return self._result()
 
-    def _zero(self, into: list[SlotTensor]) -> Any:
-        for lazy in into:
-            lazy.source.require_current(lazy.life)
-            if lazy.is_all_of(lazy.source):
-                lazy.source.owner.zero(lazy.source)
+    def _zero(self) -> Any:
+        for tensor in self.written:
+            if not isinstance(tensor, SlotTensor):
+                slots = [tensor]
+            elif tensor.is_all_of(tensor.source):
+                tensor.source.owner.zero(tensor.source)
+                continue
             else:
-                with runtime_mode():
-                    for slot in lazy.slots(writing=True):
-                        slot.zero_()
-        with runtime_mode():
-            for value in self.written:
-                for other in value if isinstance(value, (list, tuple)) else ():
-                    if not isinstance(other, SlotTensor):
-                        other.zero_()
-        return self._result()
-
-    def _write_elsewhere(self) -> Any:
-        """Something ordinary is written to, as by `tensor.copy_(p.grad)` or an optimizer of torch."""
-        owner = self.lazies[0].source.owner
-        for value in self.written:
-            for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if tensor is not None:
-                    owner.require_present(tensor)
-        if places := self._one_by_one():
-            for place in places:
-                self._part([place])
-            return self._result()
-        with ExitStack() as staying:
-            slots = {id(lazy): _located(lazy, staying)[0] for lazy in self.lazies}
+                slots = tensor.slots(writing=True)
             with runtime_mode():
-                self._run(slots, self.lazies[0].device)
+                for slot in slots:
+                    slot.zero_()
         return self._result()
-
-    def _run_by_device(self, slots: dict[int, torch.Tensor], into: list[SlotTensor]) -> None:
-        """Run a call over lists in parts, whose gradients are on one device each; at once if all are."""
-        lists = self._lists()
-        if len({slots[id(lazy)].device for lazy in into}) == 1 or not lists:
-            self._run(slots, slots[id(self.lazies[0])].device)
-            return
-        devices = [slots[id(value)].device if isinstance(value, SlotTensor) else value.device for value in lists[0]]
-        for device in dict.fromkeys(devices):
-            args, kwargs = self._in_places([place for place, where in enumerate(devices) if where == device])
-            if any(True for _ in _lazies_in((args, kwargs))):
-                part = _Call(self.func, args, kwargs)
-                part._run(slots, slots[id(part.lazies[0])].device)
-            else:
-                self.func(*args, **kwargs)
 
     def _run(self, slots: dict[int, torch.Tensor], device: torch.device) -> Any:
         """Call the operator with all gradients on `device`; what else it writes to gets its changes."""
@@ -311,28 +236,13 @@ def _located(lazy: SlotTensor, staying: ExitStack, **how: bool) -> list[torch.Te
     return found
 
 
-def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield the arguments of an operator with what its schema says of each."""
-    for at, argument in enumerate(func._schema.arguments):
-        if at < len(args):
-            yield argument, args[at]
-        elif argument.name in kwargs:
-            yield argument, kwargs[argument.name]
+def _at(place: int, value: Any, num: int) -> Any:
+    """Return a list of `num` items with the one in a place alone; what is no such list is the same for all."""
+    return [value[place]] if isinstance(value, (list, tuple)) and len(value) == num else value
 
 
-def _lazies_in(value: Any) -> Iterator[SlotTensor]:
-    if isinstance(value, SlotTensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _lazies_in(item)
-    elif isinstance(value, dict):
-        yield from _lazies_in(tuple(value.values()))
-
-
-def _makes_views(func: Any) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+def _lazies_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[SlotTensor]:
+    return [tensor for tensor in tensors_of((*args, *kwargs.values())) if isinstance(tensor, SlotTensor)]
 
 
 def _make_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -389,16 +299,8 @@ def _number(factor: Any) -> float | None:
     return float(factor) if isinstance(factor, (int, float)) else None
 
 
-def _is_one(factor: Any) -> bool:
-    if isinstance(factor, torch.Tensor):
-        return (
-            factor.dim() == 0 and not isinstance(factor, SlotTensor) and not factor.is_complex() and bool(factor == 1)
-        )
-    return not isinstance(factor, (list, tuple, complex)) and bool(factor == 1)
-
-
 def _refuse(func: Any, args: Sequence[Any]) -> Any:
-    names = [lazy.source.name for lazy in _lazies_in(tuple(args))]
+    names = [lazy.source.name for lazy in _lazies_in(args, {})]
     raise StateError(
         f"operator {func} would change what the gradient of {', '.join(dict.fromkeys(names))} is a view of, and that "
         "is in a chunk; use a copy, p.grad.clone(), or the real one inside manager.gather(p, grads=True)"
