@@ -24,10 +24,10 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from chunkmem.nn.access import AccessTracker
-from chunkmem.nn.backward_calls import BackwardCall
+from chunkmem.nn.backward_calls import BackwardCall, CallNodes
 from chunkmem.nn.binding import ManagedParameter, trained
 from chunkmem.nn.frames import Frame
-from chunkmem.nn.nodes import CallNodes, NodePins
+from chunkmem.nn.nodes import NodePins
 from chunkmem.nn.reduction import OrdinaryGradients
 from chunkmem.nn.reference_counts import ReferenceCounts
 from chunkmem.nn.references import Findings, GraphSearch
@@ -221,12 +221,8 @@ class BackwardTracker:
         task = torch._C._current_graph_task_id()
 
         def end() -> None:
-            took_turn = self._turn.take_in_hook()
-            try:
+            with self._turn.taken(in_hook=True):
                 self._end(task)
-            finally:
-                if took_turn:
-                    self._turn.give_back()
 
         if task not in self._running:
             self._running[task], self._threads[task] = [], self._turn.hook_thread()
@@ -313,12 +309,8 @@ class BackwardTracker:
             self._settle_left()
 
         def on_gradient(_grad: torch.Tensor, index: int) -> None:
-            took_turn = self._turn.take_in_hook()
-            try:
+            with self._turn.taken(in_hook=True):
                 end(index)
-            finally:
-                if took_turn:
-                    self._turn.give_back()
 
         for index, (tensor, version) in enumerate(frame.inputs):
             # What has made it is announced by the same gradient, and comes after this call.

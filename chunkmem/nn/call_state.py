@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from chunkmem.errors import StateError
-from chunkmem.nn.contents import Slots, content_of, fill, is_same, replaced, slots_of
+from chunkmem.nn.contents import Slots, Weights, content_of, fill, is_same, replaced, slots_of
 from chunkmem.nn.random_sources import Generator
 from chunkmem.nn.values import MODULE_FIELDS, storage_id
 
@@ -67,35 +67,6 @@ class _Known:
     name: str
 
 
-class _Weights:
-    """The parameters of a module as a call finds them: tensors may stand in for them, and any may be frozen."""
-
-    def __init__(self, parameters: dict[str, Any]) -> None:
-        self._parameters = parameters
-        self._found = self._now()
-
-    def _now(self) -> list[tuple[str, Any, bool]]:
-        with torch._C.DisableTorchFunctionSubclass():
-            return [(name, p, p is not None and p.requires_grad) for name, p in dict.items(self._parameters)]
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Within, the module has what the call has found."""
-        now = self._now()
-        self._set(self._found, before=now)
-        try:
-            yield
-        finally:
-            self._set(now, before=self._found)
-
-    def _set(self, wanted: list[tuple[str, Any, bool]], *, before: list[tuple[str, Any, bool]]) -> None:
-        for (name, param, requires_grad), (_, other, other_requires_grad) in zip(wanted, before, strict=True):
-            if param is not other:
-                dict.__setitem__(self._parameters, name, param)  # past the mapping that tells of reads
-            elif param is not None and param.is_leaf and requires_grad != other_requires_grad:
-                param.requires_grad_(requires_grad)
-
-
 class CallState:
     """What a call can reach and change, as it is when this is made."""
 
@@ -115,7 +86,6 @@ class CallState:
         self._inputs: dict[int, _Known] = {}
         """The same; whoever recomputes has them, and compares their versions from now on."""
         self._buffers: dict[int, _Known] = {}
-        self._weights: list[_Weights] = []
         for name, value in args:
             self._add_input(value, name)
         self._visit(function, "", depth=_OBJECT_DEPTH)
@@ -167,26 +137,21 @@ class CallState:
                 )
         now = [content_of(container.value) for container in self._containers]
         scratch = copies_of(self._copies)
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._put_back, now)
-            for weights in self._weights:
-                stack.enter_context(weights.restored())
-            for container, content in zip(self._containers, now, strict=True):
-                wanted = replaced(container.content, scratch)
-                if not is_same(content, wanted):
-                    fill(container.value, wanted)
+        try:
+            self._fill(replaced(container.content, scratch) for container in self._containers)
             yield
+        finally:
+            self._fill(now)
 
-    def _put_back(self, now: list[Any]) -> None:
-        for container, content in zip(self._containers, now, strict=True):
+    def _fill(self, contents: Iterable[Any]) -> None:
+        """Have the containers contain that, where it is something else."""
+        for container, content in zip(self._containers, contents, strict=True):
             if not is_same(content_of(container.value), content):
                 fill(container.value, content)
 
     def put_back(self) -> list[str]:
         """Have everything be as it was before the call, for good; return the names of what cannot be."""
-        for container in self._containers:
-            if not is_same(content_of(container.value), container.content):
-                fill(container.value, container.content)
+        self._fill(container.content for container in self._containers)
         for key, copy in self._copies.items():
             with torch.no_grad():
                 self._buffers[key].tensor.copy_(copy)
@@ -264,7 +229,8 @@ class CallState:
             attributes = vars(module)
             self._containers.append(_Container(attributes, prefix, dict(attributes)))
             if module._parameters:
-                self._weights.append(_Weights(module._parameters))
+                weights = Weights(module._parameters)
+                self._containers.append(_Container(weights, prefix, weights.read()))
             if module._buffers and not isinstance(module._buffers, dict):
                 raise StateError(f"{prefix} has buffers and is scripted by torch.jit, which cannot be run twice alike")
             if module._buffers:

@@ -32,6 +32,27 @@ class Slots:
                 object.__delattr__(self.value, name)
 
 
+class Weights:
+    """The parameters of a module, as a container: tensors may stand in for them, and any may be frozen."""
+
+    def __init__(self, parameters: dict[str, Any]) -> None:
+        self._parameters = parameters
+
+    def read(self) -> list[Any]:
+        with torch._C.DisableTorchFunctionSubclass():
+            pairs = ((param, param is not None and param.requires_grad) for param in dict.values(self._parameters))
+            return [each for pair in pairs for each in pair]
+
+    def fill(self, content: Sequence[Any]) -> None:
+        now = self.read()
+        pairs = content[::2], content[1::2], now[::2], now[1::2]
+        for name, param, requires_grad, other, other_requires_grad in zip(self._parameters, *pairs, strict=True):
+            if param is not other:
+                dict.__setitem__(self._parameters, name, param)  # past the mapping that tells of reads
+            elif param is not None and param.is_leaf and requires_grad != other_requires_grad:
+                param.requires_grad_(requires_grad)
+
+
 def slots_of(kind: type) -> tuple[str, ...]:
     """Return the names of slots that hold values; private ones of classes are left alone."""
     found: list[str] = []
@@ -43,7 +64,7 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 def content_of(container: Any) -> Any:
     """Return what is in a container: a dict, a list in its order, or a copy of an array."""
-    if isinstance(container, Slots):
+    if isinstance(container, Slots | Weights):
         return container.read()
     if isinstance(container, np.ndarray):
         return container.copy()
@@ -82,7 +103,7 @@ def fill(container: Any, content: Any) -> None:
             del container.cell_contents
         else:
             container.cell_contents = content[0]
-    elif isinstance(container, Slots):
+    elif isinstance(container, Slots | Weights):
         container.fill(content)
     elif isinstance(container, np.ndarray):
         container[...] = content

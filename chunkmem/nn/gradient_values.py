@@ -1,17 +1,11 @@
-"""The values of gradients that have landed, for the lazy ones in `.grad` that ask for them.
-
-[Note: Clipping over ranks] What one rank has of a gradient is not the gradient. Below `DistributedDataParallel` it is:
-backward leaves means in `.grad`. Where there is such a wrapper, the first norm that a user asks for has all ranks form
-the means and compare the norms of all parameters, which are kept until a gradient changes. A factor is agreed on once,
-and each rank multiplies what it owns. All ranks have to ask for the same, as they do when they run the same program;
-what was multiplied is part of what they compare when the step begins.
-"""
+"""The values of gradients that have landed, for the lazy ones in `.grad` that ask for them."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 
 import torch
 
@@ -19,117 +13,102 @@ from chunkmem.errors import StateError
 from chunkmem.nn.begun import StepLedger
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
-from chunkmem.nn.gradient_source import GradientSource, GradientState
+from chunkmem.nn.shared_gradients import SharedGradients
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.shard.shards import ShardStore
 
-_NONE = -1.0
-"""Stands for the norm of a gradient that a rank does not own."""
+
+class GradientState(Enum):
+    """What `.grad` stands for. Memory for values exists in LIVE alone."""
+
+    NONE = "none"
+    """There is no gradient: before the first backward, or after `zero_grad()`."""
+    LIVE = "live"
+    """It is in its slot; over ranks it may have gone into a mean."""
+    CONSUMED = "consumed"
+    """`step()` has used it up. Plain PyTorch would still have it."""
+    OVERDUE = "overdue"
+    """CONSUMED, and a backward has added to it: plain PyTorch would have the sum, and here it cannot be known."""
+    ZEROED = "zeroed"
+    """CONSUMED, and set to zero."""
 
 
-class SharedGradients:
-    """The gradients of several ranks, each of which owns some."""
+class GradientSource:
+    """One parameter's gradient. It refers to no parameter: Python does not see the cycle through `.grad`."""
 
-    def __init__(
-        self,
-        gradients: GradientSlots,
-        pager: Pager,
-        shards: ShardStore,
-        *,
-        parameters: Callable[[], Iterable[ManagedParameter]],
-    ) -> None:
-        """Serve norms and scalings.
+    __slots__ = (
+        "_owner", "device", "dtype", "group", "life", "name", "position", "shape", "state", "stride"
+    )  # fmt: skip
 
-        Args:
-            gradients: in their slots.
-            pager: of their chunks.
-            shards: of ranks, which own some each, and get the means of these.
-            parameters: returns all managed ones, in the same order on all ranks.
-        """
-        self._gradients = gradients
-        self._pager = pager
-        self._shards = shards
-        self._parameters = parameters
-        self._norms: dict[float, dict[ManagedParameter, float]] = {}
-        """By order: as long as no gradient changes."""
-        self._norms_at = 0
-        """The number of changes of gradients at that time."""
-        self._factors: set[float] = set()
-        """That ranks have agreed on since the last step."""
-        self._scaled: list[tuple[int, int, float]] = []
-        """Group and position of what was multiplied since the last step, and by what."""
+    def __init__(self, managed: ManagedParameter, owner: GradientValues) -> None:
+        self._owner = weakref.ref(owner)
+        self.name = managed.name
+        self.group = managed.group
+        self.position = managed.position
+        self.shape = managed.shape
+        self.stride = managed.stride
+        self.dtype = managed.placeholder.dtype
+        self.device = managed.placeholder.device
+        self.state = GradientState.NONE
+        self.life = 0
+        """Number of the gradient that `.grad` shows; what shows an earlier one has lost its values."""
 
-    def norm(self, managed: ManagedParameter, order: float) -> float:
-        """Return the norm of the mean over ranks of a gradient; all ranks ask for it.
-
-        Raises:
-            RankError: a rank is missing, or somewhere else.
-        """
-        if self._norms_at != self._gradients.num_changes:
-            self._norms.clear()
-        if order not in self._norms:
-            self._norms[order] = self._all_norms(order)
-            self._norms_at = self._gradients.num_changes
-        return self._norms[order][managed]
-
-    def slots_to_scale(self, managed: Sequence[ManagedParameter], factor: float) -> list[list[torch.Tensor]]:
-        """Return for each parameter where its mean is on this rank, on every tier; all ranks multiply by `factor`.
+    @property
+    def owner(self) -> GradientValues:
+        """The owner of the slot.
 
         Raises:
-            RankError: a rank is missing, or multiplies by something else.
+            StateError: there is nobody any more.
         """
-        if factor not in self._factors:
-            with self._settled(f"multiplication of gradients by {factor}"):
-                self._factors.add(factor)
-        self._norms.clear()
-        self._scaled += [(one.group, one.position, factor) for one in managed]
-        return [self._replicas(one) if self._has(one) else [] for one in managed]
+        owner = self._owner()
+        if owner is None:
+            raise StateError(f"the gradient of {self.name}: its manager is gone; keep the manager, or clone() before")
+        return owner
 
-    def end_step(self) -> None:
-        """The gradients were used up."""
-        self._norms.clear()
-        self._factors.clear()
-        self._scaled.clear()
+    def zeros(self) -> torch.Tensor:
+        """Return an ordinary gradient of zeros."""
+        with runtime_mode():
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
 
-    def in_words(self) -> str:
-        """Return what was multiplied since the last step: the same on all ranks."""
-        if not self._scaled:
-            return ""
-        return f"; gradients multiplied: {hashlib.sha256(repr(sorted(self._scaled)).encode()).hexdigest()[:16]}"
+    def require_current(self, life: int) -> None:
+        """Raise if the gradient that was number `life` is gone.
 
-    @contextmanager
-    def _settled(self, call: str) -> Iterator[None]:
-        """Surround a call that all ranks make, named alike, inside of which owners have the means."""
-        with ExitStack() as stack:
-            for settle in self._pager.events.settling:
-                stack.enter_context(settle(call))
-            yield
+        Raises:
+            StateError: another one has taken its place.
+        """
+        if life != self.life:
+            raise StateError(
+                f"this gradient of {self.name} is an earlier one: zero_grad() or an assignment to .grad, and another "
+                "backward, have taken its memory; keep a copy, p.grad.clone(), to have it longer"
+            )
 
-    def _has(self, managed: ManagedParameter) -> bool:
-        return self._shards.owns(managed.group) and managed in self._gradients.landed.get(managed.group, ())
+    def lacks_values(self) -> StateError:
+        """Return the error for what needs the values of a gradient that is not there."""
+        if self.state is GradientState.CONSUMED:
+            return StateError(
+                f"the gradient of {self.name} was consumed by step(), or inside backward by an optimizer with "
+                "in_backward=True, and has no values any more; read it, or take p.grad.clone(), between backward and "
+                "step(), and call optimizer.zero_grad() before the next backward"
+            )
+        if self.state is GradientState.OVERDUE:
+            return self.is_overdue()
+        return StateError(
+            f"the gradient of {self.name} was discarded by zero_grad() or by an assignment to .grad; keep a copy, "
+            "p.grad.clone(), to have it longer"
+        )
 
-    def _replicas(self, managed: ManagedParameter) -> list[torch.Tensor]:
-        chunk = self._gradients.groups[managed.group].chunk
-        self._pager.policy.drain()
-        tiers = self._pager.to_write(chunk, reader=f"the gradient of {managed.name}")
-        return [self._pager.store.views(chunk, tier)[managed.position] for tier in tiers]
-
-    def _all_norms(self, order: float) -> dict[ManagedParameter, float]:
-        params = list(self._parameters())
-        with torch.no_grad(), self._settled(f"norms of order {order} of gradients"), runtime_mode():
-            own = [self._own_norm(managed, order) for managed in params]
-            found = self._shards.ranks.max_over(own, label="norms of gradients")
-        return {managed: 0.0 if norm == _NONE else norm for managed, norm in zip(params, found, strict=True)}
-
-    def _own_norm(self, managed: ManagedParameter, order: float) -> float:
-        if not self._has(managed):
-            return _NONE
-        return float(torch.linalg.vector_norm(self._gradients.value(managed), order))
+    def is_overdue(self) -> StateError:
+        """Return the error for a loop without `zero_grad()`."""
+        return StateError(
+            f"the gradient of {self.name} was consumed by step(), and a backward has added another since without "
+            "zero_grad() in between: plain PyTorch would have the sum of both, and the first is gone. Call "
+            "optimizer.zero_grad() after each step(); to accumulate, call step() after the last backward"
+        )
 
 
 class GradientValues:
-    """Serves what users do to lazy gradients; see `GradientOwner`."""
+    """The values of gradients in their slots: serves what users do to lazy ones."""
 
     def __init__(
         self,

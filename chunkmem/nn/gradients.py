@@ -16,8 +16,7 @@ import torch
 
 from chunkmem.nn.binding import ManagedParameter, stands_at
 from chunkmem.nn.gradient_slots import GradientSlots
-from chunkmem.nn.gradient_source import GradientState
-from chunkmem.nn.gradient_values import GradientValues
+from chunkmem.nn.gradient_values import GradientState, GradientValues
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode

@@ -154,7 +154,7 @@ class _Call:
         return all(lazy.source.owner.shows_means and lazy.is_all_of(lazy.source) for lazy in self.lazies)
 
     def _norm_over_ranks(self) -> Any:
-        """Return norms of means; see [Note: Clipping over ranks] in `chunkmem.nn.gradient_values`."""
+        """Return norms of means; see [Note: Clipping over ranks] in `chunkmem.nn.shared_gradients`."""
         order = float(self.args[1] if len(self.args) > 1 else self.kwargs.get("ord", 2))
         each = self.args[0] if isinstance(self.args[0], (list, tuple)) else [self.args[0]]
         # First those that all ranks form: they make means of the gradients of ordinary parameters, too.

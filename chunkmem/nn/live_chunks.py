@@ -118,17 +118,13 @@ class LiveChunks:
 
     def _end(self, task: int) -> None:
         """A backward is over."""
-        took_turn = self._turn.take_in_hook()
-        try:
+        with self._turn.taken(in_hook=True):
             self._before_end()
             for key in [key for key, user in self._pinned.items() if user == task]:
                 self._unpin(key)
                 sight = self._sights.get(key)
                 if sight is not None and sight.is_recomputed:  # nobody needs it any more
                     self._use_up(sight.chunk)
-        finally:
-            if took_turn:
-                self._turn.give_back()
 
     def look_after_gone(self, *, inside: CallRecord | None = None) -> None:
         """Free the chunks of calls that autograd has let go of, but for those of the call that backward is `inside`."""

@@ -24,50 +24,24 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
 from chunkmem.nn.access import AccessTracker
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.backward_calls import BackwardCall
 from chunkmem.nn.frames import Frame
 from chunkmem.nn.references import GraphSearch, nodes_between
 from chunkmem.nn.turn import Turn
 from chunkmem.runtime.pager import Pager
 
 
-@dataclass(frozen=True)
-class CallNodes:
-    """The nodes that a call has made, by their numbers in autograd's order."""
-
-    first: int
-    stop: int
-    """The last one's, and one."""
-    inside: tuple[tuple[int, int], ...]
-    """From, to below: those that calls inside of this one have made."""
-
-    def __contains__(self, number: int) -> bool:
-        return self.first <= number < self.stop and not any(first <= number < stop for first, stop in self.inside)
-
-
-class NodeCall(Protocol):
-    """What is asked of a call whose nodes are pinned one by one."""
-
-    name: str
-    reads: tuple[ManagedParameter, ...]
-    nodes: CallNodes
-
-    def used_up(self, group: int) -> None:
-        """The graph has run: its references are gone."""
-        ...
-
-
 @dataclass(eq=False)
 class _Run:
     """One node that is going to run in a backward."""
 
-    call: NodeCall
+    call: BackwardCall
     groups: tuple[int, ...]
     pinned: list[int] = field(default_factory=list)
     frame: Frame | None = None
@@ -81,7 +55,7 @@ class _Task:
     runs: dict[Any, _Run] = field(default_factory=dict)
     """By node; they are kept, so that their identities are."""
     handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
-    waiting: dict[NodeCall, Counter[int]] = field(default_factory=dict)
+    waiting: dict[BackwardCall, Counter[int]] = field(default_factory=dict)
     """By call and group: nodes that have not run yet."""
 
 
@@ -114,7 +88,7 @@ class NodePins:
         runs = [run for task in self._tasks.values() for run in task.runs.values()]
         return tuple(f"{run.call.name} backward" for run in runs if run.pinned or run.frame is not None)
 
-    def announce(self, task_id: int, call: NodeCall) -> bool:
+    def announce(self, task_id: int, call: BackwardCall) -> bool:
         """Backward comes to a call, by the node that autograd is about to run; tell whether for the first time."""
         task = self._tasks.setdefault(task_id, _Task())
         is_first = call not in task.waiting
@@ -152,8 +126,7 @@ class NodePins:
     def _begin(self, task_id: int, run: _Run, _grads: object) -> None:
         if task_id != torch._C._current_graph_task_id():
             return
-        took_turn = self._turn.take_in_hook()
-        try:
+        with self._turn.taken(in_hook=True):
             if torch.is_grad_enabled():  # in a hook, exactly under create_graph
                 run.frame = Frame(f"{run.call.name} backward")
                 for managed in run.call.reads:
@@ -164,15 +137,11 @@ class NodePins:
                 chunk = self._access.chunks[group]
                 self._pager.pin(chunk, reader=run.call)
                 run.pinned.append(group)
-        finally:
-            if took_turn:
-                self._turn.give_back()
 
     def _end(self, task_id: int, run: _Run, made: Sequence[torch.Tensor | None], _grads: object) -> None:
         if task_id != torch._C._current_graph_task_id():
             return
-        took_turn = self._turn.take_in_hook()
-        try:
+        with self._turn.taken(in_hook=True):
             held: Collection[int] = ()
             if run.frame is not None:
                 held = self._watch(run.frame, [tensor for tensor in made if tensor is not None])
@@ -183,9 +152,6 @@ class NodePins:
                 if not waiting[group]:
                     run.call.used_up(group)
             self._then()
-        finally:
-            if took_turn:
-                self._turn.give_back()
 
     def _let_go(self, run: _Run, *, held: Collection[int] = ()) -> None:
         frame, run.frame = run.frame, None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from operator import methodcaller
 from typing import Any
 
@@ -92,7 +93,7 @@ class GraphSearch:
         groups = {managed.storage_id: managed.group for managed in frame.reads}
         params = {id(managed.param): managed for managed in frame.reads}
         inputs = {id(tensor) if tensor.grad_fn is None else tensor.grad_fn for tensor, _ in frame.inputs}
-        nodes = _nodes_since(frame.first_node, outputs)
+        nodes = nodes_between([tensor.grad_fn for tensor in outputs], frame.first_node)
         leads: dict[Any, set[int]] = {}
         saved = dict.fromkeys(frame.groups, 0)
         uncertain: set[int] = set()
@@ -178,20 +179,7 @@ def _end(node: Any, params: Mapping[int, ManagedParameter], inputs: Collection[o
     return {_INPUT} if id(leaf) in inputs else set()
 
 
-def _nodes_since(first: int, outputs: Iterable[torch.Tensor]) -> list[Any]:
-    """Return the nodes that `outputs` come from and that are no older than `first`, oldest first."""
-    found: dict[Any, None] = {}
-    pending: list[Any] = [tensor.grad_fn for tensor in outputs]
-    while pending:
-        node = pending.pop()
-        if node is None or node in found or _is_end(node) or node._sequence_nr() < first:
-            continue
-        found[node] = None
-        pending += [following for following, _ in node.next_functions]
-    return sorted(found, key=methodcaller("_sequence_nr"))
-
-
-def nodes_between(starts: Iterable[Any], first: int, stop: int) -> list[Any]:
+def nodes_between(starts: Iterable[Any], first: int, stop: float = inf) -> list[Any]:
     """Return the nodes among `starts`, and in what they lead to, whose numbers are in [first, stop); oldest first.
 
     Numbers count the nodes that one thread makes. Accumulations of gradients are left out.

@@ -267,13 +267,9 @@ class RegionActivations(OwnHooks):
             with runtime_mode():
                 return kept.copy.clone()  # the call may be repeated again
         if kept.is_moved:
-            took_turn = self._turn.take_in_hook()
-            try:
+            with self._turn.taken(in_hook=True):
                 assert isinstance(kept.call, RegionCall)
                 self._bring(kept.call)
-            finally:
-                if took_turn:
-                    self._turn.give_back()
         kept.check()
         return kept.tensor
 
@@ -295,12 +291,8 @@ class RegionActivations(OwnHooks):
     def begin_recomputation(self, call: RegionCall) -> None:
         """A call is about to be recomputed."""
         if call.come_to is not None:
-            took_turn = self._turn.take_in_hook()
-            try:
+            with self._turn.taken(in_hook=True):
                 call.come_to()
-            finally:
-                if took_turn:
-                    self._turn.give_back()
         self._begin_backward(call)
         call.record.again.append(self.now())
         self._recomputing.append(call.record)
@@ -315,16 +307,12 @@ class RegionActivations(OwnHooks):
         Raises:
             CapacityError: they do not fit DEVICE.
         """
-        took_turn = self._turn.take_in_hook()
-        try:
+        with self._turn.taken(in_hook=True):
             self._live.look_after_gone()
             call.record.again.append(self.now())
             saved, what = SavedStorages(), "recomputed activations"
             chunk = call.record.chunk = self._live.begin(call, saved, nbytes, reader=str(call), what=what)
             self._live.use(chunk, call)
-        finally:
-            if took_turn:
-                self._turn.give_back()
 
     def counts(self, call: RegionCall, storage: int) -> bool:
         """Tell whether a storage that is saved when a call is recomputed is one that it makes."""

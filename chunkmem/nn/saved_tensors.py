@@ -148,16 +148,12 @@ class ChunkHooks:
         chunk = None if memory is None else self._declared.chunk_in(memory)
         if memory is None or chunk is None or self._declared.undeclared(memory) is None:
             return tensor
-        took_turn = self._turn.take_in_hook()
-        try:
+        with self._turn.taken(in_hook=True):
             self._pager.pin(chunk, reader=_READER)
             try:
                 return tensor.clone()
             finally:
                 self._pager.unpin(chunk)
-        finally:
-            if took_turn:
-                self._turn.give_back()
 
 
 def _are_of_checkpoint(pack: Any) -> bool:

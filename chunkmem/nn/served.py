@@ -18,6 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import isdatadescriptor
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +31,7 @@ from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter, Served
 from chunkmem.nn.frames import Frame, in_backward
 from chunkmem.nn.saved_tensors import ChunkHooks
+from chunkmem.nn.tensor_functions import METADATA
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.wrappers import sharding_caller, wrapped
 from chunkmem.runtime.pager import Pager
@@ -39,15 +41,13 @@ Kwargs = dict[str, Any]
 
 _TENSOR = torch.Tensor
 _FREE_FIELDS = (
-    "shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "_grad", "_grad_fn", "ndim", "layout",
-    "itemsize", "nbytes", "names", "name", "_version", "output_nr", "retains_grad", "_backward_hooks",
-    "_post_accumulate_grad_hooks", "_base", "is_cpu", "is_cuda", "is_xpu", "is_mps", "is_meta", "is_sparse",
-    "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_xla", "is_ipu", "is_vulkan", "is_maia", "is_mtia",
+    "grad", "grad_fn", "_grad", "_grad_fn", "names", "name", "_version", "output_nr", "retains_grad",
+    "_backward_hooks", "_post_accumulate_grad_hooks", "_base",
 )  # fmt: skip
 _FREE_METHODS = (
-    "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed",
-    "get_device", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "__len__",
-    "has_names", "is_pinned", "is_shared", "is_inference", "is_conj", "is_neg", "_is_view", "__hash__", "is_same_size",
+    "ndimension", "nelement", "is_signed", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
+    "retain_grad", "has_names", "is_pinned", "is_shared", "is_inference", "is_conj", "is_neg", "_is_view",
+    "is_same_size",
 )  # fmt: skip
 _LIKE = (torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.full_like)
 _LAID_OUT = frozenset({_TENSOR.stride, _TENSOR.is_contiguous, _TENSOR.storage_offset})
@@ -62,14 +62,12 @@ def _free_functions() -> frozenset[Any]:
     """Return what asks for nothing but metadata, as `__torch_function__` is told of it."""
     found: list[Any] = [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size, *_NEW]
     found.append(torch._has_compatible_shallow_copy_type)  # `nn.Module.to()` compares a parameter with what it became
-    for name in _FREE_FIELDS:
-        field: Any = getattr(_TENSOR, name, None)
-        if hasattr(field, "__get__"):
-            found.append(field.__get__)
+    names = (*_FREE_FIELDS, *(name for name in dir(_TENSOR) if name.startswith("is_")))
+    found += [getattr(_TENSOR, name).__get__ for name in names if isdatadescriptor(getattr(_TENSOR, name, None))]
     fields: Any = _TENSOR
     found += [fields.grad.__set__, fields.grad.__delete__, fields.requires_grad.__set__, fields._backward_hooks.__set__]
     found += [getattr(_TENSOR, name) for name in _FREE_METHODS if hasattr(_TENSOR, name)]
-    return frozenset(found)
+    return METADATA.union(found)
 
 
 FREE = _free_functions()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from chunkmem.nn.gradient_source import GradientSource
+from chunkmem.nn.gradient_values import GradientSource
 from chunkmem.runtime.device import runtime_mode
 
 
@@ -43,7 +43,7 @@ class SlotTensor(torch.Tensor):
         return self.is_whole and self.source is source and self.life == source.life
 
     def slots(self, *, writing: bool, overwriting: bool = False) -> list[torch.Tensor]:
-        """Return the memory it shows; see `GradientOwner.locate`, which says what is raised, too."""
+        """Return the memory it shows; see `GradientValues.locate`, which says what is raised, too."""
         self.source.require_current(self.life)
         found = self.source.owner.locate(self.source, writing=writing, overwriting=overwriting and self.is_whole)
         shape, stride, offset = self.shape, self.stride(), self.storage_offset()

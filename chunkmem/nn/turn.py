@@ -95,9 +95,9 @@ class Turn:
         self._in_hooks = threading.RLock()
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Have the turn inside the block. Raises what `take` does."""
-        took = self.take()
+    def taken(self, *, in_hook: bool = False) -> Iterator[None]:
+        """Have the turn inside the block, which may be in one of autograd's hooks. Raises what `take` does."""
+        took = self.take_in_hook() if in_hook else self.take()
         try:
             yield
         finally:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import chunkmem
-from chunkmem.nn.nodes import NodeCall, NodePins
+from chunkmem.nn.backward_calls import BackwardCall
+from chunkmem.nn.nodes import NodePins
 from chunkmem.plan.model import Lane
 from chunkmem.plan.timeline import Timeline
 from chunkmem.trace.model import Trace
@@ -117,7 +118,7 @@ def test_backward_of_a_micro_batch_is_over_when_its_gradients_land(monkeypatch: 
     watched: list[str] = []
     announce = NodePins.announce
 
-    def count(pins: NodePins, task: int, call: NodeCall) -> bool:
+    def count(pins: NodePins, task: int, call: BackwardCall) -> bool:
         watched.append(call.name)
         return announce(pins, task, call)
 
