@@ -169,17 +169,17 @@ class GradientValues:
 
         Raises what `norm_over_ranks` does.
         """
+        managed = [self._managed(source) for source in sources]
         shared = [self._over_ranks(source) for source in sources]
         self._before_change()
-        managed = [self._managed(source) for source in sources]
         return shared[0].slots_to_scale(managed, factor) if shared else []
 
     def _managed(self, source: GradientSource) -> ManagedParameter:
+        if self._pager.closed is not None:
+            raise StateError(f"the gradient of {source.name}: {self._pager.closed}")
         return self._slots.groups[source.group].members[source.position]
 
     def _over_ranks(self, source: GradientSource) -> SharedGradients:
-        if self._pager.closed is not None:
-            raise StateError(f"the gradient of {source.name}: {self._pager.closed}")
         if source.state is not GradientState.LIVE:
             raise source.lacks_values()
         assert self.shared is not None
@@ -230,8 +230,6 @@ class GradientValues:
             StateError: there are no values, or only this rank's part of them.
         """
         managed = self._managed(source)
-        if self._pager.closed is not None:
-            raise StateError(f"the gradient of {source.name}: {self._pager.closed}")
         known = (GradientState.LIVE, GradientState.ZEROED)
         if source.state not in known and (source.state is GradientState.NONE or not overwriting):
             raise source.lacks_values()
@@ -270,8 +268,6 @@ class GradientValues:
             StateError: the manager is closed, or the gradient was discarded.
         """
         managed = self._managed(source)
-        if self._pager.closed is not None:
-            raise StateError(f"the gradient of {source.name}: {self._pager.closed}")
         if source.state is GradientState.NONE:
             raise source.lacks_values()
         if source.state is not GradientState.LIVE:

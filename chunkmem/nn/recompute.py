@@ -21,15 +21,9 @@ from torch import nn
 from chunkmem.errors import ConfigError
 from chunkmem.nn.call_state import CallState, copies_of, is_state
 from chunkmem.nn.random_sources import RandomSource, RandomStates
+from chunkmem.nn.values import Structure
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """Stands for the tensor that is argument `index` of what torch recomputes."""
-
-    index: int
 
 
 class _Call:
@@ -38,7 +32,7 @@ class _Call:
     def __init__(
         self,
         function: Callable[..., Any],
-        packed: Any,
+        arguments: Structure,
         keys: Sequence[str],
         tensors: Sequence[torch.Tensor],
         *,
@@ -47,7 +41,7 @@ class _Call:
     ) -> None:
         """Call `function`; `is_later`: for a later time, as somebody else makes the first call."""
         self._on_copies = on_copies
-        self._function, self._packed, self._keys = function, packed, keys
+        self._function, self._arguments, self._keys = function, arguments, keys
         self._inputs = copies_of({index: tensor for index, tensor in enumerate(tensors) if is_state(tensor)})
         """Running statistics may be arguments, too."""
         self._num_runs = int(is_later)
@@ -60,7 +54,7 @@ class _Call:
             for index, copy in copies.items():
                 given[index] = copy
         self._num_runs += 1
-        positional, *values = _unpacked(self._packed, given)
+        positional, *values = self._arguments.filled(given)
         return self._function(*positional, **dict(zip(self._keys, values, strict=True)))
 
 
@@ -151,10 +145,12 @@ class Recomputation:
         named += [(f"argument {key}", value) for key, value in kwargs.items()]
         if module is not None:
             named.append((type(module).__name__, module))
-        tensors: list[torch.Tensor] = []
-        packed = _packed((tuple(args), *kwargs.values()), tensors)
+        # What is in lists and dicts is no input. A tensor comes once: a call may ask whether two arguments are one.
+        arguments, tensors = Structure.of(
+            (tuple(args), *kwargs.values()), is_leaf=lambda value: not isinstance(value, tuple)
+        )
         # Positional tensors are what torch saves, under the hooks around this call, and compares the versions of.
-        call = _Call(function, packed, tuple(kwargs), tensors, is_later=is_later, on_copies=self.on_copies)
+        call = _Call(function, arguments, tuple(kwargs), tensors, is_later=is_later, on_copies=self.on_copies)
         return call, tensors, partial(self._contexts, function, named, label)
 
     def _contexts(self, function: Callable[..., Any], named: list[tuple[str, object]], label: str) -> Contexts:
@@ -300,27 +296,3 @@ def _name_of(function: object) -> str:
     if isinstance(function, nn.Module) or isinstance(owner, nn.Module):
         return type(function if isinstance(function, nn.Module) else owner).__name__
     return str(getattr(function, "__qualname__", type(function).__name__))
-
-
-def _packed(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Put slots for tensors, also in tuples, and the tensors into a list: each once, as a call may ask whether two
-    arguments are one, like `nn.MultiheadAttention`."""
-    if isinstance(value, torch.Tensor):
-        index = next((at for at, known in enumerate(tensors) if known is value), len(tensors))
-        if index == len(tensors):
-            tensors.append(value)
-        return _Slot(index)
-    return _mapped(value, partial(_packed, tensors=tensors)) if isinstance(value, tuple) else value
-
-
-def _unpacked(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if isinstance(value, _Slot):
-        return tensors[value.index]
-    return _mapped(value, partial(_unpacked, tensors=tensors)) if isinstance(value, tuple) else value
-
-
-def _mapped(value: tuple[Any, ...], of_item: Callable[[Any], Any]) -> Any:
-    items = [of_item(item) for item in value]
-    if all(item is old for item, old in zip(items, value, strict=True)):
-        return value
-    return value._make(items) if hasattr(value, "_make") else type(value)(items)

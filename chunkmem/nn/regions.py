@@ -100,7 +100,7 @@ class RegionActivations(OwnHooks):
         return any(record.policy.is_auto for record in self.records)
 
     def begin_iteration(self, kept: Collection[int] | None, now: Callable[[], int]) -> None:
-        """A training step begins; see `chunkmem.steps.controller.Regions`."""
+        """A training step begins; see `chunkmem.steps.region_choice.Regions`."""
         self._live.now = now
         self.records = []
         self.inputs.begin_iteration()

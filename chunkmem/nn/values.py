@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType, ModuleType
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 MODULE_FIELDS = frozenset(vars(nn.Module()))
 _OBJECT_DEPTH = 2
@@ -35,6 +38,39 @@ def kept_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     for name, value in vars(module).items():
         if name not in MODULE_FIELDS and isinstance(value, (torch.Tensor, list, tuple, dict)):
             yield from tensors_in(value, object_depth=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Stands for a tensor in arguments."""
+
+    index: int
+
+
+class Structure:
+    """A value without its tensors, in tuples, lists and dicts. The same tensor twice is one."""
+
+    def __init__(self, leaves: list[Any], spec: TreeSpec) -> None:
+        self._leaves = leaves
+        self._spec = spec
+
+    @classmethod
+    def of(cls, value: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> tuple[Structure, list[torch.Tensor]]:
+        """Return that of a value, and its tensors; `is_leaf` tells of what is not taken apart."""
+        leaves, spec = tree_flatten(value, is_leaf=is_leaf)
+        known = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        slots = {key: _Slot(index) for index, key in enumerate(known)}
+        return cls([slots.get(id(leaf), leaf) for leaf in leaves], spec), list(known.values())
+
+    @property
+    def others(self) -> list[Any]:
+        """What is in the value besides tensors."""
+        return [leaf for leaf in self._leaves if not isinstance(leaf, _Slot)]
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the value with these tensors."""
+        leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self._leaves]
+        return tree_unflatten(leaves, self._spec)
 
 
 def storage_id(tensor: torch.Tensor) -> int | None:

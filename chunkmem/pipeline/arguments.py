@@ -6,17 +6,16 @@ they are given begin with copies where they are going to be recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
 from chunkmem.errors import StateError
 from chunkmem.nn.borders import cast_floats
-from chunkmem.nn.values import storage_id, tensors_in
+from chunkmem.nn.values import Structure, storage_id, tensors_in
 from chunkmem.pipeline.micro_batches import loss_of
 from chunkmem.pipeline.options import PipelineOptions
 
@@ -24,39 +23,6 @@ from chunkmem.pipeline.options import PipelineOptions
 def arguments_of(value: Any) -> tuple[Any, ...]:
     """Return what a block is called with that is given a value: a tuple is its arguments."""
     return value if type(value) is tuple else (value,)
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Stands for a tensor in arguments."""
-
-    index: int
-
-
-class Structure:
-    """A value without its tensors, in tuples, lists and dicts. The same tensor twice is one."""
-
-    def __init__(self, leaves: list[Any], spec: TreeSpec) -> None:
-        self._leaves = leaves
-        self._spec = spec
-
-    @classmethod
-    def of(cls, value: Any) -> tuple[Structure, list[torch.Tensor]]:
-        """Return that of a value, and its tensors."""
-        leaves, spec = tree_flatten(value)
-        known = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        slots = {key: _Slot(index) for index, key in enumerate(known)}
-        return cls([slots.get(id(leaf), leaf) for leaf in leaves], spec), list(known.values())
-
-    @property
-    def others(self) -> list[Any]:
-        """What is in the value besides tensors."""
-        return [leaf for leaf in self._leaves if not isinstance(leaf, _Slot)]
-
-    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the value with these tensors."""
-        leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self._leaves]
-        return tree_unflatten(leaves, self._spec)
 
 
 class OfTensors(nn.Module):

@@ -24,7 +24,8 @@ from chunkmem.assembly.runtime import Runtime
 from chunkmem.errors import ConfigError, LayoutError, StateError
 from chunkmem.nn.borders import cast_floats
 from chunkmem.nn.call_state import CallState
-from chunkmem.pipeline.arguments import Item, LossItem, OfTensors, Structure, arguments_of
+from chunkmem.nn.values import Structure
+from chunkmem.pipeline.arguments import Item, LossItem, OfTensors, arguments_of
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.frozen import FrozenBlocks, FrozenPrefix
 from chunkmem.pipeline.micro_batches import MicroBatch, split

@@ -16,8 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.parked import Parked, ParkedTensors
-from chunkmem.nn.values import tensors_in
-from chunkmem.pipeline.arguments import Structure
+from chunkmem.nn.values import Structure, tensors_in
 
 
 class _Cut(torch.autograd.Function):

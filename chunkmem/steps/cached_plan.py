@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
@@ -18,7 +18,9 @@ from chunkmem.plan.model import Plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime.device import give_back_freed_ram
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.plan_executor import PlanExecutor
+from chunkmem.runtime.tiers import Tiers
 from chunkmem.sizes import format_nbytes
 from chunkmem.steps.plan_log import log_planning
 from chunkmem.steps.planning import StepPlanner
@@ -49,22 +51,20 @@ class CachedPlan:
     def __init__(
         self,
         mode: Mode,
+        pager: Pager,
+        tiers: Tiers,
         *,
         machine: Callable[[], Machine],
         options: PlanOptions,
-        perform: Callable[[Plan, Trace], PlanExecutor],
-        bystanders_nbytes: Callable[[Trace], Mapping[Tier, int]],
-        kept_nbytes: Callable[[], Mapping[Tier, int]],
     ) -> None:
         """Begin with nothing known.
 
         Args:
             mode: training or evaluation.
+            pager: of the chunks.
+            tiers: of its store.
             machine: returns what plans are made for; called when the first one is.
             options: of the planner.
-            perform: makes a plan pager.
-            bystanders_nbytes: returns by tier the bytes there of chunks that a trace does not touch.
-            kept_nbytes: returns by tier the bytes of chunks that are there for good.
         """
         self.mode = mode
         self.trace: Trace | None = None
@@ -72,11 +72,10 @@ class CachedPlan:
         self.plan_executor: PlanExecutor | None = None
         self._planner: StepPlanner | None = None
         """What made the plan, and may make a better one."""
-        self._machine = machine
+        self.machine = machine
         self._options = options
-        self._perform = perform
-        self._bystanders_nbytes = bystanders_nbytes
-        self._kept_nbytes = kept_nbytes
+        self._pager = pager
+        self._tiers = tiers
         self._predicted: tuple[Plan, Trace, Timeline] | None = None
         """What `predicted` has returned, and for what."""
         self._num_refinements = 0
@@ -90,8 +89,8 @@ class CachedPlan:
 
     def adopt(self, trace: Trace, plan: Plan | None = None) -> None:
         """Take a trace, and perhaps a plan, of an earlier run; both have been checked."""
-        self.forget()
-        self.trace, self.plan = trace, plan
+        self.take(trace)
+        self.plan = plan
         self._num_refinements = _MAX_REFINEMENTS  # what the user gave stays as it is
 
     def forget(self) -> None:
@@ -167,7 +166,7 @@ class CachedPlan:
                 self._is_hopeless = True
                 return None
         if self.plan_executor is None:
-            self.plan_executor = self._perform(self.plan, self.trace)
+            self.plan_executor = PlanExecutor(self.plan, self.trace, self._pager, self._tiers)
             give_back_freed_ram()  # what the recorded step has freed, and planning
         return self.plan_executor
 
@@ -193,11 +192,6 @@ class CachedPlan:
     def has_measured_times(self) -> bool:
         """The plan was made here, and with the durations of steps that followed it."""
         return self._planner is not None and not self.wants_durations
-
-    @property
-    def is_settled(self) -> bool:
-        """While steps follow the plan, none is made any more: durations are known, and all was tried."""
-        return self._planner is not None and not self.wants_durations and self._planner.is_done
 
     def learn(self) -> Outcome:
         """A step is over: keep the plan, or make it again with better times; tell what became of it."""
@@ -233,13 +227,20 @@ class CachedPlan:
             self._charged_nbytes = charged_nbytes
 
     def _make_planner(self, trace: Trace) -> StepPlanner:
-        kept_nbytes = self._kept_nbytes()
+        store = self._pager.store
+        kept_nbytes = {tier: store.kept_nbytes(tier).total() for tier in store.pools}
+        bystanders_nbytes = {
+            tier: sum(
+                chunk.nbytes for key, chunk in chunks.items() if key not in trace.chunk_nbytes and not chunk.stays
+            )
+            for tier, chunks in store.resident.items()
+        }
         try:
             return StepPlanner(
                 trace,
-                self._machine(),
+                self.machine(),
                 options=self._options,
-                bystanders_nbytes=self._bystanders_nbytes(trace),
+                bystanders_nbytes=bystanders_nbytes,
                 kept_nbytes=kept_nbytes,
             )
         except CapacityError as error:

@@ -8,6 +8,7 @@ call of a model without gradients, between steps). Between iterations nothing is
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -22,13 +23,11 @@ from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.runtime.policy import BetweenSteps, OnDemand
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.steps.cached_plan import CachedPlan
-from chunkmem.steps.factory import CachedPlanFactory
 from chunkmem.steps.iteration_end import IterationEnd
 from chunkmem.steps.known import Iteration, KnownSteps
 from chunkmem.steps.plan_cache import Key
 from chunkmem.steps.plan_log import LOG
-from chunkmem.steps.region_choice import RegionChoices
-from chunkmem.steps.regions import Regions
+from chunkmem.steps.region_choice import RegionChoices, Regions
 from chunkmem.steps.timelines import LastTimelines
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.tracing.recorder import Recorder
@@ -68,11 +67,15 @@ class StepController:
             is_lone: there is one rank. Else steps are recorded from when `may_record` says so, since the exchanges of
                 the first ones are not those of the others.
         """
-        maker = CachedPlanFactory(pager, tiers, machine=machine, options=options)
-        choices = RegionChoices(maker.machine, options)
+        machine = cache(machine)  # it is measured
+        choices = RegionChoices(machine, options)
+
+        def make(mode: Mode) -> CachedPlan:
+            return CachedPlan(mode, pager, tiers, machine=machine, options=options)
+
         self.now = Iteration()
         self.known = KnownSteps(
-            pager, maker, layout=layout, trainable=trainable, choices=choices, now=self.now, is_lone=is_lone
+            pager, make, layout=layout, trainable=trainable, choices=choices, now=self.now, is_lone=is_lone
         )
         """Traces and plans by kind of step."""
         self._pager = pager

@@ -15,7 +15,6 @@ from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.steps.cached_plan import CachedPlan, check_adoptable
-from chunkmem.steps.factory import CachedPlanFactory
 from chunkmem.steps.plan_cache import Key, PlanCache
 from chunkmem.steps.region_choice import RegionChoices
 from chunkmem.trace.ahead import overlapped
@@ -58,7 +57,7 @@ class KnownSteps:
     def __init__(
         self,
         pager: Pager,
-        maker: CachedPlanFactory,
+        make: Callable[[Mode], CachedPlan],
         *,
         layout: Callable[[], str],
         trainable: Callable[[], bytes],
@@ -70,13 +69,13 @@ class KnownSteps:
 
         Args:
             pager: of the chunks.
-            maker: of plans.
+            make: an entry of training or evaluation, of which nothing is known yet.
             layout, trainable, is_lone: see `StepController`.
             choices: of the regions that are recomputed.
             now: the step that runs, or ran last, as the controller goes on with it.
         """
         self._pager = pager
-        self._maker = maker
+        self._make = make
         self._layout = layout
         self._trainable = trainable
         self._choices = choices
@@ -88,7 +87,7 @@ class KnownSteps:
         """Over ranks: which parameters they have last agreed on to train, as `Key.trainable`; empty: they have not."""
 
     def _no_plans(self, mode: Mode) -> PlanCache:
-        return PlanCache(mode, partial(self._maker.make, mode), is_lone=self._is_lone)
+        return PlanCache(mode, partial(self._make, mode), is_lone=self._is_lone)
 
     # What a user asks for.
 
@@ -203,8 +202,8 @@ class KnownSteps:
         """
         if self.trace is None:
             raise PlanError("a plan needs the trace it was made from; set manager.trace first, or train one step")
-        check_adoptable(plan, self.trace, self._maker.machine())
         assert self.training is not None
+        check_adoptable(plan, self.trace, self.training.machine())
         self.training.adopt(self.trace, plan)
 
     # How ranks exchange, see `chunkmem.steps.trial`.
@@ -221,7 +220,7 @@ class KnownSteps:
                 return math.inf, math.inf  # it was torn down in the middle
         if trace is None:
             return None
-        entry = self._maker.make(Mode.TRAIN)
+        entry = self._make(Mode.TRAIN)
         return entry.planned_stall_s(trace), entry.planned_stall_s(overlapped(trace))
 
     def record_again(self) -> None:

@@ -117,10 +117,6 @@ class PlanCache:
         return self._before[-1] if self._before else None
 
     @property
-    def trace(self) -> Trace | None:
-        return None if self.last is None else self.last.trace
-
-    @property
     def traces(self) -> list[Trace]:
         """Of all kinds of steps."""
         return [entry.trace for entry in self._of if entry.trace is not None]

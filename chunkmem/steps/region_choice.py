@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from chunkmem.errors import CapacityError, PlanError, TraceError
 from chunkmem.plan.candidate import PlanOptions
@@ -23,7 +24,7 @@ from chunkmem.plan.regions import RegionChoice, choose_regions
 from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.garbage import no_collections
 from chunkmem.steps.plan_cache import Key
-from chunkmem.trace.model import Trace
+from chunkmem.trace.model import Region, Trace
 from chunkmem.trace.retimed import retimed, with_warm_forward
 from chunkmem.trace.shared import kept_nbytes, outside_nbytes
 
@@ -31,6 +32,33 @@ _WORTH = 0.03
 """A share of the step; a choice that saves less is not worth another record."""
 _MAX_AGAIN = 2
 """Searches that are made for another choice."""
+
+
+class Regions(Protocol):
+    """Blocks whose activations are kept, offloaded or recomputed."""
+
+    @property
+    def is_auto(self) -> bool:
+        """Which of them are recomputed is decided for each kind of step."""
+        ...
+
+    def begin_iteration(self, kept: Collection[int] | None, now: Callable[[], int]) -> None:
+        """A training step begins.
+
+        Args:
+            kept: where that is decided for each kind of step, the numbers of the calls that are not recomputed; None:
+                there are none.
+            now: tells the number of moments so far.
+        """
+        ...
+
+    def adopt(self, trace: Trace) -> None:
+        """Have the chunks of a training step of an earlier run; raise a TraceError if other regions are managed."""
+        ...
+
+    def recorded(self) -> tuple[Region, ...]:
+        """Return the calls of the step that was recorded."""
+        ...
 
 
 @dataclass

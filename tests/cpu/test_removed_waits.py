@@ -105,7 +105,7 @@ def is_right(scene: Scene, plan: Plan, reading: Reading, seed: int) -> bool:
             capped(scene.case, scene.device_nbytes), machine=plan.machine, make_lanes=lambda _: HastyLanes(seed)
         ) as manager,
     ):
-        patch.setattr("chunkmem.steps.factory.PlanExecutor", perform)
+        patch.setattr("chunkmem.steps.cached_plan.PlanExecutor", perform)
         trainer = Trainer(scene.case, scene.variant, Undisturbed(manager))
         manager.trace = scene.trace
         manager.runtime.controller.known.training.adopt(scene.trace, plan)
