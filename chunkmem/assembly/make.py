@@ -31,7 +31,7 @@ from chunkmem.errors import ConfigError
 from chunkmem.layout.spec import digest
 from chunkmem.nn.autocast import AutocastCache
 from chunkmem.nn.binding import BoundChunk, trained
-from chunkmem.nn.wrappers import WrapperCheck
+from chunkmem.nn.wrappers import check_wrappers
 from chunkmem.optim.by_form import updates_by_form
 from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.scaler import LossScaler
@@ -104,7 +104,7 @@ def build_runtime(origin: Origin, *, before: Runtime | None = None) -> Runtime:
     built = BuiltModels(
         sharding, modules, updater, entry_points, hooks, device=compute.device, dtype=DTYPES[config.precision]
     )
-    foreign_wrappers = WrapperCheck(modules.registry, gradients.values, entry_points.declare_last, num_ranks=ranks.size)
+    foreign_wrappers = check_wrappers(modules.registry, gradients.values, entry_points.declare_last, ranks.size)
     collect()
     return Runtime(
         config, origin, ranks, scaler, tiers, memory, gradients, sharding, updater, modules, links, controller,

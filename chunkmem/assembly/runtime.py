@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.utils.hooks import RemovableHandle
 
 from chunkmem.assembly.built_models import BuiltModels
 from chunkmem.assembly.entry_points import EntryPoints
@@ -32,7 +33,6 @@ from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.hooks import ModuleHooks
 from chunkmem.nn.module_policy import ModulePolicies
 from chunkmem.nn.registry import ModelRegistry, check_fits
-from chunkmem.nn.wrappers import WrapperCheck
 from chunkmem.optim.chunk_states import StateHolder
 from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.optimizer import RuleOptimizer
@@ -87,7 +87,7 @@ class Runtime:
     hooks: ModuleHooks
     built: BuiltModels
     foreign_steps: ForeignStepCheck
-    foreign_wrappers: WrapperCheck
+    foreign_wrappers: RemovableHandle
     _holders: weakref.WeakKeyDictionary[StateHolder, None] = field(default_factory=weakref.WeakKeyDictionary)
 
     @property

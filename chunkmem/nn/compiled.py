@@ -23,13 +23,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.utils.hooks import RemovableHandle
 
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.fitted import FittedModules
+from chunkmem.nn.fitted import FittedModules, on_children
 from chunkmem.nn.module_policy import ModulePolicies
 from chunkmem.nn.tiled import TiledLinear
 from chunkmem.runtime.step_events import StepEvents
@@ -143,7 +141,7 @@ class CompiledModules:
         """Those below a list of blocks: each is compiled as it is."""
         self._asked = asked
         self._parts: tuple[Encloses, ...] = ()
-        self._handle = _heard_by(self)
+        self._handle = on_children(self, CompiledModules.notice)
         self._events = events
 
     def fit(self, root: nn.Module, parts: Iterable[Encloses]) -> None:
@@ -281,26 +279,6 @@ def _compile_in_place(
         type(module).compile(module, **options)
     else:
         compiled.compile_in_place(module, options)
-
-
-class _Hook:
-    """What torch calls when a module gets a child: it keeps no manager alive."""
-
-    def __init__(self, compiled: CompiledModules) -> None:
-        self.compiled = weakref.ref(compiled)
-
-    def __call__(self, parent: nn.Module, _name: str, child: nn.Module | None) -> None:
-        compiled = self.compiled()
-        if compiled is not None and child is not None:
-            compiled.notice(parent, child)
-
-
-def _heard_by(compiled: CompiledModules) -> RemovableHandle:
-    handle = register_module_module_registration_hook(_Hook(compiled))
-    hooks = handle.hooks_dict_ref() or {}
-    for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook) and hook.compiled() is None]:
-        hooks.pop(key)
-    return handle
 
 
 def is_optimized(module: nn.Module) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 _ABSENT = object()
@@ -67,3 +69,31 @@ class FittedModules:
                 else:
                     vars(module)[name] = value
             del self._handles[module]
+
+
+class _ChildHook:
+    """What torch calls when a module gets a child: it keeps no manager alive."""
+
+    def __init__(self, owner: object, notice: Callable[[Any, nn.Module, nn.Module], None]) -> None:
+        self.owner = weakref.ref(owner)
+        self._notice = notice
+
+    def __call__(self, parent: nn.Module, _name: str, child: nn.Module | None) -> None:
+        owner = self.owner()
+        if owner is not None and child is not None:
+            self._notice(owner, parent, child)
+
+
+def on_children(owner: object, notice: Callable[[Any, nn.Module, nn.Module], None]) -> RemovableHandle:
+    """Have something called when any module becomes the child of another one, as long as its owner is alive.
+
+    Args:
+        owner: whose life counts; `notice` refers to it weakly, or not at all.
+        notice: called with the owner, the parent and the child, in the middle of what registers the child.
+    """
+    handle = register_module_module_registration_hook(_ChildHook(owner, notice))
+    hooks = handle.hooks_dict_ref() or {}
+    # Not by a finalizer of the owner: it could run while torch goes through its hooks.
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _ChildHook) and hook.owner() is None]:
+        hooks.pop(key)
+    return handle

@@ -20,17 +20,19 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.fitted import on_children
 from chunkmem.nn.gradient_values import GradientValues
 from chunkmem.nn.registry import ModelRegistry
 
@@ -110,80 +112,63 @@ _SHARDING = "torch.distributed.fsdp"
 _TRAINER = "transformers.trainer"
 
 
-class WrapperCheck:
-    """Hears of every `DistributedDataParallel` that is made around a model with managed parameters."""
+def check_wrappers(
+    registry: ModelRegistry, gradients: GradientValues, declare: Callable[[bool], None], num_ranks: int
+) -> RemovableHandle:
+    """Look at every `DistributedDataParallel` that is made around a model with managed parameters.
 
-    def __init__(
-        self, registry: ModelRegistry, gradients: GradientValues, declare: Callable[[bool], None], *, num_ranks: int
-    ) -> None:
-        """Check from now on, until `remove` or until nothing else refers to `registry`.
+    So it is until the handle is removed, or nothing else refers to `registry`.
 
-        Args:
-            registry: of the manager's parameters.
-            gradients: stand for means over ranks where there is a wrapper.
-            declare: a method that is told whether the next backward is the last one before the step.
-            num_ranks: that exchange; 1: there is one process.
-        """
-        self._handle = register_module_module_registration_hook(_WrapperHook(registry, gradients, declare, num_ranks))
-        hooks = self._handle.hooks_dict_ref() or {}
-        # Not by a finalizer of the registry: it could run while torch goes through its hooks.
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _WrapperHook) and not hook.is_alive()]:
-            hooks.pop(key)
-
-    def remove(self) -> None:
-        """Check no longer. Idempotent."""
-        self._handle.remove()
+    Args:
+        registry: of the manager's parameters.
+        gradients: stand for means over ranks where there is a wrapper.
+        declare: a method that is told whether the next backward is the last one before the step.
+        num_ranks: that exchange; 1: there is one process.
+    """
+    return on_children(registry, partial(_check, weakref.ref(gradients), weakref.WeakMethod(declare), num_ranks))
 
 
-class _WrapperHook:
-    """What torch refers to: it keeps no manager alive."""
-
-    def __init__(
-        self, registry: ModelRegistry, gradients: GradientValues, declare: Callable[[bool], None], num_ranks: int
-    ) -> None:
-        self._registry = weakref.ref(registry)
-        self._gradients = weakref.ref(gradients)
-        self._declare_last = weakref.WeakMethod(declare)
-        self._num_ranks = num_ranks
-
-    def is_alive(self) -> bool:
-        """Tell whether its manager is still there."""
-        return self._registry() is not None
-
-    def __call__(self, parent: nn.Module, _name: str, child: nn.Module | None) -> None:
-        registry = self._registry()
-        if registry is None or child is None or not isinstance(parent, DistributedDataParallel):
-            return
-        managed = next((found for param in child.parameters() if (found := registry.find(param)) is not None), None)
-        if managed is None:
-            return
-        for name, param in child.named_parameters():
-            if param.requires_grad and not registry.is_known(param):
-                error = wrapped(type(parent).__name__, managed)
-                error.add_note(
-                    f"parameter {name} is in no chunk: if it was added to the model, make chunkmem's optimizer first"
-                )
-                raise error
-        if parent.process_group.size() != self._num_ranks:
-            raise StateError(
-                f"DistributedDataParallel over {parent.process_group.size()} ranks around parameter {managed}, which a "
-                f"manager of {self._num_ranks} exchanges: call init_process_group() before ChunkManager(config)"
+def _check(
+    gradients: weakref.ref[GradientValues],
+    declare: weakref.WeakMethod[Callable[[bool], None]],
+    num_ranks: int,
+    registry: ModelRegistry,
+    parent: nn.Module,
+    child: nn.Module,
+) -> None:
+    if not isinstance(parent, DistributedDataParallel):
+        return
+    managed = next((found for param in child.parameters() if (found := registry.find(param)) is not None), None)
+    if managed is None:
+        return
+    for name, param in child.named_parameters():
+        if param.requires_grad and not registry.is_known(param):
+            error = wrapped(type(parent).__name__, managed)
+            error.add_note(
+                f"parameter {name} is in no chunk: if it was added to the model, make chunkmem's optimizer first"
             )
-        if self._num_ranks > 1 and (strategy := saving_strategy()) is not None:
-            raise StateError(
-                f"Trainer with save_strategy={strategy!r} over {self._num_ranks} ranks: it asks the first rank alone "
-                "for weights of which each rank has some, and would wait; before train(), call "
-                "chunkmem.integrations.transformers.ChunkmemCallback(manager).add_to(trainer), or set "
-                'save_strategy="no" and save with manager.save(path, optimizer) on all ranks '
-                "(docs/integrations.md says how)"
-            )
-        become_managed(parent, child, self._declare)
-        if (gradients := self._gradients()) is not None:
-            gradients.shows_means = self._num_ranks > 1
+            raise error
+    if parent.process_group.size() != num_ranks:
+        raise StateError(
+            f"DistributedDataParallel over {parent.process_group.size()} ranks around parameter {managed}, which a "
+            f"manager of {num_ranks} exchanges: call init_process_group() before ChunkManager(config)"
+        )
+    if num_ranks > 1 and (strategy := saving_strategy()) is not None:
+        raise StateError(
+            f"Trainer with save_strategy={strategy!r} over {num_ranks} ranks: it asks the first rank alone "
+            "for weights of which each rank has some, and would wait; before train(), call "
+            "chunkmem.integrations.transformers.ChunkmemCallback(manager).add_to(trainer), or set "
+            'save_strategy="no" and save with manager.save(path, optimizer) on all ranks '
+            "(docs/integrations.md says how)"
+        )
 
-    def _declare(self, is_last: bool) -> None:
-        if (declare := self._declare_last()) is not None:
-            declare(is_last)
+    def tell(is_last: bool) -> None:
+        if (say := declare()) is not None:
+            say(is_last)
+
+    become_managed(parent, child, tell)
+    if (shown := gradients()) is not None:
+        shown.shows_means = num_ranks > 1
 
 
 def saving_strategy() -> str | None:
