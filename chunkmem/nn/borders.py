@@ -78,9 +78,7 @@ class Borders:
             return
 
         self._of[module] = border
-        begin = module.register_forward_pre_hook(partial(self._cast_in, border), with_kwargs=True)
-        end = module.register_forward_hook(partial(self._cast_out, border), always_call=True)
-        self.fitted.add(module, begin, end)
+        self.fitted.surround(module, partial(self._cast_in, border), partial(self._cast_out, border))
 
     def enclose(self, unit: nn.Module, call: CompiledCall) -> None:
         """Cast around a compiled call in place of its module, and inside of it by hooks that a compiler can follow."""

@@ -34,6 +34,16 @@ class FittedModules:
         """Count a module as fitted, with hooks that were registered on it."""
         self._handles.setdefault(module, []).extend(handles)
 
+    def surround(
+        self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any], *, is_first: bool = False
+    ) -> None:
+        """Have hooks called around a module: `before` with keyword arguments, `after` also where it raises something.
+
+        With `is_first`, `before` comes before the hooks that are there.
+        """
+        begin = module.register_forward_pre_hook(before, with_kwargs=True, prepend=is_first)
+        self.add(module, begin, module.register_forward_hook(after, always_call=True))
+
     def set(self, module: nn.Module, name: str, value: object) -> None:
         """Give a module an attribute of its own, in place of what its class, or the module, has under that name."""
         self._before.setdefault(module, {}).setdefault(name, vars(module).get(name, _ABSENT))

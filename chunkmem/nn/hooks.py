@@ -173,9 +173,7 @@ class ModuleHooks:
             self._about[module] = fitted
             # Of a region first: others may change what the module is given, and do so again when it is recomputed.
             enter, leave = self._calls_of(fitted)
-            begin = module.register_forward_pre_hook(enter, with_kwargs=True, prepend=fitted.region is not None)
-            end = module.register_forward_hook(leave, always_call=True)
-            self.fitted.add(module, begin, end)
+            self.fitted.surround(module, enter, leave, is_first=fitted.region is not None)
         return owned
 
     def _calls_of(self, fitted: FittedModule) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -207,9 +205,7 @@ class ModuleHooks:
         """Have calls of a module that has no parameters of its own count as those of a model from outside."""
         fitted = FittedModule(name, (), (), is_leaf=False, unit=None, region=None, tier=Tier.DEVICE)
         self._roots.add(module)
-        begin = module.register_forward_pre_hook(partial(self._enter, fitted), with_kwargs=True)
-        end = module.register_forward_hook(partial(self._leave, fitted), always_call=True)
-        self.fitted.add(module, begin, end)
+        self.fitted.surround(module, partial(self._enter, fitted), partial(self._leave, fitted))
 
     def unfit(self) -> None:
         """Undo all that `fit` and `fit_outermost` did: calls and lookups are heard of no more."""

@@ -15,6 +15,7 @@ import torch
 from chunkmem.errors import StateError
 from chunkmem.nn.guard import only_makes_a_view, tensors_of, written_by
 from chunkmem.nn.slot_tensor import SlotTensor
+from chunkmem.nn.tensor_functions import one_by_one
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
 
@@ -126,10 +127,8 @@ class _Call:
 
     def _one_by_one(self) -> list[Any]:
         """Make the call for what its lists have in each place on its own."""
-        num, made = len(self.listed), list[Any]()
-        for place in range(num):
-            args = tuple(_at(place, value, num) for value in self.args)
-            kwargs = {key: _at(place, value, num) for key, value in self.kwargs.items()}
+        made: list[Any] = []
+        for args, kwargs in one_by_one(len(self.listed), self.args, self.kwargs):
             run = run_operator(self.func, args, kwargs) if _lazies_in(args, kwargs) else self.func(*args, **kwargs)
             made += run or ()
         return made
@@ -234,11 +233,6 @@ def _located(lazy: SlotTensor, staying: ExitStack, **how: bool) -> list[torch.Te
     found = lazy.slots(**{"writing": False, **how})
     staying.enter_context(lazy.source.owner.staying(lazy.source))
     return found
-
-
-def _at(place: int, value: Any, num: int) -> Any:
-    """Return a list of `num` items with the one in a place alone; what is no such list is the same for all."""
-    return [value[place]] if isinstance(value, (list, tuple)) and len(value) == num else value
 
 
 def _lazies_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[SlotTensor]:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import _StopRecomputationError
 
 from chunkmem.nn.saved_storages import SavedStorage, aligned
 from chunkmem.nn.saved_tensors import OwnHooks
@@ -91,31 +87,7 @@ class RegionCall:
         return f"{self.name} backward"
 
 
-class Recomputed(Protocol):
-    """Hears of recomputations."""
-
-    def taken(self, storage: torch.UntypedStorage) -> None:
-        """A storage that was made again is about to be a call's own."""
-        ...
-
-    def begin_recomputation(self, call: RegionCall) -> None:
-        """A call is about to be recomputed."""
-        ...
-
-    def recomputed(self, call: RegionCall, nbytes: int) -> None:
-        """It has been, and has saved so many bytes."""
-        ...
-
-    def end_recomputation(self) -> None:
-        """It is over, or was interrupted."""
-        ...
-
-    def counts(self, call: RegionCall, storage: int) -> bool:
-        """Tell whether a storage that is saved when a call is recomputed is one that it makes."""
-        ...
-
-
-class _Count(OwnHooks):
+class SavedCount(OwnHooks):
     """Counts bytes of storages on their way to what torch's checkpoint does with them."""
 
     hides = True
@@ -135,39 +107,3 @@ class _Count(OwnHooks):
             self.nbytes[key] = aligned(storage.nbytes())
             self.storages.append(weakref.ref(storage))
         return self._pack(tensor)
-
-
-class Recomputing(contextlib.AbstractContextManager[None]):
-    """Counts what is saved while a call is recomputed; there may be several such runs of one call."""
-
-    def __init__(self, regions: Recomputed, call: RegionCall) -> None:
-        self._regions = regions
-        self._call = call
-        self._runs: list[_Count] = []
-        """Those under way."""
-
-    def __enter__(self) -> None:
-        self._regions.begin_recomputation(self._call)
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        assert hooks is not None, "torch's checkpoint takes what is saved"
-        count = _Count(partial(self._regions.counts, self._call), hooks[0])
-        self._runs.append(count)
-        torch._C._autograd._push_saved_tensors_default_hooks(count.pack, hooks[1])
-
-    def give(self, copies: Iterable[torch.Tensor]) -> None:
-        """Small arguments without gradient are copied for the run that has begun: it does not make them.
-
-        So what a call saves when it is recomputed does not depend on whether blocks before it are trained.
-        """
-        self._runs[-1].given.update(map(storage_id, copies))
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        self._regions.end_recomputation()
-        count = self._runs.pop()
-        nbytes = sum(count.nbytes.values())
-        if nbytes and (kind is None or kind is _StopRecomputationError):
-            for storage in count.storages:
-                if (alive := storage()) is not None:
-                    self._regions.taken(alive)
-            self._regions.recomputed(self._call, nbytes)

@@ -21,16 +21,18 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import _StopRecomputationError
 
 from chunkmem.errors import CapacityError, TierIOError
 from chunkmem.nn.live_chunks import LiveChunks
 from chunkmem.nn.recompute import Recomputation
-from chunkmem.nn.region_calls import CallRecord, Recomputing, RegionCall
+from chunkmem.nn.region_calls import CallRecord, RegionCall, SavedCount
 from chunkmem.nn.region_chunks import RegionChunks
 from chunkmem.nn.region_inputs import RecomputedInputs
 from chunkmem.nn.region_policies import RegionPolicies
@@ -301,16 +303,19 @@ class RegionActivations(OwnHooks):
         """Its forward has run, or was interrupted."""
         self._recomputing.pop()
 
-    def recomputed(self, call: RegionCall, nbytes: int) -> None:
-        """A call has been recomputed: that many bytes are saved until its backward is over.
+    def recomputed(self, call: RegionCall, count: SavedCount) -> None:
+        """A call has been recomputed: so many bytes are saved until its backward is over.
 
         Raises:
             CapacityError: they do not fit DEVICE.
         """
+        for storage in count.storages:
+            if (alive := storage()) is not None:
+                self.taken(alive)
         with self._turn.taken(in_hook=True):
             self._live.look_after_gone()
             call.record.again.append(self.now())
-            saved, what = SavedStorages(), "recomputed activations"
+            saved, what, nbytes = SavedStorages(), "recomputed activations", sum(count.nbytes.values())
             chunk = call.record.chunk = self._live.begin(call, saved, nbytes, reader=str(call), what=what)
             self._live.use(chunk, call)
 
@@ -349,3 +354,35 @@ class RegionActivations(OwnHooks):
     def give_up(self) -> None:
         """The step is over: leave to autograd what it has not let go of."""
         self._live.give_up()
+
+
+class Recomputing(contextlib.AbstractContextManager[None]):
+    """Counts what is saved while a call is recomputed; there may be several such runs of one call."""
+
+    def __init__(self, regions: RegionActivations, call: RegionCall) -> None:
+        self._regions = regions
+        self._call = call
+        self._runs: list[SavedCount] = []
+        """Those under way."""
+
+    def __enter__(self) -> None:
+        self._regions.begin_recomputation(self._call)
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        assert hooks is not None, "torch's checkpoint takes what is saved"
+        count = SavedCount(partial(self._regions.counts, self._call), hooks[0])
+        self._runs.append(count)
+        torch._C._autograd._push_saved_tensors_default_hooks(count.pack, hooks[1])
+
+    def give(self, copies: Iterable[torch.Tensor]) -> None:
+        """Small arguments without gradient are copied for the run that has begun: it does not make them.
+
+        So what a call saves when it is recomputed does not depend on whether blocks before it are trained.
+        """
+        self._runs[-1].given.update(map(storage_id, copies))
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._regions.end_recomputation()
+        count = self._runs.pop()
+        if any(count.nbytes.values()) and (kind is None or kind is _StopRecomputationError):
+            self._regions.recomputed(self._call, count)

@@ -31,7 +31,7 @@ from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter, Served
 from chunkmem.nn.frames import Frame, in_backward
 from chunkmem.nn.saved_tensors import ChunkHooks
-from chunkmem.nn.tensor_functions import METADATA
+from chunkmem.nn.tensor_functions import METADATA, one_by_one
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.wrappers import sharding_caller, wrapped
 from chunkmem.runtime.pager import Pager
@@ -174,8 +174,11 @@ class ParameterServer:
                 f"{parameters[0]} is used by {getattr(func, '__name__', func)} outside of its unit's forward, "
                 "where only its owner has the values; use it inside manager.gather(), which all ranks enter"
             )
-        if parts := self._parts(func, args, kwargs):
-            return [result for part in parts for result in self.call(func, part, kwargs) or ()] or None
+        listed = next((value for value in args if isinstance(value, (list, tuple))), ())
+        if getattr(func, "__name__", "").startswith("_foreach_") and len(listed) > 1:
+            # What is done to all of them needs no more room than what is done to one.
+            parts = one_by_one(len(listed), args, kwargs)
+            return [result for part, options in parts for result in self.call(func, part, options) or ()] or None
         with self._turn.taken():
             if self._access.stack:
                 for managed in parameters:
@@ -289,22 +292,6 @@ class ParameterServer:
         chunks = [self._access.chunks[managed.group] for managed in parameters]
         replicas = (chunk.replicas.get(chunk.compute_tier) for chunk in chunks)
         return all(replica is not None and replica.pins > 0 for replica in replicas)
-
-    def _parts(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[Args]:
-        """Split an operator over lists of tensors (`torch._foreach_...`) into one for each; empty: it is no such one.
-
-        What is done to all of them needs no more room than what is done to one.
-        """
-        name = getattr(func, "__name__", "")
-        if not name.startswith("_foreach_") or kwargs or not args or not isinstance(args[0], (list, tuple)):
-            return []
-        length = len(args[0])
-        lists = [isinstance(arg, (list, tuple)) and len(arg) == length for arg in args]
-        if length < 2:
-            return []
-        return [
-            tuple([arg[i]] if split else arg for arg, split in zip(args, lists, strict=True)) for i in range(length)
-        ]
 
     def _parameters_in(self, value: object) -> Iterator[ManagedParameter]:
         if isinstance(value, torch.Tensor):

@@ -1,7 +1,8 @@
-"""Which of torch's functions of a tensor need none of its values, and which write them."""
+"""Which of torch's functions of a tensor need none of its values, which write them, and which are of lists."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,3 +30,15 @@ def is_write(func: object) -> bool:
     if name.startswith("__") and name.endswith("__"):
         return name in _REFUSED or (name[2:3] == "i" and hasattr(_TENSOR, f"__{name[3:]}"))
     return name.endswith("_")
+
+
+def one_by_one(
+    num: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Yield arguments of an operator over lists of `num` items (`torch._foreach_...`) for a call of each on its own."""
+
+    def at(place: int, value: Any) -> Any:
+        return [value[place]] if isinstance(value, (list, tuple)) and len(value) == num else value
+
+    for place in range(num):
+        yield tuple(at(place, value) for value in args), {key: at(place, value) for key, value in kwargs.items()}
