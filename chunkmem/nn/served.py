@@ -174,8 +174,9 @@ class ParameterServer:
                 f"{parameters[0]} is used by {getattr(func, '__name__', func)} outside of its unit's forward, "
                 "where only its owner has the values; use it inside manager.gather(), which all ranks enter"
             )
-        listed = next((value for value in args if isinstance(value, (list, tuple))), ())
-        if getattr(func, "__name__", "").startswith("_foreach_") and len(listed) > 1:
+        is_of_lists = getattr(func, "__name__", "").startswith("_foreach_")
+        listed = next((value for value in args if isinstance(value, (list, tuple))), ()) if is_of_lists else ()
+        if len(listed) > 1:
             # What is done to all of them needs no more room than what is done to one.
             parts = one_by_one(len(listed), args, kwargs)
             return [result for part, options in parts for result in self.call(func, part, options) or ()] or None
