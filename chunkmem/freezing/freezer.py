@@ -28,7 +28,7 @@ from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.errors import CapacityError, ConfigError, StateError
-from chunkmem.freezing.packing_again import PackingAgain, training_nbytes
+from chunkmem.freezing.packing_again import PackingAgain, has_states, training_nbytes
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gather import parameters_in
 from chunkmem.runtime.chunk import NO_CONTENT
@@ -201,7 +201,7 @@ def unfreeze(runtime: Runtime, what: object) -> FreezeReport:
         for param in params:
             param.requires_grad_(True)
         managed = [found for param in params if (found := runtime.registry.lookup(param)) is not None]
-        new = [each for each in managed if not _has_states(runtime, each)]
+        new = [each for each in managed if not has_states(runtime, each)]
         try:
             runtime.updater.begin_again(new)  # so that a lack of room is known now
         except CapacityError:
@@ -271,14 +271,9 @@ def _forget_states(runtime: Runtime, params: Sequence[nn.Parameter]) -> None:
                 del optimizer.state[param]
 
 
-def _has_states(runtime: Runtime, managed: ManagedParameter) -> bool:
-    """Tell whether an optimizer has states of a parameter."""
-    return any(managed.param in optimizer.state for optimizer in runtime.optimizers)
-
-
 def _is_kept(runtime: Runtime, managed: ManagedParameter) -> bool:
     """Tell whether training a parameter is to be taken up where it was."""
-    return managed.requires_grad or managed in runtime.updater.kept or _has_states(runtime, managed)
+    return managed.requires_grad or managed in runtime.updater.kept or has_states(runtime, managed)
 
 
 def _frozen_groups(runtime: Runtime, groups: Collection[int]) -> set[int]:

@@ -24,6 +24,7 @@ from chunkmem.comm.mesh import Mesh
 from chunkmem.comm.ranks import open_ranks
 from chunkmem.errors import CapacityError, StateError
 from chunkmem.layout.spec import Group, Layout, MasterCopy
+from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.parameter_reads import own_parameters
 from chunkmem.optim.block_adam import adam_states
@@ -194,7 +195,7 @@ class PackingAgain:
             return "chunks with memory.disk are not packed again"
         if runtime.ranks.stages is not None:
             return "chunks of pipeline stages are not packed again"
-        if kept := next((m for m in runtime.registry.parameters if self._has_states(m.param)), None):
+        if kept := next(filter(self._is_frozen_with_states, runtime.registry.parameters), None):
             return f"parameter {kept.name} is frozen with its states, and such chunks are not packed again"
         if runtime.gradients.values.shows_means:
             return "the model is in a DistributedDataParallel, and its chunks are not packed again"
@@ -216,13 +217,11 @@ class PackingAgain:
             return str(error)
         return ""
 
-    def _has_states(self, param: nn.Parameter) -> bool:
-        """Tell whether a frozen parameter has states, or a master weight, that training is to be taken up with."""
+    def _is_frozen_with_states(self, managed: ManagedParameter) -> bool:
+        """Tell whether a parameter has states, or a master weight, that training is to be taken up with."""
         runtime = self._runtime
-        if param.requires_grad:
-            return False
-        managed = runtime.registry.find(param)
-        return managed in runtime.updater.kept or any(param in optimizer.state for optimizer in runtime.optimizers)
+        is_kept = managed in runtime.updater.kept or has_states(runtime, managed)
+        return is_kept and not managed.requires_grad
 
     def _needs(self, packed: Packed) -> Needs:
         groups = {
@@ -255,6 +254,11 @@ class PackingAgain:
         (added,) = self._runtime.built.added
         for root in added.roots:
             yield from _held(root, [], is_whole=self._runtime.is_shared)
+
+
+def has_states(runtime: Runtime, managed: ManagedParameter) -> bool:
+    """Tell whether an optimizer has states of a parameter."""
+    return any(managed.param in optimizer.state for optimizer in runtime.optimizers)
 
 
 def _held(module: nn.Module, around: list[nn.Parameter], *, is_whole: bool) -> Iterable[list[nn.Parameter]]:

@@ -144,11 +144,6 @@ class GradientValues:
         self._by_param: dict[int, ManagedParameter] = {}
         """By the identity of the Parameter."""
 
-    @property
-    def is_shared(self) -> bool:
-        """Several ranks have parts of each gradient."""
-        return self.shared is not None
-
     def add(self, parameters: Iterable[ManagedParameter]) -> None:
         """Take in the parameters of a model that was packed."""
         for managed in parameters:
@@ -233,7 +228,7 @@ class GradientValues:
         known = (GradientState.LIVE, GradientState.ZEROED)
         if source.state not in known and (source.state is GradientState.NONE or not overwriting):
             raise source.lacks_values()
-        if self.is_shared:
+        if self.shared is not None:
             raise StateError(
                 f"the gradient of {source.name} is summed over ranks when the step begins, and what this one has of it "
                 "is not the gradient; clip with optimizer.clip_grad_norm_(), read and write it inside "

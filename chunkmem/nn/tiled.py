@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -111,10 +111,11 @@ class TiledLinear(nn.Module):
             found.setdefault(name, []).append(dict(getattr(self, tile).named_parameters())[kind])
         return found
 
-    def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """Return what has the shape of the whole `weight` or `bias`, given what has that of its `tiles`."""
-        keys = [key for kind, key, _ in _places(self) if kind == name]
-        return _join(dict(zip(keys, parts, strict=True)), self, name)
+    def join(self, name: str, parts: list[Tensor]) -> Tensor:
+        """Return what has the shape of the whole `weight` or `bias`, given what has that of its `tiles`, row by row."""
+        num = 1 if name == "bias" else self.in_splits
+        rows = [parts[at] if num == 1 else torch.cat(parts[at : at + num], dim=1) for at in range(0, len(parts), num)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def split(self, name: str, whole: Tensor) -> list[Tensor]:
         """Undo `join`: copies.
@@ -238,19 +239,6 @@ def _piece(whole: Tensor, place: tuple[slice, ...]) -> Tensor:
     return whole[place].clone(memory_format=torch.contiguous_format)
 
 
-def _join(tiles: Mapping[str, Tensor], layer: TiledLinear, name: str) -> Tensor:
-    """Return a whole parameter, made of those of tiles by their names."""
-    if name == "bias":
-        rows = [tiles[f"{_tile(row, 0)}.bias"] for row in range(layer.out_splits)]
-    else:
-        parts = [
-            [tiles[f"{_tile(row, column)}.weight"] for column in range(layer.in_splits)]
-            for row in range(layer.out_splits)
-        ]
-        rows = [row[0] if len(row) == 1 else torch.cat(row, dim=1) for row in parts]
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-
 # Hooks are functions, so that a layer can be copied and pickled.
 
 
@@ -263,7 +251,7 @@ def _join_entries(layer: TiledLinear, state: dict[str, Any], prefix: str, _metad
     if tiles != {prefix + key for found in keys.values() for key in found}:
         return
     for name, found in keys.items():
-        state[prefix + name] = _join({key: state.pop(prefix + key) for key in found}, layer, name)
+        state[prefix + name] = layer.join(name, [state.pop(prefix + key) for key in found])
     metadata = getattr(state, "_metadata", {})
     for key in [key for key in metadata if key.startswith(f"{prefix}tile_")]:
         del metadata[key]
