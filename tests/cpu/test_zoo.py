@@ -119,7 +119,7 @@ def test_features_have_the_same_bits(case: ZooModel, variant: Variant, feature: 
 @pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
 def test_states_in_8_bits_do_not_depend_on_room(case: ZooModel, variant: Variant) -> None:
     outcomes = []
-    for cap_nbytes in (AMPLE_NBYTES, footprint(case, PLAIN).required_nbytes):
+    for cap_nbytes in (AMPLE_NBYTES, footprint(case, variant).required_nbytes):
         config = {**capped(case, cap_nbytes).to_dict(), "optimizer": {"params": {"states": "8bit"}}}
         outcomes.append(train_chunked(case, variant, STEPS, chunkmem.Config.from_dict(config)))
     assert_same(*outcomes)
