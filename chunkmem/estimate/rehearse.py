@@ -16,6 +16,7 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -323,7 +324,7 @@ class _Stage(TorchDispatchMode):
         self._owner = LoggedOptimizer(self._log, in_backward=setting.in_backward)
         self._updater.claim(dict.fromkeys(parameters, ()), self._owner, forget_plans=lambda: None)
         if setting.in_backward:
-            self._updater.in_backward.optimizers.add(self._owner)
+            self._updater.in_backward.optimizers.add(ref(self._owner))
         self._probe = LiveStorageProbe({managed.storage_id for managed in parameters}.__contains__)
         memory.pager.events.activation_taken.append(self._probe.leave_out)
         self._modules.regions.begin_iteration(setting.kept, lambda: len(self._log.calls))

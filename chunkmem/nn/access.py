@@ -85,7 +85,8 @@ class AccessTracker:
             return
         if self._pager.closed is not None:
             raise StateError(f"parameter {managed.name}: {self._pager.closed}")
-        check_transforms(managed.name)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            check_transforms(managed.name)
         if managed in self.ledger.begun:
             self.ledger.require_over(f"{frame} reads parameter {managed.name}", (managed,))
         group = managed.group
@@ -100,10 +101,8 @@ class AccessTracker:
             self._pager.pin(chunk, reader=frame)
             frame.groups[group] = None
             frame.before[group] = managed.bound, managed.bound.num_references()
-            frame.left_inside.pop(group, None)
         managed.open()
         frame.reads[managed] = managed.num_references()
-        frame.left_inside.pop(managed, None)
 
     def push(self, frame: Frame, announced: Iterable[ManagedParameter]) -> None:
         """A module begins to run; `announced` are parameters it will use without looking them up."""
@@ -119,11 +118,12 @@ class AccessTracker:
 
     def pop(self, module: nn.Module) -> Frame | None:
         """A module is left. Frames above its own were interrupted and are dropped; None if it has no frame."""
-        if not any(frame.module is module for frame in reversed(self.stack)):
-            return None
-        while self.stack[-1].module is not module:
-            self.release(self.stack.pop())
-        return self.stack.pop()
+        for frame in self.stack:
+            if frame.module is module:
+                while self.stack[-1].module is not module:
+                    self.release(self.stack.pop())
+                return self.stack.pop()
+        return None
 
     def hand_on(self, frame: Frame, result: Sequence[torch.Tensor]) -> dict[Referred, int]:
         """Count what a module returns of its parameters' own memory (`return self.weight[:n]`) as read by its caller.
@@ -138,13 +138,12 @@ class AccessTracker:
             return handed
         caller = self.stack[-1]
         owners = {managed.storage_id: managed.group for managed in frame.reads}
-        returned = {id(t): t for t in result}
-        aliases = {key: group for key, t in returned.items() if (group := owners.get(storage_id(t) or 0)) is not None}
+        aliases = {id(t): (t, owners[memory]) for t in result if (memory := storage_id(t)) in owners}
         for managed in frame.reads if aliases else ():
-            if managed.group in aliases.values() and managed not in caller.reads:
+            views = [view for view, group in aliases.values() if group == managed.group]
+            if views and managed not in caller.reads:
                 is_first = managed.group not in caller.groups
                 self.read(caller, managed)
-                views = [returned[key] for key, group in aliases.items() if group == managed.group]
                 views = [view for view in views if view is not managed.param]
                 if is_first:
                     home, count = caller.before[managed.group]
@@ -159,29 +158,28 @@ class AccessTracker:
         """Return, by group, how many references a call that is over has left itself, where there are any.
 
         Call it between `pop` and `release`. What it has left, but for what it has `handed` on, counts as left inside of
-        its caller.
+        those of its callers that have read the same.
         """
-        total: dict[Referred, int] = {}
-        for group, (home, count) in frame.before.items():
-            total[group] = home.num_references() - count
-        for managed, count in frame.reads.items():
-            total[managed] = managed.num_references() - count
-        for key, count in handed.items():
-            total[key] -= count
+        own: dict[Referred, int] = {}
+        for group in frame.before:
+            home, count = frame.before[group]
+            own[group] = home.num_references() - count
+        for managed in frame.reads:
+            own[managed] = managed.num_references() - frame.reads[managed]
+        for further in (handed, frame.left_inside):
+            for key in further:
+                own[key] -= further[key]
+        frame.end_node = torch._C._autograd._get_sequence_nr()
         if self.stack:
-            caller = self.stack[-1]
-            caller.inside.append((frame.first_node, torch._C._autograd._get_sequence_nr()))
-            for key, count in (frame.left_inside | total).items():
-                if count:
-                    caller.left_inside[key] = caller.left_inside.get(key, 0) + count
-        # Not what calls inside have left of parameters that this one has not read: that is no part of its total.
-        for key, count in frame.left_inside.items():
-            if key in total:
-                total[key] -= count
-        left = dict.fromkeys(frame.before, 0)
-        for key, count in total.items():
-            left[key if isinstance(key, int) else key.group] += count
-        return {group: count for group, count in left.items() if count > 0}
+            self.stack[-1].inside.append((frame.first_node, frame.end_node))
+        for caller in self.stack:
+            for key in own if caller.reads else ():
+                if own[key] and (key in caller.before or key in caller.reads):
+                    caller.left_inside[key] = caller.left_inside.get(key, 0) + own[key]
+        left = {group: own[group] for group in frame.before}
+        for managed in frame.reads:
+            left[managed.group] += own[managed]
+        return {group: left[group] for group in left if left[group] > 0}
 
     def release(self, frame: Frame, *, held: Collection[int] = ()) -> None:
         """A frame is over: unpin what it has read, but for `held` groups, which somebody keeps references to."""

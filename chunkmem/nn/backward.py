@@ -142,7 +142,7 @@ class BackwardTracker:
             frame.name,
             tuple(frame.reads),
             self._access,
-            nodes=CallNodes(frame.first_node, torch._C._autograd._get_sequence_nr(), tuple(frame.inside)),
+            nodes=CallNodes(frame.first_node, frame.end_node, tuple(frame.inside)),
             unit=frame.unit,
             references=found.saved,
             uncertain=found.uncertain,
@@ -182,17 +182,11 @@ class BackwardTracker:
 
         tensor.register_hook(on_gradient)
 
-    @property
-    def is_recorded(self) -> bool:
-        """The step is recorded, and something of it has been."""
-        return self._regions.now() > 0
-
     def landed(self, managed: ManagedParameter) -> None:
         """The gradient of a parameter is complete for this backward."""
         for call in self._waiting.pop(managed, ()):
-            waiting = call.open.get(managed.group)
-            if waiting is not None:
-                waiting.discard(managed)
+            if managed.group in call.open:
+                call.open[managed.group].discard(managed)
                 self._settle(call, managed.group)
         if self._left:
             self._settle_left()
@@ -213,11 +207,13 @@ class BackwardTracker:
 
     def _announce(self, call: BackwardCall) -> None:
         """A gradient of the call's output is there: its backward comes next. Idempotent while it is announced."""
-        self._units.announce(call.unit)  # also if it is announced: another unit may have come in between
+        if call.unit is not None:
+            self._units.announce(call.unit)  # also if it is announced: another unit may have come in between
         if call.open:
             return
         self._regions.settle(inside=call.region)
-        self._settle_left()
+        if self._left:
+            self._settle_left()
         task = torch._C._current_graph_task_id()
 
         def end() -> None:
@@ -253,7 +249,8 @@ class BackwardTracker:
                 self._waiting.setdefault(managed, []).append(call)
             else:
                 call.frozen.add(group)
-        self._left += [(call, group) for group in call.open if group in call.uncertain]
+        if call.uncertain:
+            self._left += [(call, group) for group in call.open if group in call.uncertain]
 
     def _ends_by_nodes(self, call: BackwardCall, trains: Collection[ManagedParameter], *, holding: bool) -> bool:
         """Tell whether the landing of gradients is no end for the call, or a late one; see `chunkmem.nn.nodes`."""

@@ -134,10 +134,10 @@ class StepLedger:
 
     def end(self, params: Collection[ManagedParameter]) -> None:
         """The steps of `params` are over."""
-        for managed in params if self.begun else ():
-            self.begun.pop(managed, None)
-        for managed in params if self.half_scaled else ():
-            self.half_scaled.pop(managed, None)
+        for noted in (self.begun, self.half_scaled):
+            for managed in params if noted else ():
+                if managed in noted:
+                    del noted[managed]
 
     @contextmanager
     def updating(self, what: str) -> Iterator[None]:

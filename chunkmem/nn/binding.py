@@ -275,7 +275,7 @@ class BoundChunk:
 
     def storage_of(self, managed: ManagedParameter) -> int:
         """Return the identity of the storage that a parameter is in."""
-        return self.storage_id
+        return int(self._storage.storage._cdata)
 
     def add(self, managed: ManagedParameter) -> None:
         """Take a parameter in, in the order of the group's slots: it stands on its placeholder, its memory is freed."""
@@ -343,7 +343,7 @@ class BoundChunk:
 
     def num_references(self) -> int:
         """Return how many tensors have this chunk's memory, ours included."""
-        return torch._C._storage_Use_Count(self.storage_id)
+        return torch._C._storage_Use_Count(self._storage.storage._cdata)
 
     def num_foreign_references(self, *, besides: int) -> int:
         """Return how many references there are to the memory and to the parameters that are not ours.
@@ -386,7 +386,7 @@ class BoundChunk:
         strayed, lost = [], self._lost
         self._lost = []
         for managed in self.parameters:
-            if managed.was_written_elsewhere():
+            if managed._assigned is not None and managed.was_written_elsewhere():
                 raise StateError(
                     f"a tensor that was assigned to the .data of parameter {managed} has been written to since; the "
                     "parameter keeps a copy of what was assigned: write to the parameter"

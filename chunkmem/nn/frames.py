@@ -20,7 +20,7 @@ class Frame:
     """One running call of a module, or of an operator outside of modules: what it has read, and so what it pins."""
 
     __slots__ = (
-        "before", "containers", "first_node", "given", "groups", "guard", "inputs", "inside", "left_inside",
+        "before", "containers", "end_node", "first_node", "given", "groups", "guard", "inputs", "inside", "left_inside",
         "module", "name", "opened", "reads", "recomputing", "thread", "tier", "took_turn", "unit",
     )  # fmt: skip
 
@@ -42,6 +42,8 @@ class Frame:
         """References that calls inside of this one have left since then."""
         self.first_node = torch._C._autograd._get_sequence_nr()
         """Autograd's number of the next node when the call began."""
+        self.end_node = self.first_node
+        """The same when it ended."""
         self.inside: list[tuple[int, int]] = []
         """Numbers of the nodes that calls inside of this one have made: from, to below."""
         self.unit: Unit | None = None

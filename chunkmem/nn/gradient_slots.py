@@ -107,7 +107,8 @@ class GradientSlots:
         if len(chunk.replicas) > 1:
             self._pager.store.mark_written(chunk)
         is_settled = len(landed) >= group.num_expected and self._settles(managed.group)
-        self._pager.store.settle(chunk, is_settled=is_settled)
+        if is_settled or chunk.settled:
+            self._pager.store.settle(chunk, is_settled=is_settled)
 
     def is_complete(self, group: int) -> bool:
         """Tell whether each parameter of a group that was trainable when the first gradient landed has one."""

@@ -8,9 +8,8 @@ that the slot is right.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -38,8 +37,9 @@ class GradientBook:
         """Parameters whose `.grad` is the user's for a while, inside `manager.gather(grads=True)`."""
         self._shown: dict[ManagedParameter, LazyGradient] = {}
         """What `.grad` was last; it is used again when nobody else refers to it."""
-        example = _with_gradient()
-        self._unheld = _num_holders({0: torch.zeros(())}, 0), _num_references(example), _num_memory_references(example)
+        shown, example = {0: torch.zeros(())}, torch.zeros((), requires_grad=True)
+        example.grad = torch.zeros(())
+        self._unheld = sys.getrefcount(shown[0]), sys.getrefcount(example.grad), _num_memory_references(example)
         """What these say of a gradient that nobody else refers to."""
 
     def add(self, parameters: Iterable[ManagedParameter]) -> None:
@@ -53,19 +53,25 @@ class GradientBook:
     def take_final(self, managed: ManagedParameter) -> None:
         """Autograd has accumulated a gradient: it is final for this backward. Raises what `GradientSlots.land` does."""
         if managed not in self.exposed:
-            grad = managed.grad
-            if grad is not None and not isinstance(grad, LazyGradient):  # to that one autograd has added: `accumulate`
-                del grad
-                self._take(managed, from_autograd=True)
+            self._take(managed, from_autograd=True)
 
     def _take(self, managed: ManagedParameter, *, from_autograd: bool = False) -> None:
-        """Let an ordinary tensor in `.grad` be the gradient.
+        """Let an ordinary tensor in `.grad`, if there is one, be the gradient.
 
         One that somebody else refers to stays there: they may keep writing to it, and plain PyTorch would notice. It
         is copied at the step.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            is_held = self.values.shared is None and self._is_held(managed.param, from_autograd=from_autograd)
+            grad = managed.param.grad
+            if grad is None or isinstance(grad, LazyGradient):  # to that one autograd has added: `accumulate`
+                return
+            # What autograd has made may be a view of something of its own; it adds in place to what a user assigned.
+            may_be_made_by_autograd = from_autograd and grad._version == 0
+            del grad
+            is_held = self.values.shared is None and (
+                sys.getrefcount(managed.param.grad) > self._unheld[1]
+                or (not may_be_made_by_autograd and _num_memory_references(managed.param) > self._unheld[2])
+            )
             if is_held and from_autograd:
                 return
             grad = managed.param.grad
@@ -76,29 +82,21 @@ class GradientBook:
         else:
             self._show(managed)
 
-    def _is_held(self, param: torch.Tensor, *, from_autograd: bool) -> bool:
-        _, num_tensor, num_memory = self._unheld
-        if _num_references(param) > num_tensor:
-            return True
-        # What autograd has made may be a view of something of its own; to what a user assigned it has added in place.
-        may_be_made_by_autograd = from_autograd and param.grad is not None and param.grad._version == 0
-        return not may_be_made_by_autograd and _num_memory_references(param) > num_memory
-
     def _show(self, managed: ManagedParameter) -> None:
         """Let `.grad` be what has landed."""
         source = self.values.sources[managed]
         source.life += 1
         source.state = GradientState.LIVE
-        # A new one in each step would lie where the gradient was, and the C library could not use that again.
-        if managed not in self._shown or self._is_shown_elsewhere(managed):
+        # A new one in each step would lie where the gradient was, and the C library could not use that again. But what
+        # somebody has kept, or a graph has, is to keep saying that its gradient is gone.
+        if (
+            managed not in self._shown
+            or self._shown[managed]._use_count() > 1  # type: ignore[attr-defined]
+            or sys.getrefcount(self._shown[managed]) > self._unheld[0]
+        ):
             self._shown[managed] = LazyGradient(source, source.life)
         self._shown[managed].life = source.life
         managed.grad = self._shown[managed]
-
-    def _is_shown_elsewhere(self, managed: ManagedParameter) -> bool:
-        """Tell whether somebody has kept what `.grad` was: that has to keep saying that its gradient is gone."""
-        in_graphs = self._shown[managed]._use_count() > 1  # type: ignore[attr-defined]
-        return in_graphs or _num_holders(self._shown, managed) > self._unheld[0]
 
     def show_mean(self, managed: ManagedParameter) -> None:
         """Count a mean over ranks, of gradients that other ranks had, as this one's, and let `.grad` be it."""
@@ -232,21 +230,10 @@ class GradientBook:
         """Forget the gradients of `params`, as after their update; for the arguments see `GradientSlots.forget`."""
         with torch._C.DisableTorchFunctionSubclass():
             for managed in params:
-                is_there = self._shown_state(managed) not in (None, GradientState.NONE)
+                is_shown = managed.param.grad is not None
+                is_there = is_shown and self._shown_state(managed) not in (None, GradientState.NONE)
                 self.values.sources[managed].state = GradientState.CONSUMED if is_there else GradientState.NONE
         self.slots.forget(params, of_all_ranks=of_all_ranks)
-
-
-def _num_holders(table: Mapping[Any, torch.Tensor], key: Any) -> int:
-    """Return how many references there are to a tensor in a table, this function's included."""
-    value = table[key]
-    return sys.getrefcount(value)
-
-
-def _num_references(param: torch.Tensor) -> int:
-    """Return how many references there are to the tensor in `.grad`, this function's included."""
-    grad = param.grad
-    return sys.getrefcount(grad)
 
 
 def _num_memory_references(param: torch.Tensor) -> int:
@@ -255,9 +242,3 @@ def _num_memory_references(param: torch.Tensor) -> int:
     assert grad is not None
     memory = storage_id(grad)
     return 0 if memory is None else int(torch._C._storage_Use_Count(memory))
-
-
-def _with_gradient() -> torch.Tensor:
-    param = torch.zeros((), requires_grad=True)
-    param.grad = torch.zeros(())
-    return param

@@ -127,8 +127,10 @@ class ModuleHooks:
         """What was fitted so far."""
         self._about: WeakKeyDictionary[nn.Module, FittedModule] = WeakKeyDictionary()
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.is_timed = False
+        """Somebody asks for `spent_s`."""
         self.spent_s = 0.0
-        """In hooks, since they were made; what a step begins with is not counted."""
+        """In hooks, while they are timed; what a step begins with is not counted."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         # Every fitted module refers to it, those without parameters of their own too.
@@ -218,8 +220,8 @@ class ModuleHooks:
 
     def _enter(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
         _check_runs_itself(fitted.name)  # first: the compiler cannot follow the rest
-        began_s = time.perf_counter()
-        if not self._open(fitted, module, args, kwargs):
+        began_s = time.perf_counter() if self.is_timed else 0.0
+        if not self._open(fitted, module, args, kwargs) and self.is_timed:
             self.spent_s += time.perf_counter() - began_s
 
     def _open(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> bool:
@@ -227,8 +229,11 @@ class ModuleHooks:
         access = self._access
         recomputing = in_backward()
         took_turn = self._turn.take_in_hook() if recomputing else self._turn.take()
-        is_stale = not recomputing and self._may_be_root(module) and access.is_stale(module)
-        is_root = not recomputing and (not access.stack or is_stale)
+        stack = access.stack
+        is_stale = False
+        if stack and not recomputing and (module in self._roots or stack[0].recomputing or stack[0].module is module):
+            is_stale = access.is_stale(module)  # it may be an outermost call although others seem to run
+        is_root = not recomputing and (not stack or is_stale)
         if is_root:
             self._handled = sys.exception()
             try:
@@ -244,7 +249,7 @@ class ModuleHooks:
         frame.containers = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, dict))]
         if frame.containers:
             frame.given = {id(tensor): tensor for tensor in tensors_in(frame.containers)}
-        start = self._regions.now()
+        start = 0 if fitted.region is None else self._regions.now()
         if fitted.unit is not None:
             self._enter_unit(fitted.unit, frame)
         self._saved.replace()
@@ -258,11 +263,6 @@ class ModuleHooks:
                 frame.guard.__enter__()  # type: ignore[no-untyped-call]
         return is_root
 
-    def _may_be_root(self, module: nn.Module) -> bool:
-        """Tell whether a call may be an outermost one although others seem to run."""
-        stack = self._access.stack
-        return bool(stack) and (module in self._roots or stack[0].recomputing or stack[0].module is module)
-
     def _enter_unit(self, unit: Unit, frame: Frame) -> None:
         frame.unit = unit
         if frame.recomputing:
@@ -272,10 +272,11 @@ class ModuleHooks:
             frame.opened = unit
 
     def _leave(self, fitted: FittedModule, module: nn.Module, _args: Any, result: Any) -> None:
-        began_s = time.perf_counter()
+        began_s = time.perf_counter() if self.is_timed else 0.0
         try:
             self._close(fitted, module, result)
-            self.spent_s += time.perf_counter() - began_s
+            if self.is_timed:
+                self.spent_s += time.perf_counter() - began_s
         finally:
             # torch calls the hook while it handles what the module has raised.
             error = sys.exception() if result is None and not self._access.stack and not in_backward() else None
@@ -296,7 +297,7 @@ class ModuleHooks:
                 self._access.references(frame, handed={})
             if frame.opened is not None and not frame.opened.is_read:
                 self._backward.watch_unit(frame.opened, result)
-            if self._backward.is_recorded and not frame.recomputing:
+            if not frame.recomputing and self._regions.now() > 0:  # of a recorded step
                 self._note_backward(frame.name, frame.first_node, result)
         finally:
             try:

@@ -31,11 +31,11 @@ def check_own(parameters: Mapping[str, object], managed: Mapping[str, ManagedPar
     Raises:
         StateError: it was put there, and not by `torch.func.functional_call`, which puts the parameter back.
     """
-    for name, own in managed.items():
-        if dict.get(parameters, name) is not own.param:  # type: ignore[call-overload]
+    for name in managed:
+        if dict.get(parameters, name) is not managed[name].param:  # type: ignore[call-overload]
             raise StateError(
-                f"parameter {own.name} was replaced by a tensor in its module's _parameters; put it back, and write to "
-                "it in place"
+                f"parameter {managed[name].name} was replaced by a tensor in its module's _parameters; put it "
+                "back, and write to it in place"
             )
 
 
@@ -67,9 +67,8 @@ class ParameterReads(dict[str, nn.Parameter | None]):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         value = dict.__getitem__(self, name)
-        managed = self._managed.get(name)
-        if managed is not None and value is managed.param:
-            self._on_read(managed)
+        if name in self._managed and value is self._managed[name].param:
+            self._on_read(self._managed[name])
         return value
 
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:

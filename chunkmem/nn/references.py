@@ -59,10 +59,9 @@ class GraphSearch:
         if frame.module is None:
             return self._search(frame, outputs)
         known = self._known.setdefault(frame.module, {})
-        num_nodes = torch._C._autograd._get_sequence_nr() - frame.first_node
         trains = frozenset(trained(frame.reads))
         made = tuple(type(t.grad_fn) for t in outputs)
-        looks = (tuple(left.items()), num_nodes, trains, made, len(frame.inputs))
+        looks = (tuple(left.items()), frame.end_node - frame.first_node, trains, made, len(frame.inputs))
         found = known.get(looks)
         if found is None:
             found = known[looks] = self._search(frame, outputs)
@@ -87,30 +86,27 @@ class GraphSearch:
     def _search(self, frame: Frame, outputs: Collection[torch.Tensor]) -> Findings:
         # To show what it has saved, a node runs operators, which no mode of the user's has to see.
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
-            return self._look(frame, outputs)
-
-    def _look(self, frame: Frame, outputs: Collection[torch.Tensor]) -> Findings:
-        groups = {managed.storage_id: managed.group for managed in frame.reads}
-        params = {id(managed.param): managed for managed in frame.reads}
-        inputs = {id(tensor) if tensor.grad_fn is None else tensor.grad_fn for tensor, _ in frame.inputs}
-        nodes = nodes_between([tensor.grad_fn for tensor in outputs], frame.first_node)
-        leads: dict[Any, set[int]] = {}
-        saved = dict.fromkeys(frame.groups, 0)
-        uncertain: set[int] = set()
-        counted: dict[int, torch.Tensor] = {}
-        for node in nodes:  # what a node leads to comes before it
-            ends = leads[node] = set()
-            for following, _ in node.next_functions:
-                if following is not None:
-                    ends |= leads[following] if following in leads else _end(following, params, inputs)
-            number = node._sequence_nr()
-            if any(first <= number < stop for first, stop in frame.inside):
-                continue
-            for group, count in self._saved_in(node, groups, params, counted).items():
-                saved[group] += count
-                if group not in ends and _INPUT not in ends:
-                    uncertain.add(group)
-        return Findings({group: count for group, count in saved.items() if count}, frozenset(uncertain))
+            groups = {managed.storage_id: managed.group for managed in frame.reads}
+            params = {id(managed.param): managed for managed in frame.reads}
+            inputs = {id(tensor) if tensor.grad_fn is None else tensor.grad_fn for tensor, _ in frame.inputs}
+            nodes = nodes_between([tensor.grad_fn for tensor in outputs], frame.first_node)
+            leads: dict[Any, set[int]] = {}
+            saved = dict.fromkeys(frame.groups, 0)
+            uncertain: set[int] = set()
+            counted: dict[int, torch.Tensor] = {}
+            for node in nodes:  # what a node leads to comes before it
+                ends = leads[node] = set()
+                for following, _ in node.next_functions:
+                    if following is not None:
+                        ends |= leads[following] if following in leads else _end(following, params, inputs)
+                number = node._sequence_nr()
+                if any(first <= number < stop for first, stop in frame.inside):
+                    continue
+                for group, count in self._saved_in(node, groups, params, counted).items():
+                    saved[group] += count
+                    if group not in ends and _INPUT not in ends:
+                        uncertain.add(group)
+            return Findings({group: count for group, count in saved.items() if count}, frozenset(uncertain))
 
     def _saved_in(
         self,

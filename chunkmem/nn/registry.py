@@ -29,7 +29,8 @@ class ModelRegistry:
 
     def __init__(self) -> None:
         """Begin with nothing."""
-        self._managed: dict[int, ManagedParameter] = {}
+        self.managed: dict[int, ManagedParameter] = {}
+        """Parameters, by the identity of what the user has."""
         self.excluded: dict[int, torch.Tensor] = {}
         """Parameters that are known and not managed, by identity."""
         self._elsewhere: dict[int, torch.Tensor] = {}
@@ -54,7 +55,7 @@ class ModelRegistry:
         """Take in models that were packed: `packed` are those of `roots`, and `excluded` modules stayed ordinary."""
         self.models += packed
         for model in packed:
-            self._managed.update((id(managed.param), managed) for managed in model.parameters)
+            self.managed.update((id(managed.param), managed) for managed in model.parameters)
         for module in excluded:
             self.excluded.update((id(param), param) for param in module.parameters(recurse=False))
         self.place(param for module in (*roots, *excluded) for param in module.parameters())
@@ -69,7 +70,7 @@ class ModelRegistry:
 
         Adapters made by `get_peft_model(manager.wrap(model))` are such. What is in no model stays unknown.
         """
-        unknown = {id(param) for param in params}.difference(self._managed, self.excluded)
+        unknown = {id(param) for param in params}.difference(self.managed, self.excluded)
         if not unknown:
             return []
         models = [param for model in self.models for param in model.root.parameters()]
@@ -92,19 +93,19 @@ class ModelRegistry:
 
     def managed_under(self, root: nn.Module) -> dict[int, ManagedParameter]:
         """Return the managed parameters of a model by the identity of their Parameter."""
-        return {id(p): self._managed[id(p)] for p in root.parameters() if id(p) in self._managed}
+        return {id(p): self.managed[id(p)] for p in root.parameters() if id(p) in self.managed}
 
     def has_parameter_in(self, module: nn.Module) -> bool:
         """Tell whether a managed parameter is in a module, or in one below it."""
-        return any(id(param) in self._managed for param in module.parameters())
+        return any(id(param) in self.managed for param in module.parameters())
 
     def find(self, param: object) -> ManagedParameter | None:
         """Return what is known of a managed parameter; None for anything else."""
-        return self._managed.get(id(param))
+        return self.managed.get(id(param))
 
     def is_known(self, param: torch.Tensor) -> bool:
         """Tell whether a parameter is managed, or an ordinary one of these models."""
-        return id(param) in self._managed or id(param) in self.excluded
+        return id(param) in self.managed or id(param) in self.excluded
 
     def lookup(self, param: torch.Tensor) -> ManagedParameter | None:
         """Return what is known of a parameter; None for an ordinary one: of an excluded module, or adopted.
@@ -112,7 +113,7 @@ class ModelRegistry:
         Raises:
             StateError: it is not known.
         """
-        managed = self._managed.get(id(param))
+        managed = self.managed.get(id(param))
         if managed is None and id(param) not in self.excluded:
             raise StateError(
                 f"a parameter of shape {tuple(param.shape)} is neither managed nor excluded by this manager; build its "

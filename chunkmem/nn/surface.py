@@ -266,7 +266,7 @@ def _put_last_first(hooks: dict[int, Callable[..., Any]]) -> None:
 
 
 def _own(module: nn.Module) -> Mapping[str, ManagedParameter]:
-    stand_in = vars(module).get("_apply")
+    stand_in = module.__dict__.get("_apply")
     return stand_in.args[1] if isinstance(stand_in, partial) else {}
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from functools import partial
+from types import FunctionType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ MODULE_FIELDS = frozenset(vars(nn.Module()))
 _OBJECT_DEPTH = 2
 """Objects of other people's classes are looked into so deep: a cache with an object for each layer."""
 _OPAQUE = (nn.Module, type, ModuleType, FunctionType)
+_PLAIN = frozenset((bool, int, float, str, NoneType, partial))
+"""Types of most attributes of modules that are no tensors, and hold none."""
 
 
 def tensors_in(value: object, *, object_depth: int = _OBJECT_DEPTH) -> Iterator[torch.Tensor]:
@@ -35,8 +38,10 @@ def tensors_in(value: object, *, object_depth: int = _OBJECT_DEPTH) -> Iterator[
 
 def kept_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the tensors that a module holds as attributes, or in lists, tuples and dicts that are attributes."""
-    for name, value in vars(module).items():
-        if name not in MODULE_FIELDS and isinstance(value, (torch.Tensor, list, tuple, dict)):
+    for name, value in module.__dict__.items():
+        if type(value) in _PLAIN or name in MODULE_FIELDS:
+            continue
+        if isinstance(value, (torch.Tensor, list, tuple, dict)):
             yield from tensors_in(value, object_depth=0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -67,7 +68,8 @@ class GroupwiseStep:
         """Be the optimizer of all its parameters from now on."""
         self.claim(self._members.groups())
         if self.in_backward:
-            self._updater.in_backward.optimizers.add(self)
+            optimizers = self._updater.in_backward.optimizers
+            optimizers.add(ref(self, optimizers.discard))
 
     def claim(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Have the states of parameter groups in chunks from now on; see `GroupUpdater.claim`."""
@@ -77,22 +79,22 @@ class GroupwiseStep:
         """Check that weights, gradients and states of all parameter groups fit; see `Claims.require_room`."""
         self._updater.claims.require_room(self.states.wanted(self._members.groups()), self)
 
-    def check_claims(self) -> None:
-        """Raise a `StateError` if a newer optimizer has taken a parameter."""
-        self._updater.claims.check(self._members.owned(self._members.known()), self)
+    def check_claims(self, known: list[ManagedParameter] | None = None) -> None:
+        """Raise a `StateError` if a newer optimizer has taken a parameter: one of `known`, by default of all."""
+        self._updater.claims.check(self._members.owned(self._members.known() if known is None else known), self)
 
     # A step.
 
     def new_begun(self, options: str) -> BegunStep:
         """Return a step that has changed nothing so far."""
         hypers, known, stateless, number = [], list[ManagedParameter](), set[ManagedParameter](), -1
-        lookup = self._host.registry.lookup
+        known_as, lookup = self._host.registry.managed, self._host.registry.lookup
         for index, group in enumerate(self._members.groups()):
             hypers.append(self.rule.hyper(group))
             is_stateless = self.rule.is_stateless(hypers[-1])
             for param in group["params"]:
                 number += 1
-                managed = lookup(param)
+                managed = known_as.get(id(param)) or lookup(param)
                 if managed is not None:
                     known.append(managed)
                     self._options_of[managed], self._numbers[managed] = index, number

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
-from weakref import WeakSet
+from weakref import ref
 
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.begun import StepLedger
@@ -86,7 +86,7 @@ class BackwardUpdates:
         self._ledger = ledger
         self._gradients = gradients
         self._owner_of = owner_of
-        self.optimizers = WeakSet[Owner]()
+        self.optimizers = set[ref[Owner]]()
         """Those that update inside backward."""
         self._complete: dict[int, None] = {}
         """Groups all of whose gradients have landed, and which something still reads."""
@@ -97,7 +97,8 @@ class BackwardUpdates:
         """A gradient is about to land. Raises a `StateError` if its parameter was updated since the last step."""
         if self._unfinished:
             self.begin_again(managed.group)
-        self._ledger.before_gradient(managed)
+        if self._ledger.begun or self._ledger.half_scaled:
+            self._ledger.before_gradient(managed)
         if managed in self._ledger.begun:
             raise StateError(
                 f"parameter {managed.name} got a second gradient, and the first one was used by its update inside "
@@ -138,7 +139,7 @@ class BackwardUpdates:
             return None
         owners = {self._owner_of(managed) for managed in self._gradients.slots.landed[group]}
         owner = owners.pop() if len(owners) == 1 else None
-        return owner if owner in self.optimizers else None
+        return None if owner is None or ref(owner) not in self.optimizers else owner
 
     def _is_pinned(self, group: int) -> bool:
         """Tell whether something in this backward uses the weights, or is going to.
@@ -170,7 +171,7 @@ class BackwardUpdates:
         self._ledger.require_over("another optimizer for the same parameters", taken)
         for former in taken.values():
             if former is not None:
-                self.optimizers.discard(former)
+                self.optimizers.discard(ref(former))
 
     def end_step(self) -> None:
         """An optimizer has stepped."""

@@ -39,9 +39,9 @@ class GroupMembers:
 
     def known(self) -> list[ManagedParameter]:
         """Return the managed ones, on whichever rank."""
-        lookup = self._registry.lookup
-        found = [lookup(param) for group in self.groups() for param in group["params"]]  # a generator takes longer
-        return [managed for managed in found if managed is not None]
+        managed, lookup = self._registry.managed, self._registry.lookup
+        params = [param for group in self.groups() for param in group["params"]]  # a generator takes longer
+        return [found for param in params if (found := managed.get(id(param)) or lookup(param)) is not None]
 
     def owned(self, known: list[ManagedParameter]) -> list[ManagedParameter]:
         """Return those of `known` that this rank owns: over ranks, it has their states."""
@@ -70,7 +70,7 @@ class GroupMembers:
         others = [managed for managed in known if managed not in besides]
         gradients.values.require_known(others, has_new=bool(besides))
         landed = gradients.slots.landed
-        return [managed for managed in self.owned(known) if managed in landed.get(managed.group, ())]
+        return [m for m in self.owned(known) if m.group in landed and m in landed[m.group]]
 
     def by_index(self, saved: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, ManagedParameter]]:
         """Yield the managed ones with the index that each has in the parameter groups of a `state_dict`."""

@@ -185,7 +185,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                 return self._saved.make_blank()
             begun = self._begin(closure)
         with self._host.step(begun.options, updates=True, goes_on=begun.is_stepping):
-            updates.check_claims()
+            updates.check_claims(begun.known)
             if begun.is_stepping or updates.has_gradients(begun):
                 updates.run(begun)
             elif begun.updated:
