@@ -72,12 +72,9 @@ class LeavingOrder:
         """With a number that tells equal entries apart."""
         self._listed: dict[ChunkId, _Key] = {}
         """The key of each replica's entry that counts; others in the heap are left over."""
-        self._announced: set[ChunkId] = set()
+        self.announced: set[ChunkId] = set()
+        """Replicas that may leave from now on, or sooner than they could before; whoever knows of one adds it."""
         self._num_entries = 0
-
-    def announce(self, chunk: ChunkId) -> None:
-        """A replica may leave from now on, or sooner than it could before."""
-        self._announced.add(chunk)
 
     def first(self, nbytes: int) -> list[Resident]:
         """Return the first ones in leaving order that cover `nbytes`; all that were announced, if those do not."""
@@ -101,14 +98,14 @@ class LeavingOrder:
         return found
 
     def _enter_announced(self) -> None:
-        for chunk in self._announced:
+        for chunk in self.announced:
             resident = self._look(chunk)
             if resident is not None:
                 key = _leaving_key(resident)
                 # An earlier entry will do: its turn comes first. So there are few entries of one replica.
                 if chunk not in self._listed or key < self._listed[chunk]:
                     self._enter(chunk, key)
-        self._announced.clear()
+        self.announced.clear()
 
     def _enter(self, chunk: ChunkId, key: _Key) -> None:
         self._listed[chunk] = key

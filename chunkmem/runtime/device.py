@@ -41,22 +41,24 @@ class runtime_mode:  # it reads as torch.no_grad does
     def __enter__(self) -> None:
         self._records_gradients = torch.is_grad_enabled()
         self._guards: list[Any] = [torch._C.DisableTorchFunction()]
-        if torch.is_inference_mode_enabled():
-            self._guards.append(torch._C._InferenceMode(False))
+        if is_inferring := torch.is_inference_mode_enabled():
+            self._guards.append(torch._C._InferenceMode(False))  # which enables gradients
         if torch._C._len_torch_dispatch_stack() > 0:
             self._guards.append(torch._C._DisableTorchDispatch())
         if torch._C._functorch.peek_interpreter_stack() is not None:  # else grad refuses to write to what it captures
             self._guards.append(temporarily_clear_interpreter_stack())
         for guard in self._guards:
             guard.__enter__()
-        torch._C._set_grad_enabled(False)
+        if self._records_gradients or is_inferring:
+            torch._C._set_grad_enabled(False)
 
     def __exit__(self, *_: object) -> None:
         try:
             for guard in reversed(self._guards):
                 guard.__exit__(None, None, None)
         finally:
-            torch._C._set_grad_enabled(self._records_gradients)
+            if self._records_gradients:
+                torch._C._set_grad_enabled(True)
 
 
 def ram_nbytes() -> int:

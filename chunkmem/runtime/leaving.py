@@ -18,7 +18,7 @@ class Leaving:
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
-        self._orders = {tier: LeavingOrder(partial(self._look, tier)) for tier in store.pools}
+        self.orders = {tier: LeavingOrder(partial(self._look, tier)) for tier in store.pools}
         for tier, resident in store.resident.items():
             for chunk in resident.values():
                 self.announce(chunk, tier)
@@ -26,11 +26,11 @@ class Leaving:
 
     def announce(self, chunk: Chunk, tier: Tier) -> None:
         """A replica may leave from now on, or sooner than it could before."""
-        self._orders[tier].announce(chunk.id)
+        self.orders[tier].announced.add(chunk.id)
 
     def room(self, tier: Tier, free_nbytes: int) -> TierRoom:
         """Return a tier as a decision sees it."""
-        return TierRoom(free_nbytes, partial(self._scan, tier), self._orders[tier].first)
+        return TierRoom(free_nbytes, partial(self._scan, tier), self.orders[tier].first)
 
     def _scan(self, tier: Tier) -> Iterator[Resident]:
         for chunk in self._store.resident[tier].values():

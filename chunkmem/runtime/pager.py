@@ -147,12 +147,13 @@ class Pager:
 
     def _pin(self, chunk: Chunk, tier: Tier, *, elastic: bool) -> None:
         replica = chunk.replicas[tier]
-        self._touch(replica)
+        self._clock += 1
+        replica.last_use = self._clock
         replica.pins += 1
         if replica.pins == 1:
             pinned = self.pinned_nbytes[tier] = self.pinned_nbytes[tier] + chunk.nbytes
-            if not elastic:
-                self._note_required(tier, pinned)
+            if pinned > self.required_nbytes[tier] and not elastic:
+                self.required_nbytes[tier] = pinned
 
     def hold_empty(self, chunk: Chunk, tier: Tier, reader: object) -> None:
         """Like `pin`, for a chunk whose content is about to be made again.
@@ -227,7 +228,7 @@ class Pager:
             self.pinned_nbytes[tier] -= chunk.nbytes
             if chunk.is_remote:
                 replica.version = NO_CONTENT
-            self._leaving.announce(chunk, tier)
+            self._leaving.orders[tier].announced.add(chunk.id)
         return replica.pins == 0
 
     @contextmanager
@@ -310,7 +311,8 @@ class Pager:
                 raise
         elif replica.pins == 0:
             self._note_required(tier, self.pinned_nbytes[tier] + chunk.nbytes)
-        self._touch(replica)
+        self._clock += 1
+        replica.last_use = self._clock
         return replica
 
     def create(
@@ -348,7 +350,8 @@ class Pager:
         except BaseException:
             self._failed()
             raise
-        self._touch(replica)
+        self._clock += 1
+        replica.last_use = self._clock
         return replica
 
     def place(self, chunk: Chunk, *, reader: object) -> Replica:
@@ -409,10 +412,6 @@ class Pager:
     def notice_writes(self, chunk: Chunk, *, is_outside: bool = False) -> None:
         """Count what a user wrote to parameters as a new version; their master copy follows."""
         notice_writes(chunk, self.store, self.policy, is_held=chunk in self.held, is_outside=is_outside)
-
-    def _touch(self, replica: Replica) -> None:
-        self._clock += 1
-        replica.last_use = self._clock
 
     def _note_required(self, tier: Tier, nbytes: int) -> None:
         if nbytes > self.required_nbytes[tier]:

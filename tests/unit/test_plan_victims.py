@@ -162,7 +162,7 @@ class WatchedTier:
 
     def come(self, chunk: ChunkId, *, nbytes: int = 10, last_use: int = 0) -> None:
         self.replicas[chunk] = There(Resident(chunk, nbytes, last_use, DEAD, spill=False))
-        self.order.announce(chunk)
+        self.order.announced.add(chunk)
 
     def use(self, chunk: ChunkId) -> None:
         """Which makes it leave later, and so needs no announcement."""
@@ -177,12 +177,12 @@ class WatchedTier:
         is_sooner = standing < self.replicas[chunk].resident.standing
         self.change(chunk, standing=standing)
         if is_sooner:
-            self.order.announce(chunk)
+            self.order.announced.add(chunk)
 
     def pin(self, chunk: ChunkId, *, is_pinned: bool) -> None:
         self.replicas[chunk] = replace(self.replicas[chunk], is_pinned=is_pinned)
         if not is_pinned:
-            self.order.announce(chunk)
+            self.order.announced.add(chunk)
 
     def evict(self, nbytes: int) -> tuple[Resident, ...]:
         victims = choose_victims(self.order.first(nbytes), nbytes)
@@ -261,4 +261,4 @@ def test_what_is_announced_again_and_again_is_kept_once() -> None:
             tier.pin(chunk, is_pinned=False)
         if step > 500:
             assert groups(choose_victims(tier.order.first(10), 10)) == [0]
-    assert len(tier.order._heap) + len(tier.order._announced) < 5 * len(chunks)
+    assert len(tier.order._heap) + len(tier.order.announced) < 5 * len(chunks)
