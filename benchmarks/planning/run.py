@@ -43,9 +43,8 @@ UNEVEN_LINK_S = 0.05
 """All weights take so long on the link of cases with `num_uses`; 100 uses compute for about as long."""
 FROZEN_SHARES = (0.0, 0.25, 0.5, 0.8)
 """Chances of a group to be frozen, of which such a case draws one."""
-LARGEST_SEARCH_PIECE = 60_000
-"""Units; of a search whose states are many."""
-MOMENT_WORK = 40
+MOMENT_WORK = 80
+"""Most units of a piece for each of its moments: a candidate whose updates begin early in two ways."""
 MOMENTS_A_BLOCK = 7
 """HOLD and RELEASE forward; HOLD, CREATE and RELEASE backward; UPDATE and CONSUME."""
 
@@ -126,7 +125,8 @@ def measure_in_steps(case: Case) -> dict[str, Any]:
         began_s, done = time.process_time(), planner.work_done
         names.append(planner.improve(WORK_A_STEP).name)
         calls_s.append(time.process_time() - began_s)
-        assert planner.work_done - done < WORK_A_STEP + max(LARGEST_SEARCH_PIECE, MOMENT_WORK * len(trace.moments))
+        if len(names) > 1:  # the first call goes on until there is something to choose from
+            assert planner.work_done - done < WORK_A_STEP + MOMENT_WORK * len(trace.moments)
     return {
         **asdict(case),
         "num_moments": len(trace.moments),

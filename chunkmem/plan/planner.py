@@ -12,6 +12,7 @@ from math import inf
 
 from chunkmem.plan.candidate import Candidate, PlanOptions
 from chunkmem.plan.candidates import CLOSE, Candidates
+from chunkmem.plan.garbage import no_collections
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.simulate import simulate
@@ -63,6 +64,7 @@ class Planner:
             before = replace(best, timeline=simulate(best.plan, trace))
         return Planner(trace, self._machine, options=self._options, before=before)
 
+    @no_collections()
     def improve(self, work: int | None = None) -> Plan:
         """Try candidates for about `work` units; None: all of them. As long as there is no plan yet, those that differ
         most are tried, however much work that is.

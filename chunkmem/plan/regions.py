@@ -27,6 +27,7 @@ from chunkmem.errors import CapacityError
 from chunkmem.plan.candidate import Candidate, PlanOptions
 from chunkmem.plan.candidates import Candidates
 from chunkmem.plan.gaps import in_use_nbytes
+from chunkmem.plan.garbage import no_collections
 from chunkmem.plan.machine import Machine
 from chunkmem.trace.kept import recomputation_s, with_kept
 from chunkmem.trace.model import Kind, Trace
@@ -65,6 +66,7 @@ class RegionChoice:
         return self.candidate.step_s
 
 
+@no_collections()
 def choose_regions(
     trace: Trace,
     machine: Machine,

@@ -33,12 +33,12 @@ from torch.autograd import profiler
 
 from chunkmem.errors import TierIOError
 from chunkmem.plan.cursor import Said, TraceCursor, label_of
+from chunkmem.plan.garbage import no_collections
 from chunkmem.plan.model import Lane, Plan
 from chunkmem.plan.semantics import Residency, residency_before
 from chunkmem.runtime.actions import PlanActions
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, residency
 from chunkmem.runtime.copy_order import Step
-from chunkmem.runtime.garbage import no_collections
 from chunkmem.runtime.left_out import LeftOut
 from chunkmem.runtime.moment_names import MomentNames
 from chunkmem.runtime.pager import Pager

@@ -8,11 +8,11 @@ from types import MappingProxyType
 
 from chunkmem.errors import CapacityError
 from chunkmem.plan.candidate import PlanOptions
+from chunkmem.plan.garbage import no_collections
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import Planner
 from chunkmem.plan.simulate import simulate
-from chunkmem.runtime.garbage import no_collections
 from chunkmem.trace.model import Mode, Trace
 from chunkmem.types import MEMORY, Tier
 

@@ -22,7 +22,6 @@ from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.regions import RegionChoice, choose_regions
 from chunkmem.plan.simulate import simulate
-from chunkmem.runtime.garbage import no_collections
 from chunkmem.steps.plan_cache import Key
 from chunkmem.trace.model import Region, Trace
 from chunkmem.trace.retimed import retimed, with_warm_forward
@@ -100,7 +99,6 @@ class RegionChoices:
         self._kinds[key] = _KindOfStep(kept, self._recorded)
         self._recorded = None
 
-    @no_collections()
     def choose(self, trace: Trace) -> frozenset[int]:
         """Return what steps like this one, which recomputes all, had better not recompute."""
         self._recorded = trace
@@ -112,7 +110,6 @@ class RegionChoices:
             _warn_left_out(error)
             return frozenset()
 
-    @no_collections()
     def choose_again(self, key: Key, trace: Trace, plan: Plan) -> bool:
         """Look for a faster choice; tell whether there is one, which `kept` returns from now on.
 
