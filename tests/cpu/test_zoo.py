@@ -12,7 +12,7 @@ import torch
 
 import chunkmem
 from tests.helpers.excluded import partly_excluded
-from tests.helpers.ranks import Team
+from tests.helpers.ranks import RankFailure, Team
 from tests.helpers.training import (
     AMPLE_NBYTES,
     STEPS,
@@ -133,11 +133,19 @@ def on_a_rank(_: int, name: str, variant: Variant) -> Outcome:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-@pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in ZOO if case.name != "loose"], ids=lambda case: case.name)
 def test_two_ranks_with_the_same_batches_are_as_one(case: ZooModel, variant: Variant, pair: Team) -> None:
     """The mean of two equal gradients is each of them."""
     for outcome in pair.run(on_a_rank, case.name, variant):
         assert_same(outcome, train_plain(case, variant))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_two_ranks_refuse_a_loss_that_reads_parameters(variant: Variant, pair: Team) -> None:
+    """Only their owner has what is read outside of all modules."""
+    with pytest.raises(RankFailure, match=r"prototypes \(10, 32\) is used by cdist outside of its unit's forward"):
+        pair.run(on_a_rank, "loose", variant)
 
 
 def below_smallest() -> list[Any]:
