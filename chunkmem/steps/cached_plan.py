@@ -193,6 +193,11 @@ class CachedPlan:
         """The plan was made here, and with the durations of steps that followed it."""
         return self._planner is not None and not self.wants_durations
 
+    @property
+    def is_settled(self) -> bool:
+        """While steps follow the plan, none is made any more: durations are known, and all was tried."""
+        return self._planner is not None and not self.wants_durations and self._planner.is_done
+
     def learn(self) -> Outcome:
         """A step is over: keep the plan, or make it again with better times; tell what became of it."""
         plan_executor = self.plan_executor

@@ -40,6 +40,7 @@ from benchmarks.gpu.model import LADDER, Size, build, ladder, preset
 from benchmarks.gpu.peers import PEERS
 from benchmarks.gpu.rows import Reason, Row, Store, StoreError
 from benchmarks.gpu.setting import GIB, WHOLE, Card, Setting
+from benchmarks.gpu.train import run
 from benchmarks.gpu.warm_up import warm_up
 from benchmarks.gpu.work import Training, Work, toy_cap_nbytes
 
@@ -70,6 +71,19 @@ def suite(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 def rows_of(folder: Path, name: str) -> dict[str, Any]:
     return dict(json.loads((folder / f"{name}.json").read_text())["rows"])
+
+
+# A row.
+
+
+def test_steps_are_timed_once_no_plan_is_made_any_more() -> None:
+    size = preset("toy", dry=True)
+    training, figures = run(Work("chunkmem", size, batch=1, micro_batch=1, cap_nbytes=None, num_warm_up=3, num_timed=3))
+    training.close()
+    assert len(figures["step_s"]) == 3
+    assert figures["num_warm_up"] >= 3
+    assert figures["has_settled"] in (True, False)
+    assert figures["plan_misses"] == 0
 
 
 # The command.
