@@ -20,6 +20,8 @@ from chunkmem.runtime.device import runtime_mode
 
 _PAGE = 256
 """Steps whose powers are made at once: to fetch them waits for the device."""
+_MOST_PAGES = 32
+"""That are kept: schedulers may change a beta in every step."""
 _NUMEL = 4099
 """Of the trial: no multiple of what the device takes at once."""
 
@@ -32,10 +34,12 @@ class DevicePowers:
         self._pages: dict[tuple[float, int], list[float]] = {}
 
     def of(self, beta: float, step: int) -> float:
-        """Return ``beta ** step`` in float32; once in 256 steps this waits for the device."""
+        """Return ``beta ** step`` in float32; of one beta, this waits for the device once in 256 steps."""
         page, at = divmod(step, _PAGE)
         powers = self._pages.get((beta, page))
         if powers is None:
+            if len(self._pages) >= _MOST_PAGES:
+                self._pages.clear()
             with runtime_mode():
                 steps = torch.arange(page * _PAGE, (page + 1) * _PAGE, dtype=torch.float32, device=self._device)
                 powers = self._pages[beta, page] = torch.pow(torch.full_like(steps, beta), steps).tolist()

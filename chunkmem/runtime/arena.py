@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import mmap
+import os
+import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -27,11 +31,32 @@ _ADMITTED = -1
 """The segment of slabs that are not of the arena."""
 
 
+class _Region(mmap.mmap):
+    """A mapping that is unpinned before it goes, also where nobody has closed its arena.
+
+    CUDA keeps the addresses registered otherwise: it refuses to pin the next mapping there, and copies from and to one
+    that lies there in part fail.
+    """
+
+    undo: Callable[[], object] | None = None
+    """Unpins it; None: it is not pinned."""
+
+    def unpin(self) -> None:
+        """Unpin it, once."""
+        undo, self.undo = self.undo, None
+        if undo is not None:
+            undo()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.unpin()
+
+
 @dataclass(eq=False, slots=True)
 class _Segment:
     """One mapping of the arena, and the runs of it that are free: start to length, in bytes."""
 
-    region: mmap.mmap | Literal[b""]
+    region: _Region | Literal[b""]
     """Empty: given back."""
     bytes: torch.Tensor
     pinned: bool
@@ -112,7 +137,7 @@ class HostArena:
     def _reserve(self, nbytes: int, *, slab_nbytes: int) -> None:
         try:
             # Private: a system that has large pages for such memory mostly has none for shared memory.
-            region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            region = _Region(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise self._no_room_error(nbytes) from error
         if hasattr(mmap, "MADV_DONTFORK"):
@@ -121,6 +146,8 @@ class HostArena:
             view = torch.frombuffer(region, dtype=torch.uint8)
         prefer_large_pages(view.data_ptr(), nbytes)
         pinned = self._compute.pin(region, view.data_ptr())
+        if pinned:
+            region.undo = partial(_unpin_here, self._compute, view.data_ptr(), os.getpid())
         self._open.add(len(self._segments))
         self._segments.append(_Segment(region, view, pinned, {0: nbytes}, slab_nbytes, (0, nbytes)))
         self._expected_nbytes = max(0, self._expected_nbytes - nbytes)
@@ -207,8 +234,8 @@ class HostArena:
             self._open.discard(index)
 
     def _give_back(self, segment: _Segment) -> None:
-        if segment.pinned:
-            self._compute.unpin(segment.bytes.data_ptr())
+        if segment.region:
+            segment.region.unpin()
         # The mapping goes with the last tensor over it: closing it under a live view would crash its reader.
         with runtime_mode():
             segment.region, segment.bytes = b"", torch.empty(0, dtype=torch.uint8)
@@ -250,3 +277,9 @@ class HostArena:
             segment.untouched = (first, start) if at_end else (start + nbytes, last)
         with runtime_mode():
             return Slab(nbytes, segment.bytes[start : start + nbytes], start, index)
+
+
+def _unpin_here(compute: ComputeDevice, address: int, pid: int) -> None:
+    """Undo a `pin` of this process; a fork of it has neither the mapping nor a driver that could be asked."""
+    if os.getpid() == pid:
+        compute.unpin(address)

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from chunkmem.optim import reference
+from chunkmem.optim.device_order import DevicePowers, has_order
 from chunkmem.optim.kernels import Kernels, arguments, load_kernels
+from chunkmem.optim.native import CPU, NativeUpdate
 from chunkmem.optim.segments import HyperParameters, SegmentPass, Segments
 from tests.helpers.adam_on_cuda import CASES, Case, on_host, recorded
 
@@ -325,6 +327,45 @@ def test_the_same_bits_as_torch_on_cuda(either: Kernels, case: Case) -> None:
     expected = recorded()[CASES.index(case)]
     found = on_host(either.adamw_, case, tuple(expected["powers"]))
     assert {name: expected[name] for name in found} == found
+
+
+def test_a_trial_tells_the_order_of_cuda_from_another(native: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    powers = DevicePowers(CPU)
+    assert not has_order(native.adamw_, CPU, powers), "a CPU's is another"
+    for name, decoupled in (("_fused_adamw_", True), ("_fused_adam_", False)):
+
+        def as_cuda(*lists: list[torch.Tensor], decoupled: bool = decoupled, **numbers: float) -> None:
+            hyper = HyperParameters(
+                *([numbers[key]] for key in ("lr", "beta1", "beta2", "eps", "weight_decay")),
+                step=[int(lists[5][0])],
+                beta1_power=[powers.of(numbers["beta1"], int(lists[5][0]))],
+                beta2_power=[powers.of(numbers["beta2"], int(lists[5][0]))],
+            )
+            Kernels(frozenset()).adamw_(Segments(*lists[:4]), hyper, SegmentPass(decoupled=decoupled))
+
+        monkeypatch.setattr(torch, name, as_cuda)
+    assert has_order(native.adamw_, CPU, powers)
+
+
+def test_powers_of_betas_that_change_in_every_step_are_not_kept_for_ever() -> None:
+    powers = DevicePowers(CPU)
+    for step in range(1, 200):
+        beta = 0.8 + 1e-4 * step
+        assert powers.of(beta, step) == DevicePowers(CPU).of(beta, step)
+    assert len(powers._pages) <= 32
+
+
+def test_what_computes_on_host_is_updated_as_on_a_cpu() -> None:
+    def none() -> Kernels:
+        raise AssertionError("nothing is tried")
+
+    assert NativeUpdate(none, torch.device("cuda")).powers_for(CPU) is None
+
+
+def test_a_device_without_a_fused_kernel_is_named(native: Kernels) -> None:
+    update = NativeUpdate(lambda: native, torch.device("meta"))
+    with pytest.warns(UserWarning, match="fused Adam on meta has other bits.*depend on memory.device"):
+        assert update.powers is None
 
 
 # Low precision.

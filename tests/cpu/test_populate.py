@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import itertools
 import mmap
 import os
@@ -143,6 +144,41 @@ def test_the_driver_pins_pages_that_are_there(monkeypatch: pytest.MonkeyPatch) -
     arena.alloc("param", 8 << 20)
     assert compute.present == [(6144, 6144)]
     arena.close()
+
+
+class Registered(Pinning):
+    """Its driver knows what is registered, and refuses to register it twice, as CUDA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registered: set[int] = set()
+
+    def register(self, address: int, nbytes: int) -> int:
+        self.registered.add(address)
+        return 0
+
+    def unpin(self, address: int) -> None:
+        self.registered.remove(address)
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_pinned_memory_is_unpinned_before_it_goes(is_closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a manager that nobody closes: the next mapping at its addresses could not be pinned."""
+    compute = Registered()
+    monkeypatch.setattr(device_module, "_cuda_register", compute.register)
+    arena = new_arena(compute, 1 << 30)
+    slabs = [arena.alloc("param", 5000 * step) for step in (1, 2)]
+    address = slabs[0].bytes.data_ptr()
+    assert address in compute.registered
+    if is_closed:
+        arena.close()
+        assert not compute.registered
+    del arena
+    gc.collect()
+    assert (address in compute.registered) is not is_closed, "somebody still has the slab"
+    del slabs
+    gc.collect()
+    assert not compute.registered
 
 
 class Refusing(Pinning):
