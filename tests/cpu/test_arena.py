@@ -306,7 +306,7 @@ def test_a_system_without_room_is_said_and_nothing_is_lost(arena: HostArena, mon
     slab = arena.alloc(PARAM, SLAB)
     slab.bytes.fill_(7)
     with monkeypatch.context() as patch:
-        patch.setattr(mmap, "mmap", refuse)
+        patch.setattr(arena_module, "_Region", refuse)
         with pytest.raises(
             CapacityError, match=r"no 768 B of RAM left.*256 B of 250.00 KiB.*lower memory.host"
         ) as error:
