@@ -1,5 +1,5 @@
 // What an update by blocks is given, checked, as plain pointers and numbers: shared by all back ends. The messages name
-// the argument; chunkmem/optim/blocks.py raises the same ones.
+// the argument.
 #pragma once
 #include "arguments.h"
 #include "block_math.h"

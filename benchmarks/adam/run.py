@@ -25,7 +25,6 @@ if not __package__:  # Run as a file: find the other modules where `python -m` f
 
 from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
 from benchmarks.stats import median_interval, paired_ratios
-from chunkmem.optim.blocks import BlockUpdate, adamw_blocks
 from chunkmem.optim.codes import BLOCK, SIGNED, UNSIGNED
 from chunkmem.optim.kernels import Kernels, load_kernels
 from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
@@ -145,15 +144,14 @@ class Bench:
         self.kernels.adamw_(self.segments(self.grad_bf16, self.out), HYPER, SegmentPass(clip_coefficient=coefficient))
 
     def into(self, grad: torch.Tensor, *outs: torch.Tensor) -> None:
-        self.kernels.adamw_into(self.segments(grad, *outs), Outputs(*([output] for output in self.outputs)), HYPER)
+        outputs = Outputs(*([output] for output in self.outputs))
+        self.kernels.adamw_(self.segments(grad, *outs), HYPER, outputs=outputs)
 
     def eight_bit(self, weights: torch.Tensor, *outs: torch.Tensor) -> None:
         """Update weights in fp32, also rounded to `outs`, or in bf16; bf16 gradients, stochastic rounding, in place."""
         exp_avgs, exp_avg_sqs = ([codes] for codes in self.codes)
         segments = Segments([weights], [self.grad_bf16], exp_avgs, exp_avg_sqs, list(outs))
-        adamw_blocks(
-            self.kernels, BlockUpdate(segments, Outputs([weights], exp_avgs, exp_avg_sqs), [1]), HYPER, SegmentPass()
-        )
+        self.kernels.adamw_(segments, HYPER, keys=[1])
 
     def results(self, name: str) -> list[torch.Tensor]:
         """Return the parameters and states that one run of a variant makes."""

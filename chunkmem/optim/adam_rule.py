@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,26 +99,20 @@ class AdamRule(UpdateRule[AdamHyper]):
     def apply_(
         self, slots: SlotTensors, steps: Sequence[torch.Tensor], hyper: AdamHyper, *, multiplier: float | None
     ) -> None:
-        if not slots.rounded or not self._native.runs_on(slots.weights[0].device):
+        if slots.rounded and self._native.runs_on(slots.weights[0].device):
+            self._run(slots, steps, hyper, multiplier)
+        else:
             super().apply_(slots, steps, hyper, multiplier=multiplier)
-            return
-        exp_avgs, exp_avg_sqs = flat_views(slots.states[EXP_AVG]), flat_views(slots.states[EXP_AVG_SQ])
-        segments = Segments(
-            flat_views(slots.weights), flat_views(slots.grads), exp_avgs, exp_avg_sqs, flat_views(slots.rounded)
-        )
-        numbers = numbers_of([(hyper, int(step)) for step in steps])
-        self._native.kernels.adamw_(segments, numbers, self._pass(hyper, multiplier))
 
     def update_item_(
         self, views: Mapping[Role, Sequence[torch.Tensor]], item: UpdateItem, *, multiplier: float | None
     ) -> None:
         """Update the parameters of an item in place; on HOST with the bits of the device that they compute on."""
-        if (powers := self._powers(item, views)) is None:
-            super().update_item_(views, item, multiplier=multiplier)
-            return
-        slots, numbers = slot_tensors(views, item), _numbers(item, powers)
-        lists = (slots.weights, slots.grads, slots.states[EXP_AVG], slots.states[EXP_AVG_SQ])
-        self._native.kernels.adamw_(Segments(*map(flat_views, lists)), numbers, self._pass(item.hyper, multiplier))
+        slots, powers = slot_tensors(views, item), self._powers(item, views)
+        if powers is None:
+            self.apply_(slots, item.steps, item.hyper, multiplier=multiplier)
+        else:
+            self._run(slots, item.steps, item.hyper, multiplier, powers)
 
     def _powers(self, item: UpdateItem, views: Mapping[Role, Sequence[torch.Tensor]]) -> DevicePowers | None:
         """Return what an update on HOST needs for the bits of the device that computes; None: it is another one."""
@@ -144,53 +138,51 @@ class AdamRule(UpdateRule[AdamHyper]):
     ) -> None:
         weights = Role.MASTER if Role.MASTER in old else Role.PARAM
         written = (weights, EXP_AVG, EXP_AVG_SQ)
+        views = {role: memory.views for role, memory in {Role.PARAM: new[Role.PARAM], **old}.items()}
         for item in items:
-
-            def slots(chunks: Mapping[Role, ChunkMemory], role: Role, item: UpdateItem = item) -> list[torch.Tensor]:
-                return flat_views([chunks[role].views[at] for at in item.positions])
-
-            rounded = slots(new, Role.PARAM) if weights is Role.MASTER else []
-            segments = Segments(
-                slots(old, weights), slots(old, Role.GRAD), slots(old, EXP_AVG), slots(old, EXP_AVG_SQ), rounded
-            )
-            outputs = Outputs(*(slots(new, role) for role in written))
-            numbers = _numbers(item, self._powers(item, {role: memory.views for role, memory in old.items()}))
-            self._write(segments, outputs, item, numbers, multiplier, num_threads=num_threads)
+            outputs = Outputs(*(flat_views([new[role].views[at] for at in item.positions]) for role in written))
+            slots, powers = slot_tensors(views, item), self._powers(item, views)
+            self._run(slots, item.steps, item.hyper, multiplier, powers, outputs=outputs, num_threads=num_threads)
         positions = [at for item in items for at in item.positions]
         for role, memory in new.items():
             source = old[weights if role is Role.PARAM else role].flat
             fill(memory.flat, source, memory.layout, besides=positions if role in (Role.PARAM, *written) else ())
 
-    def _write(
+    def _run(
         self,
-        segments: Segments,
-        outputs: Outputs,
-        item: UpdateItem,
-        numbers: HyperParameters,
+        slots: SlotTensors,
+        steps: Sequence[torch.Tensor],
+        hyper: AdamHyper,
         multiplier: float | None,
+        powers: DevicePowers | None = None,
         *,
-        num_threads: int,
+        outputs: Outputs | None = None,
+        num_threads: int = 0,
     ) -> None:
-        """Write what an update of an item makes of its slots to other memory."""
-        how = self._pass(item.hyper, multiplier)
-        self._native.kernels.adamw_into(segments, outputs, numbers, how, num_threads=num_threads)
-
-    def _pass(self, hyper: AdamHyper, multiplier: float | None) -> SegmentPass:
-        tail_width = self._native.tail_width or 0
+        """Update slots by chunkmem's kernels, in place or to `outputs`; with `powers` in the order of their device."""
+        lists = (slots.weights, slots.grads, slots.states[EXP_AVG], slots.states[EXP_AVG_SQ], slots.rounded)
+        counts = [int(step) for step in steps]
+        numbers = HyperParameters(
+            *([hyper.lr], [hyper.beta1], [hyper.beta2], [hyper.eps], [hyper.weight_decay], counts),
+            beta1_power=[] if powers is None else [powers.of(hyper.beta1, count) for count in counts],
+            beta2_power=[] if powers is None else [powers.of(hyper.beta2, count) for count in counts],
+        )
         unscale = 1.0 if multiplier is None else multiplier
-        return SegmentPass(unscale=unscale, decoupled=hyper.decoupled, tail_width=tail_width)
+        self._native.kernels.adamw_(
+            Segments(*map(flat_views, lists)),
+            numbers,
+            SegmentPass(unscale=unscale, decoupled=hyper.decoupled, tail_width=self._tail_width()),
+            outputs=outputs,
+            keys=self._keys(slots.numbers, counts),
+            num_threads=num_threads,
+        )
 
+    def _tail_width(self) -> int:
+        return self._native.tail_width or 0
 
-def _numbers(item: UpdateItem, powers: DevicePowers | None) -> HyperParameters:
-    """Return the numbers of an update as kernels take them."""
-    numbers = numbers_of([(item.hyper, int(step)) for step in item.steps])
-    if powers is None:
-        return numbers
-    made = [
-        [powers.of(beta, step) for beta, step in zip(betas, numbers.step, strict=True)]
-        for betas in (numbers.beta1, numbers.beta2)
-    ]
-    return replace(numbers, beta1_power=made[0], beta2_power=made[1])
+    def _keys(self, numbers: Sequence[int], counts: Sequence[int]) -> list[int] | None:
+        """Return the keys of random bits for parameters with these numbers, at these updates; None: there are none."""
+        return None
 
 
 def _steps_on(device: torch.device, steps: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -205,15 +197,3 @@ def _steps_on(device: torch.device, steps: Sequence[torch.Tensor]) -> list[torch
 def flat_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the same elements in the order of memory, as kernels take them."""
     return [t if t.is_contiguous() else t.as_strided((t.numel(),), (1,)) for t in tensors]
-
-
-def numbers_of(rows: Sequence[tuple[AdamHyper, int]]) -> HyperParameters:
-    """Return the numbers of updates as kernels take them, of which these are (options, number of the update)."""
-    return HyperParameters(
-        lr=[hyper.lr for hyper, _ in rows],
-        beta1=[hyper.beta1 for hyper, _ in rows],
-        beta2=[hyper.beta2 for hyper, _ in rows],
-        eps=[hyper.eps for hyper, _ in rows],
-        weight_decay=[hyper.weight_decay for hyper, _ in rows],
-        step=[step for _, step in rows],
-    )

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from chunkmem.config import OptimizerParams
-from chunkmem.optim.adam_rule import EXP_AVG, EXP_AVG_SQ, AdamHyper, AdamRule, flat_views, numbers_of
-from chunkmem.optim.blocks import BlockUpdate, adamw_blocks
+from chunkmem.optim.adam_rule import EXP_AVG, EXP_AVG_SQ, AdamHyper, AdamRule, flat_views
 from chunkmem.optim.codes import SIGNED, UNSIGNED, update_key
 from chunkmem.optim.native import NativeUpdate
-from chunkmem.optim.rule import SlotTensors, StateSpec, UpdateItem
-from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
+from chunkmem.optim.rule import SlotTensors, StateSpec
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -40,13 +38,7 @@ class BlockAdamRule(AdamRule):
         elif slots.weights[0].dtype not in _KERNEL_DTYPES:
             self._apply_in_another_dtype(slots, steps, hyper, multiplier)
         else:
-            weights, exp_avgs, exp_avg_sqs = map(
-                flat_views, (slots.weights, slots.states[EXP_AVG], slots.states[EXP_AVG_SQ])
-            )
-            segments = Segments(weights, flat_views(slots.grads), exp_avgs, exp_avg_sqs, flat_views(slots.rounded))
-            update = BlockUpdate(segments, Outputs(weights, exp_avgs, exp_avg_sqs), self._keys(slots.numbers, steps))
-            numbers = numbers_of([(hyper, int(step)) for step in steps])
-            self._run(update, numbers, hyper, multiplier)
+            self._run(slots, steps, hyper, multiplier)
 
     def _apply_in_another_dtype(
         self, slots: SlotTensors, steps: Sequence[torch.Tensor], hyper: AdamHyper, multiplier: float | None
@@ -71,33 +63,11 @@ class BlockAdamRule(AdamRule):
         """Tell whether the kernel takes weights of a dtype; in plain PyTorch it is left to the step."""
         return dtype in _KERNEL_DTYPES and self._native.runs_on_host
 
-    def _write(
-        self,
-        segments: Segments,
-        outputs: Outputs,
-        item: UpdateItem,
-        numbers: HyperParameters,
-        multiplier: float | None,
-        *,
-        num_threads: int,
-    ) -> None:
-        update = BlockUpdate(segments, outputs, self._keys(item.numbers, item.steps))
-        self._run(update, numbers, item.hyper, multiplier, num_threads=num_threads)
+    def _tail_width(self) -> int:
+        return 0  # no bits of torch's are promised
 
-    def _run(
-        self,
-        update: BlockUpdate,
-        numbers: HyperParameters,
-        hyper: AdamHyper,
-        multiplier: float | None,
-        *,
-        num_threads: int = 0,
-    ) -> None:
-        how = SegmentPass(unscale=1.0 if multiplier is None else multiplier, decoupled=hyper.decoupled)
-        adamw_blocks(self._native.kernels, update, numbers, how, num_threads=num_threads)
-
-    def _keys(self, numbers: Sequence[int], steps: Sequence[torch.Tensor]) -> list[int]:
-        return [update_key(self._seed, number, int(step)) for number, step in zip(numbers, steps, strict=True)]
+    def _keys(self, numbers: Sequence[int], counts: Sequence[int]) -> list[int]:
+        return [update_key(self._seed, number, count) for number, count in zip(numbers, counts, strict=True)]
 
 
 def adam_states(params: OptimizerParams) -> tuple[StateSpec, ...]:

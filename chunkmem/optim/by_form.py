@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
-from chunkmem.optim.blocks import BlockUpdate, adamw_blocks
 from chunkmem.optim.codes import SIGNED, UNSIGNED
 from chunkmem.optim.kernels import Kernels
-from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
+from chunkmem.optim.segments import HyperParameters, Segments
 from chunkmem.types import UpdateForm
 
 _HYPER = HyperParameters([1e-3], [0.9], [0.999], [1e-8], [0.01], [10])
@@ -38,11 +38,5 @@ def updates_by_form(kernels: Kernels, numel: int) -> Iterator[tuple[UpdateForm, 
         segments = Segments(weights, grads, exp_avgs, exp_avg_sqs, rounded)
         held_nbytes = sum(each.nbytes for each in (*weights, *grads, *exp_avgs, *exp_avg_sqs, *rounded))
 
-        def update(segments: Segments = segments, is_coded: bool = is_coded) -> None:
-            if is_coded:
-                outputs = Outputs(segments.params, segments.exp_avgs, segments.exp_avg_sqs)
-                adamw_blocks(kernels, BlockUpdate(segments, outputs, [1]), _HYPER, SegmentPass())
-            else:
-                kernels.adamw_(segments, _HYPER, SegmentPass())
-
+        update = partial(kernels.adamw_, segments, _HYPER, keys=[1] if is_coded else None)
         yield form, held_nbytes, update

@@ -12,8 +12,6 @@ from hashlib import blake2b
 import torch
 from torch.nn.functional import pad
 
-from chunkmem.optim.reference import fused_multiply_add
-
 BLOCK = 256
 """Elements that share a scale."""
 _SHIFT = 19
@@ -122,6 +120,24 @@ def _scales_of(most: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     scale = torch.where(most >= 0x7F800000, torch.nan, torch.where(most == 0, 0.0, normal))
     shrink = torch.where(normal > 2.0**64, 2.0**-64, 1.0)
     return scale, shrink, 1 / (normal * shrink)
+
+
+def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Return `a * b + c` of fp32 tensors, rounded once.
+
+    The product is exact in fp64. The sum there is rounded to odd, after which a second rounding, to fp32, does no harm.
+
+    Source: Boldo and Melquiond, IEEE Transactions on Computers 57(4), 2008.
+    """
+    product = a.double() * b.double()
+    addend = c.double()
+    total = product + addend
+    back = total - product
+    error = (product - (total - back)) + (addend - back)
+    bits = total.view(torch.int64)
+    needs_odd = (error != 0) & total.isfinite() & (bits & 1 == 0)
+    odd = bits + torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(needs_odd, odd, bits).view(torch.float64).float()
 
 
 def update_key(seed: int, number: int, step: int) -> int:

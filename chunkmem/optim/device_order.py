@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import torch
 
+from chunkmem.optim.kernels import has_bits_of_torch
 from chunkmem.optim.segments import HyperParameters, SegmentPass, Segments
 from chunkmem.runtime.device import runtime_mode
 
@@ -56,26 +56,17 @@ def has_order(
     draw = torch.Generator().manual_seed(0)
     scales = torch.ones(_NUMEL)
     scales[::5] = 1e-20
-    param, grad, exp_avg, exp_avg_sq = (scales * torch.randn(_NUMEL, generator=draw) for _ in range(4))
-    exp_avg_sq.square_()
+    columns = [[scales * torch.randn(_NUMEL, generator=draw)] for _ in range(4)]
+    columns[3][0].square_()
     for (decoupled, decay), (beta1, beta2), step in product(
         ((True, 0.0), (True, 0.013), (False, 0.0)), ((0.9, 0.999), (0.3, 0.95)), (1, 2, 7, 1000)
     ):
-        numbers = {"lr": 1.3e-3, "beta1": beta1, "beta2": beta2, "eps": 1e-8, "weight_decay": decay}
-        ours = [tensor.clone() for tensor in (param, grad, exp_avg, exp_avg_sq)]
-        theirs = [tensor.to(device) for tensor in (param, grad, exp_avg, exp_avg_sq)]
         hyper = HyperParameters(
-            **{name: [value] for name, value in numbers.items()},
-            step=[step],
+            *([1.3e-3], [beta1], [beta2], [1e-8], [decay], [step]),
             beta1_power=[powers.of(beta1, step)],
             beta2_power=[powers.of(beta2, step)],
         )
-        adamw_(Segments(*([tensor] for tensor in ours)), hyper, SegmentPass(decoupled=decoupled))
-        fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        steps = [torch.full((), float(step), device=device)]
-        lists: Any = (*([tensor] for tensor in theirs), [], steps)
-        options: dict[str, Any] = numbers
-        fused(*lists, **options, amsgrad=False, maximize=False)
-        if not all(torch.equal(a, b.cpu()) for a, b in zip(ours, theirs, strict=True)):
+        how = SegmentPass(decoupled=decoupled)
+        if not has_bits_of_torch(adamw_, columns, hyper, how, device=device):
             return False
     return True

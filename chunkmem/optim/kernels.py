@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,58 +33,56 @@ class Kernels:
     native_devices: frozenset[str]
     """Types of devices with a native kernel; on the others the PyTorch reference runs."""
 
-    def adamw_(self, segments: Segments, hyper: HyperParameters, how: SegmentPass | None = None) -> None:
-        """Update parameters and states in place, and write the low-precision outputs, in one pass.
-
-        Autograd is told that parameters and outputs changed.
-
-        Raises:
-            RuntimeError: dtypes, shapes, devices or lengths do not fit, or a step is below 1; it names the argument.
-        """
-        how = SegmentPass() if how is None else how
-        if not segments.params:
-            return
-        if segments.params[0].device.type in self.native_devices:
-            torch.ops.chunkmem.adamw_(*arguments(segments, hyper, how))
-        else:
-            reference.adamw_(segments, hyper, how)
-        tell_autograd((*segments.params, *segments.lowp_outs))
-
-    def adamw_into(
+    def adamw_(
         self,
         segments: Segments,
-        outputs: Outputs,
         hyper: HyperParameters,
         how: SegmentPass | None = None,
         *,
+        outputs: Outputs | None = None,
+        keys: Sequence[int] | None = None,
         num_threads: int = 0,
     ) -> None:
-        """Write what `adamw_` would make of parameters and states to `outputs`, with the same bits; those stay.
+        """Update parameters and states, and write the low-precision outputs, in one pass.
 
-        The low-precision outputs of `segments` are written too, and autograd is told of all that is. Python's lock is
-        free while the native kernel runs.
+        Autograd is told of all that is written. Python's lock is free while a native kernel runs out of place.
 
         Args:
-            num_threads: on a CPU, 0: torch's; else at most so many, of the call's own, the calling one among them:
-                torch's setting plays no part, and what torch does meanwhile is not held up. The reference ignores it.
+            segments: what is read.
+            hyper: of the parameters.
+            how: of the call.
+            outputs: where what `segments` would become is written, with the same bits; None: to `segments`, in place.
+            keys: of the random bits of each parameter's update, see `update_key`: it goes by blocks, and rounds states
+                to codes and weights in bfloat16 stochastically. None: states and weights are fp32.
+            num_threads: out of place or by blocks on a CPU, 0: torch's; else at most so many, of the call's own, the
+                calling one among them: torch's setting plays no part, and what torch does meanwhile is not held up.
+                The reference ignores it.
 
         Raises:
-            RuntimeError: as `adamw_`, or an output begins where another tensor of the call does.
+            RuntimeError: dtypes, shapes, devices or lengths do not fit, a step is below 1, or an output begins where
+                another tensor of the call does; it names the argument.
         """
         how = SegmentPass() if how is None else how
         if not segments.params:
             return
-        lists = (outputs.params, outputs.exp_avgs, outputs.exp_avg_sqs)
-        if segments.params[0].device.type in self.native_devices:
-            torch.ops.chunkmem.adamw_into(*arguments(segments, hyper, how), *lists, num_threads)
+        to = segments.in_place if outputs is None else outputs
+        if segments.params[0].device.type not in self.native_devices:
+            reference.adamw_(segments, hyper, how, outputs=outputs, keys=keys)
+        elif keys is not None:
+            torch.ops.chunkmem.adamw_blocks(*arguments(segments, hyper, how), *to.lists, list(keys), num_threads)
+        elif outputs is not None:
+            torch.ops.chunkmem.adamw_into(*arguments(segments, hyper, how), *to.lists, num_threads)
         else:
-            reference.adamw_into(segments, outputs, hyper, how, num_threads=num_threads)
-        tell_autograd((*segments.lowp_outs, *(tensor for tensors in lists for tensor in tensors)))
+            torch.ops.chunkmem.adamw_(*arguments(segments, hyper, how))
+        written = (tensor for tensors in (segments.lowp_outs, *to.lists) for tensor in tensors)
+        torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
 
     def norm_and_finite(
         self, grads: Sequence[torch.Tensor], *, unscale: float = 1.0, num_threads: int = 0
     ) -> torch.Tensor:
         """Return the sum of squares of all `grads * unscale`, and 1 if all of these are finite, else 0, in one read.
+
+        There has to be a native kernel for their device.
 
         Two doubles, on the device of the gradients. The sum depends neither on threads nor on where the gradients,
         taken end to end, are cut into tensors. `num_threads` is that of `adamw_into`.
@@ -94,10 +92,8 @@ class Kernels:
         """
         if not grads:
             return torch.tensor([0.0, 1.0], dtype=torch.float64)
-        if grads[0].device.type in self.native_devices:
-            result: torch.Tensor = torch.ops.chunkmem.norm_and_finite(list(grads), unscale, num_threads)
-            return result
-        return reference.norm_and_finite(grads, unscale=unscale, num_threads=num_threads)
+        result: torch.Tensor = torch.ops.chunkmem.norm_and_finite(list(grads), unscale, num_threads)
+        return result
 
     def torch_tail_width(self) -> int | None:
         """Return the `Pass.tail_width` that gives the bits of torch's fused CPU kernel; None: there is none.
@@ -113,26 +109,41 @@ class Kernels:
         # Every length of a tail up to 15, in both vector and scalar loops of torch.
         lengths = [_PROBE_NUMEL, *(64 + extra for extra in range(32))]
         columns = [[torch.randn(n, generator=draw) for n in lengths] for _ in range(3)]
-        exp_avg_sqs = [torch.rand(n, generator=draw) for n in lengths]
-        params, grads, exp_avgs = columns
-        for beta1 in (0.9, 0.3):  # torch interpolates from either end
-            ours = Segments(*([t.clone() for t in ts] for ts in (params, grads, exp_avgs, exp_avg_sqs)))
-            theirs = Segments(*([t.clone() for t in ts] for ts in (params, grads, exp_avgs, exp_avg_sqs)))
-            hyper = HyperParameters([1e-2], [beta1], [0.99], [1e-8], [0.1], [3])
-            self.adamw_(ours, hyper, SegmentPass(decoupled=decoupled, tail_width=tail_width))
-            fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
-            steps = [torch.tensor(3.0)] * len(lengths)
-            options: dict[str, Any] = {"lr": 1e-2, "beta1": beta1, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
-            lists: Any = (theirs.params, theirs.grads, theirs.exp_avgs, theirs.exp_avg_sqs, [], steps)
-            fused(*lists, **options, amsgrad=False, maximize=False)
-            pairs = zip(
-                (*ours.params, *ours.exp_avgs, *ours.exp_avg_sqs),
-                (*theirs.params, *theirs.exp_avgs, *theirs.exp_avg_sqs),
-                strict=True,
-            )
-            if not all(torch.equal(a, b) for a, b in pairs):
-                return False
-        return True
+        columns.append([torch.rand(n, generator=draw) for n in lengths])
+        how = SegmentPass(decoupled=decoupled, tail_width=tail_width)
+        return all(  # torch interpolates from either end
+            has_bits_of_torch(self.adamw_, columns, HyperParameters([1e-2], [beta1], [0.99], [1e-8], [0.1], [3]), how)
+            for beta1 in (0.9, 0.3)
+        )
+
+
+def has_bits_of_torch(
+    adamw_: Callable[[Segments, HyperParameters, SegmentPass], object],
+    columns: Sequence[Sequence[torch.Tensor]],
+    hyper: HyperParameters,
+    how: SegmentPass,
+    *,
+    device: torch.device | str = "cpu",
+) -> bool:
+    """Tell whether an update on HOST by `adamw_` has the bits of torch's fused kernel on a device.
+
+    Args:
+        adamw_: as `Kernels.adamw_`.
+        columns: parameters, gradients, exp_avgs and exp_avg_sqs, on the CPU; they stay.
+        hyper: the same for all parameters.
+        how: decides between Adam and AdamW.
+        device: of torch's kernel.
+
+    Raises:
+        NotImplementedError: torch has none there.
+    """
+    ours, theirs = ([[t.to(to, copy=True) for t in column] for column in columns] for to in ("cpu", device))
+    adamw_(Segments(*ours), hyper, how)
+    fused = torch._fused_adamw_ if how.decoupled else torch._fused_adam_
+    lists: Any = (*theirs, [], [torch.full((), float(hyper.step[0]), device=device)] * len(columns[0]))
+    options: Any = {name: getattr(hyper, name)[0] for name in ("lr", "beta1", "beta2", "eps", "weight_decay")}
+    fused(*lists, **options, amsgrad=False, maximize=False)
+    return all(torch.equal(a, b.cpu()) for a, b in zip(chain(*ours), chain(*theirs), strict=True))
 
 
 def arguments(segments: Segments, hyper: HyperParameters, how: SegmentPass) -> tuple[Any, ...]:
@@ -143,11 +154,6 @@ def arguments(segments: Segments, hyper: HyperParameters, how: SegmentPass) -> t
         *(how.unscale, how.clip_coefficient, how.decoupled, how.tail_width),
         *(hyper.beta1_power, hyper.beta2_power),
     )
-
-
-def tell_autograd(written: Sequence[torch.Tensor]) -> None:
-    """Count writes of kernels that autograd does not see."""
-    torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
 
 
 def load_kernels(
@@ -211,46 +217,35 @@ def _problem_with_cuda(trial: Callable[[], Sequence[str]]) -> str:
 
 def _try_cuda() -> list[str]:
     kernels = Kernels(frozenset({"cpu", "cuda"}))
-    return [*differing_calls(kernels, "cuda", expected=kernels), *differing_block_calls("cuda")]
-
-
-def differing_block_calls(device: str) -> list[str]:
-    """Return the updates by blocks in which the native kernel of `device` does not give the bits of that of the CPU."""
-    found = []
-    for dtype in (torch.float32, torch.bfloat16):
-        results = [_trial_of_blocks(dtype, place).cpu() for place in (device, "cpu")]
-        if not torch.equal(*results):
-            found.append(f"adamw_blocks of {str(dtype).removeprefix('torch.')} weights")
-    return found
-
-
-def _trial_of_blocks(dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Return what an update of some thousand random weights and 8-bit states makes of them."""
-    param, gradient, exp_avg, exp_avg_sq, _ = _trial_values(torch.bfloat16)
-    states = [SIGNED.encode(exp_avg).to(device), UNSIGNED.encode(exp_avg_sq).to(device)]
-    weights = param.to(device, dtype)
-    segments = Segments([weights], [gradient.to(device)], [states[0]], [states[1]])
-    outputs = ([weights], [states[0]], [states[1]])
-    torch.ops.chunkmem.adamw_blocks(*arguments(segments, _TRIAL_HYPER, SegmentPass(0.5)), *outputs, [12345], 0)
-    return torch.cat([weights.view(torch.uint8), *states])
+    return differing_calls(kernels, "cuda", expected=kernels)
 
 
 def differing_calls(kernels: Kernels, device: str, *, expected: Kernels) -> list[str]:
     """Return the calls in which `kernels` on `device` do not give the bits that `expected` give on the CPU.
 
-    Updates in place and out of place and norms of gradients of each type, in tensors that begin anywhere; some thousand
-    elements each, denormals among them.
+    Updates in place, out of place and by blocks, and norms of gradients, of each type, in tensors that begin anywhere;
+    some thousand elements each, denormals among them.
     """
     calls: dict[str, Callable[[Kernels, str], torch.Tensor]] = {}
     for dtype in (torch.float32, *LOWP):
         flat = _trial_values(dtype)
-        grads = f"{str(dtype).removeprefix('torch.')} gradients"
+        grads = f"{_name(dtype)} gradients"
         for width in (0, 8):
             how = SegmentPass(0.5, 0.7, tail_width=width)
-            calls[f"adamw_ of {grads} and tail_width {width}"] = partial(_trial_of_adamw_, flat, how)
-            calls[f"adamw_into of {grads} and tail_width {width}"] = partial(_trial_of_adamw_into, flat, how)
+            calls[f"adamw_ of {grads} and tail_width {width}"] = partial(_trial, flat, how)
+            outputs = [torch.zeros(_PROBE_NUMEL)] * 3
+            calls[f"adamw_into of {grads} and tail_width {width}"] = partial(_trial, [*flat, *outputs], how)
         calls[f"norm_and_finite of {grads}"] = partial(_trial_of_norm, flat)
+    param, grad, exp_avg, exp_avg_sq, _ = _trial_values(torch.bfloat16)
+    codes = [SIGNED.encode(exp_avg), UNSIGNED.encode(exp_avg_sq)]
+    for dtype in (torch.float32, torch.bfloat16):
+        blocks = partial(_trial, [param.to(dtype), grad, *codes], SegmentPass(0.5), keys=[12345])
+        calls[f"adamw_blocks of {_name(dtype)} weights"] = blocks
     return [name for name, call in calls.items() if not torch.equal(call(kernels, device).cpu(), call(expected, "cpu"))]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _trial_values(grad: torch.dtype) -> list[torch.Tensor]:
@@ -269,24 +264,21 @@ def _trial_copies(flat: Sequence[torch.Tensor], device: str) -> list[list[torch.
     return [[copy[a:b] for a, b in pairwise(ends)] for copy in (tensor.to(device, copy=True) for tensor in flat)]
 
 
-def _trial_of_adamw_(flat: Sequence[torch.Tensor], how: SegmentPass, kernels: Kernels, device: str) -> torch.Tensor:
-    segments = Segments(*_trial_copies(flat, device))
-    kernels.adamw_(segments, _TRIAL_HYPER, how)
-    return _bits((*segments.params, *segments.exp_avgs, *segments.exp_avg_sqs), segments.lowp_outs)
-
-
-def _trial_of_adamw_into(flat: Sequence[torch.Tensor], how: SegmentPass, kernels: Kernels, device: str) -> torch.Tensor:
-    segments = Segments(*_trial_copies(flat, device))
-    outputs = Outputs(*_trial_copies([torch.zeros(_PROBE_NUMEL)] * 3, device))
-    kernels.adamw_into(segments, outputs, _TRIAL_HYPER, how)
-    kept = (*segments.params, *segments.exp_avgs, *segments.exp_avg_sqs)
-    return _bits((*outputs.params, *outputs.exp_avgs, *outputs.exp_avg_sqs, *kept), segments.lowp_outs)
+def _trial(
+    flat: Sequence[torch.Tensor],
+    how: SegmentPass,
+    kernels: Kernels,
+    device: str,
+    *,
+    keys: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Return the bits of all tensors of an update afterwards; the last three of eight are where it writes to."""
+    columns = _trial_copies(flat, device) if keys is None else [[tensor.to(device, copy=True)] for tensor in flat]
+    outputs = Outputs(*columns[5:]) if columns[5:] else None
+    kernels.adamw_(Segments(*columns[:5]), _TRIAL_HYPER, how, outputs=outputs, keys=keys)
+    return torch.cat([tensor.view(torch.uint8) for tensor in chain(*columns)])
 
 
 def _trial_of_norm(flat: Sequence[torch.Tensor], kernels: Kernels, device: str) -> torch.Tensor:
     grads = _trial_copies(flat, device)[1]
-    return kernels.norm_and_finite(grads, unscale=0.3).view(torch.int64)
-
-
-def _bits(fp32: Sequence[torch.Tensor], lowp: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([torch.cat(list(fp32)).view(torch.int32), torch.cat(list(lowp)).view(torch.int16).int()])
+    return kernels.norm_and_finite(grads, unscale=0.3).view(torch.uint8)

@@ -11,67 +11,47 @@ from collections.abc import Sequence
 
 import torch
 
-from chunkmem.optim.segments import (
-    HyperParameters,
-    Outputs,
-    SegmentPass,
-    Segments,
-    check_grads,
-    check_num_threads,
-    check_segments,
-)
-
-NORM_BLOCK = 2048
-NORM_LANES = 32
-_BLOCKS_AT_ONCE = 4096
+from chunkmem.optim.codes import SIGNED, UNSIGNED, BlockCodes, fused_multiply_add, random_words, to_bfloat16
+from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
 
 
-def adamw_(segments: Segments, hyper: HyperParameters, how: SegmentPass) -> None:
-    """Update the parameters and states of `segments` in place; the arguments are those of `Kernels.adamw_`."""
-    check_segments(segments, hyper, how)
-    grad_scale = how.unscale * how.clip_coefficient
-    for index, param in enumerate(segments.params):
-        step = AdamStep(hyper, index, grad_scale=grad_scale, decoupled=how.decoupled)
-        tensors = (param, segments.grads[index], segments.exp_avgs[index], segments.exp_avg_sqs[index])
-        flat = [tensor.view(-1) for tensor in tensors]
-        num_main = param.numel() - (param.numel() % how.tail_width if how.tail_width else 0)
-        step.update_(*(tensor[:num_main] for tensor in flat), is_tail=False)
-        step.update_(*(tensor[num_main:] for tensor in flat), is_tail=True)
-        if segments.lowp_outs:
-            segments.lowp_outs[index].copy_(param)
-
-
-def adamw_into(
-    segments: Segments, outputs: Outputs, hyper: HyperParameters, how: SegmentPass, *, num_threads: int = 0
+def adamw_(
+    segments: Segments,
+    hyper: HyperParameters,
+    how: SegmentPass,
+    *,
+    outputs: Outputs | None = None,
+    keys: Sequence[int] | None = None,
 ) -> None:
-    """Write what `adamw_` would make of parameters and states to `outputs`; the arguments are those of `Kernels`."""
-    check_segments(segments, hyper, how, outputs, num_threads=num_threads)
-    pairs = zip(
-        (*outputs.params, *outputs.exp_avgs, *outputs.exp_avg_sqs),
-        (*segments.params, *segments.exp_avgs, *segments.exp_avg_sqs),
-        strict=True,
-    )
-    for output, old in pairs:
-        output.copy_(old)
-    written = Segments(outputs.params, segments.grads, outputs.exp_avgs, outputs.exp_avg_sqs, segments.lowp_outs)
-    adamw_(written, hyper, how)
+    """Update parameters and states; the arguments are those of `Kernels.adamw_`, and have to fit together."""
+    to = segments.in_place if outputs is None else outputs
+    for index, param in enumerate(segments.params):
+        numel = param.numel()
+        step = AdamStep(hyper, index, grad_scale=how.unscale * how.clip_coefficient, decoupled=how.decoupled)
+        exp_avg = _loaded(segments.exp_avgs[index], SIGNED, numel)
+        exp_avg_sq = _loaded(segments.exp_avg_sqs[index], UNSIGNED, numel)
+        weights = param.reshape(-1).to(torch.float32, copy=True)
+        rows = (weights, segments.grads[index].reshape(-1), exp_avg, exp_avg_sq)
+        num_main = numel - (numel % how.tail_width if how.tail_width else 0)
+        step.update_(*(row[:num_main] for row in rows), is_tail=False)
+        step.update_(*(row[num_main:] for row in rows), is_tail=True)
+        if keys is not None:
+            random = random_words(keys[index], numel, param.device)
+            exp_avg = _encoded(exp_avg, SIGNED, random, like=to.exp_avgs[index])
+            exp_avg_sq = _encoded(exp_avg_sq, UNSIGNED, random >> 16, like=to.exp_avg_sqs[index])
+            if param.dtype is not torch.float32:
+                weights = to_bfloat16(weights, random_words(keys[index], numel, param.device, of_weights=True))
+        written = [to.params, to.exp_avgs, to.exp_avg_sqs, *([segments.lowp_outs] if segments.lowp_outs else [])]
+        for tensors, values in zip(written, (weights, exp_avg, exp_avg_sq, weights), strict=False):
+            tensors[index].view(-1).copy_(values)
 
 
-def norm_and_finite(grads: Sequence[torch.Tensor], *, unscale: float = 1.0, num_threads: int = 0) -> torch.Tensor:
-    """Return the sum of squares of all `grads * unscale` and 1 or 0: all of these are finite; 2 doubles.
+def _loaded(stored: torch.Tensor, codes: BlockCodes, numel: int) -> torch.Tensor:
+    return codes.decode(stored, numel) if stored.dtype is torch.uint8 else stored.reshape(-1).clone()
 
-    [Note: Order of the norm] in csrc/adam_math.h says in which order it adds.
-    """
-    check_grads(grads)
-    check_num_threads(num_threads)
-    device = grads[0].device
-    flat = torch.cat([grad.reshape(-1) for grad in grads])
-    scale = torch.tensor(unscale, dtype=torch.float32, device=device)
-    sums = [_sums_of_blocks(part.float() * scale) for part in flat.split(NORM_BLOCK * _BLOCKS_AT_ONCE) if part.numel()]
-    level = torch.cat(sums) if sums else torch.zeros(1, dtype=torch.float64, device=device)
-    while level.numel() > 1:
-        level = _fold(_in_lanes(level))
-    return torch.cat([level, level.isfinite().double()])
+
+def _encoded(values: torch.Tensor, codes: BlockCodes, dither: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
+    return codes.encode(values, dither=(dither & 0x7FFF).int()) if like.dtype is torch.uint8 else values
 
 
 class AdamStep:
@@ -142,24 +122,6 @@ class AdamStep:
         return decayed + self._neg_step_size * exp_avg / denominator
 
 
-def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """Return `a * b + c` of fp32 tensors, rounded once.
-
-    The product is exact in fp64. The sum there is rounded to odd, after which a second rounding, to fp32, does no harm.
-
-    Source: Boldo and Melquiond, IEEE Transactions on Computers 57(4), 2008.
-    """
-    product = a.double() * b.double()
-    addend = c.double()
-    total = product + addend
-    back = total - product
-    error = (product - (total - back)) + (addend - back)
-    bits = total.view(torch.int64)
-    needs_odd = (error != 0) & total.isfinite() & (bits & 1 == 0)
-    odd = bits + torch.where((error > 0) == (total > 0), 1, -1)
-    return torch.where(needs_odd, odd, bits).view(torch.float64).float()
-
-
 def _single(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float32)
 
@@ -177,24 +139,3 @@ def _fused_double(a: float, b: float, c: float) -> float:
 
     exact = Fraction(a) * Fraction(b) + Fraction(c)
     return float(exact)
-
-
-def _in_lanes(values: torch.Tensor) -> torch.Tensor:
-    """Return blocks of rows of lanes, filled up with zeros: [blocks, NORM_BLOCK / NORM_LANES, NORM_LANES]."""
-    missing = -values.numel() % NORM_BLOCK
-    return torch.nn.functional.pad(values, (0, missing)).view(-1, NORM_BLOCK // NORM_LANES, NORM_LANES)
-
-
-def _sums_of_blocks(values: torch.Tensor) -> torch.Tensor:
-    return _fold(_in_lanes(values).double().square())
-
-
-def _fold(rows: torch.Tensor) -> torch.Tensor:
-    """Add the rows in order, then the lanes in halves."""
-    lanes = torch.zeros_like(rows[:, 0])
-    for row in range(rows.shape[1]):
-        lanes += rows[:, row]
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    return lanes[:, 0]

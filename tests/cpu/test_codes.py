@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from chunkmem.optim import blocks, kernels
-from chunkmem.optim.blocks import BlockUpdate, adamw_blocks
 from chunkmem.optim.codes import BLOCK, SIGNED, UNSIGNED, BlockCodes, random_words, to_bfloat16, update_key
-from chunkmem.optim.kernels import Kernels, arguments, differing_block_calls, load_kernels
+from chunkmem.optim.kernels import Kernels, arguments, load_kernels
 from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
 from tests.cpu.test_kernels import EDGES, LENGTHS, bits, levels
 from tests.helpers.spread import spread
@@ -153,6 +151,25 @@ def test_random_bits_look_random() -> None:
     assert abs(float(both.mean())) < 5 / 12 / math.sqrt(numel)
 
 
+@dataclass(frozen=True)
+class BlockUpdate:
+    """One call."""
+
+    segments: Segments
+    outputs: Outputs | None
+    """None: in place."""
+    keys: list[int]
+
+    def run(
+        self, kernels: Kernels, how: SegmentPass | None = None, hyper: HyperParameters = HYPER, num_threads: int = 0
+    ) -> None:
+        kernels.adamw_(self.segments, hyper, how, outputs=self.outputs, keys=self.keys, num_threads=num_threads)
+
+    @property
+    def to(self) -> Outputs:
+        return self.segments.in_place if self.outputs is None else self.outputs
+
+
 def make(*numels: int, param: torch.dtype, grad: torch.dtype, out: torch.dtype | None, has_codes: bool) -> BlockUpdate:
     draw = torch.Generator().manual_seed(0)
 
@@ -167,22 +184,20 @@ def make(*numels: int, param: torch.dtype, grad: torch.dtype, out: torch.dtype |
     lowp = [] if out is None else tensors(0.0, out)
     segments = Segments(tensors(1.0, param), tensors(0.1, grad), exp_avgs, exp_avg_sqs, lowp)
     keys = torch.randint(-(2**62), 2**62, (len(numels),), generator=draw).tolist()
-    return BlockUpdate(segments, Outputs(segments.params, exp_avgs, exp_avg_sqs), keys)
+    return BlockUpdate(segments, None, keys)
 
 
 def into(update: BlockUpdate, *, in_place: bool) -> BlockUpdate:
     """A copy, that writes to itself or to other memory."""
     lists = (getattr(update.segments, name) for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "lowp_outs"))
     segments = Segments(*([tensor.clone() for tensor in tensors] for tensors in lists))
-    outputs = (segments.params, segments.exp_avgs, segments.exp_avg_sqs)
-    if not in_place:
-        outputs = tuple([torch.full_like(tensor, 77) for tensor in tensors] for tensors in outputs)  # type: ignore[assignment]
-    return replace(update, segments=segments, outputs=Outputs(*outputs))
+    others = ([torch.full_like(tensor, 77) for tensor in tensors] for tensors in segments.in_place.lists)
+    return replace(update, segments=segments, outputs=None if in_place else Outputs(*others))
 
 
 def result(update: BlockUpdate, run: Callable[[BlockUpdate], object]) -> list[torch.Tensor]:
     run(update)
-    outputs = update.outputs
+    outputs = update.to
     found = (*outputs.params, *outputs.exp_avgs, *outputs.exp_avg_sqs, *update.segments.lowp_outs)
     return [tensor if tensor.dtype is torch.uint8 else bits(tensor) for tensor in found]
 
@@ -205,10 +220,10 @@ def test_the_native_kernel_has_the_bits_of_the_reference(
     update = make(*LENGTHS, 20_000, param=param, grad=grad, out=out, has_codes=has_codes)
     for decoupled, tail_width in ((True, 0), (False, 8)):
         how = SegmentPass(0.5, decoupled=decoupled, tail_width=tail_width)
-        expected = result(into(update, in_place=True), lambda u: blocks.reference(u, HYPER, how))  # noqa: B023
+        expected = result(into(update, in_place=True), lambda u: u.run(REFERENCE, how))  # noqa: B023
         found = result(
             into(update, in_place=in_place),
-            lambda u: adamw_blocks(native, u, HYPER, how, num_threads=num_threads),  # noqa: B023
+            lambda u: u.run(native, how, num_threads=num_threads),  # noqa: B023
         )
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         assert not all(
@@ -219,12 +234,13 @@ def test_the_native_kernel_has_the_bits_of_the_reference(
 @pytest.mark.parametrize("param", [torch.float32, torch.bfloat16])
 def test_every_instruction_set_has_the_same_bits(native: Kernels, param: torch.dtype) -> None:
     update = make(*LENGTHS, 3000, param=param, grad=torch.bfloat16, out=None, has_codes=True)
-    expected = result(into(update, in_place=True), lambda u: blocks.reference(u, HYPER, SegmentPass()))
+    expected = result(into(update, in_place=True), lambda u: u.run(REFERENCE))
     for level in levels():
 
         def run(u: BlockUpdate, level: int = level) -> None:
-            lists = (u.outputs.params, u.outputs.exp_avgs, u.outputs.exp_avg_sqs)
-            torch.ops.chunkmem._adamw_blocks_at(*arguments(u.segments, HYPER, SegmentPass()), *lists, u.keys, 0, level)
+            torch.ops.chunkmem._adamw_blocks_at(
+                *arguments(u.segments, HYPER, SegmentPass()), *u.to.lists, u.keys, 0, level
+            )
 
         found = result(into(update, in_place=False), run)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), level
@@ -251,9 +267,8 @@ def test_updates_larger_than_caches_have_the_same_bits(
     for level in levels():
 
         def run(u: BlockUpdate, level: int = level) -> None:
-            lists = (u.outputs.params, u.outputs.exp_avgs, u.outputs.exp_avg_sqs)
             given = arguments(u.segments, replace(HYPER, beta1=[beta1]), SegmentPass(decoupled=decoupled))
-            torch.ops.chunkmem._adamw_blocks_at(*given, *lists, u.keys, 2, level)
+            torch.ops.chunkmem._adamw_blocks_at(*given, *u.to.lists, u.keys, 2, level)
 
         copy = into(update, in_place=True)
         if out is not None:
@@ -271,8 +286,8 @@ def test_edges_have_the_bits_of_the_reference(native: Kernels) -> None:
     for index, edge in enumerate(EDGES):
         update.segments.grads[index][index] = edge
         update.segments.params[index][270] = edge
-    expected = result(into(update, in_place=True), lambda u: blocks.reference(u, HYPER, SegmentPass()))
-    found = result(into(update, in_place=True), lambda u: adamw_blocks(native, u, HYPER, SegmentPass()))
+    expected = result(into(update, in_place=True), lambda u: u.run(REFERENCE))
+    found = result(into(update, in_place=True), lambda u: u.run(native))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     for index, edge in enumerate(EDGES):
         decoded = SIGNED.decode(found[len(EDGES) + index], 300)
@@ -288,18 +303,11 @@ def test_a_first_update_from_zeros_is_that_of_fp32_states(native: Kernels) -> No
     for segments in (update.segments, exact.segments):
         segments.exp_avgs[0].zero_()
         segments.exp_avg_sqs[0].zero_()
-    adamw_blocks(native, update, first, SegmentPass())
+    update.run(native, hyper=first)
     native.adamw_(exact.segments, first, SegmentPass())
     assert torch.equal(update.segments.params[0], exact.segments.params[0])
     off = SIGNED.decode(update.segments.exp_avgs[0], 3000) - exact.segments.exp_avgs[0]
     assert 0 < off.abs().max() < exact.segments.exp_avgs[0].abs().max() / 16
-
-
-def test_a_kernel_of_another_device_with_other_bits_is_found(monkeypatch: pytest.MonkeyPatch, native: Kernels) -> None:
-    assert differing_block_calls("cpu") == []
-    made = iter(torch.arange(4))
-    monkeypatch.setattr(kernels, "_trial_of_blocks", lambda dtype, device: next(made))
-    assert differing_block_calls("cpu") == ["adamw_blocks of float32 weights", "adamw_blocks of bfloat16 weights"]
 
 
 @pytest.mark.parametrize(
@@ -317,6 +325,5 @@ def test_a_wrong_argument_is_named(
 ) -> None:
     update = make(300, param=torch.float32, grad=torch.float32, out=None, has_codes=True)
     segments = replace(update.segments, **{name: [wrong(tensor) for tensor in getattr(update.segments, name)]})
-    outputs = Outputs(segments.params, segments.exp_avgs, segments.exp_avg_sqs)
     with pytest.raises(RuntimeError, match=words):
-        adamw_blocks(native, replace(update, segments=segments, outputs=outputs), HYPER, SegmentPass())
+        replace(update, segments=segments).run(native)

@@ -19,12 +19,13 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import torch
-from chunkmem.optim.kernels import Kernels, differing_calls
+from chunkmem.optim.kernels import differing_calls
 from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
+from tests.helpers.kernel_reference import Reference
 from tests.helpers.cuda_on_cpu import KernelsOnCpu
 
 cuda = KernelsOnCpu(Path(sys.argv[1]))
-reference = Kernels(frozenset())
+reference = Reference()
 assert differing_calls(cuda.kernels, "cpu", expected=reference) == []
 
 draw = torch.Generator().manual_seed(0)
@@ -54,12 +55,11 @@ for grad, out in ((torch.float32, None), (torch.bfloat16, torch.bfloat16), (torc
     assert same(ours, theirs), grad
     inputs = copy()
     made = Outputs(*([torch.full_like(t, 77.0) for t in before.params] for _ in range(3)))
-    cuda.kernels.adamw_into(inputs, made, hyper, SegmentPass(0.5, tail_width=8))
+    cuda.kernels.adamw_(inputs, hyper, SegmentPass(0.5, tail_width=8), outputs=made)
     assert same(Segments(made.params, [], made.exp_avgs, made.exp_avg_sqs, inputs.lowp_outs), theirs), grad
 assert launches(cuda.kernels.adamw_, Segments([], [], [], []), hyper) == 0
 
 # Updates by blocks: states in 8 bits, or weights in bfloat16 that are rounded stochastically.
-from chunkmem.optim import blocks
 from chunkmem.optim.codes import SIGNED, UNSIGNED
 for param, grad, out, has_codes in (
     (torch.float32, torch.bfloat16, torch.bfloat16, True), (torch.float32, torch.float16, torch.float16, True),
@@ -69,13 +69,12 @@ for param, grad, out, has_codes in (
     before = Segments(tensors(param), tensors(grad), *states, [] if out is None else tensors(out))
     def update():
         lists = (before.params, before.grads, before.exp_avgs, before.exp_avg_sqs, before.lowp_outs)
-        own = Segments(*([t.clone() for t in ts] for ts in lists))
-        return blocks.BlockUpdate(own, Outputs(own.params, own.exp_avgs, own.exp_avg_sqs), list(range(len(lengths))))
-    ours, theirs, how = update(), update(), SegmentPass(0.5, tail_width=8)
-    assert launches(blocks.adamw_blocks, cuda.kernels, ours, hyper, how) == -(-num_tensors // 24)
-    blocks.reference(theirs, hyper, how)
-    assert same(ours.segments, theirs.segments), (param, grad, has_codes)
-    assert not same(ours.segments, update().segments)
+        return Segments(*([t.clone() for t in ts] for ts in lists))
+    ours, theirs, how, keys = update(), update(), SegmentPass(0.5, tail_width=8), list(range(len(lengths)))
+    assert launches(cuda.kernels.adamw_, ours, hyper, how, keys=keys) == -(-num_tensors // 24)
+    reference.adamw_(theirs, hyper, how, keys=keys)
+    assert same(ours, theirs), (param, grad, has_codes)
+    assert not same(ours, update())
 
 # Norms: whole blocks within tensors, blocks in which tensors meet, and the last one.
 for dtype in (torch.float32, torch.bfloat16, torch.float16):

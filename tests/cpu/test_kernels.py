@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chunkmem.optim import reference
 from chunkmem.optim.device_order import DevicePowers, has_order
 from chunkmem.optim.kernels import Kernels, arguments, load_kernels
 from chunkmem.optim.native import CPU, NativeUpdate
 from chunkmem.optim.segments import HyperParameters, SegmentPass, Segments
 from tests.helpers.adam_on_cuda import CASES, Case, on_host, recorded
+from tests.helpers.kernel_reference import Reference, norm_and_finite
 
 
 def single(value: float) -> float:
@@ -41,7 +41,7 @@ def native() -> Kernels:
 
 @pytest.fixture(params=["native", "reference"])
 def either(request: pytest.FixtureRequest, native: Kernels) -> Kernels:
-    return native if request.param == "native" else Kernels(frozenset())
+    return native if request.param == "native" else Reference()
 
 
 def levels() -> range:
@@ -402,7 +402,7 @@ def test_every_low_precision_gradient_is_read_exactly(native: Kernels, grad: tor
 @pytest.mark.parametrize("numel", [0, 1, 31, 2047, 2048, 2049, 3 * 2048, 100_003])
 def test_the_norm(native: Kernels, numel: int, dtype: torch.dtype) -> None:
     (grad,) = make(numel, grad=dtype).grads
-    expected = reference.norm_and_finite([grad], unscale=0.3)
+    expected = norm_and_finite([grad], unscale=0.3)
     exact = math.fsum(((grad.float() * torch.tensor(0.3)).double() ** 2).tolist())
     assert expected.tolist() == [pytest.approx(exact, rel=1e-14), 1.0]
     for level in levels():
@@ -483,18 +483,11 @@ def _with(name: str, tensors: list[torch.Tensor]) -> Segments:
         (_with("exp_avgs", [torch.ones(8)[::2], torch.ones(5)]), r"exp_avgs\[0\] is not contiguous"),
     ],
 )
-def test_tensors_that_do_not_fit(either: Kernels, segments: Segments, message: str) -> None:
+def test_tensors_that_do_not_fit(native: Kernels, segments: Segments, message: str) -> None:
     before = copy(segments)
     with pytest.raises(RuntimeError, match=message):
-        either.adamw_(segments, HYPER)
+        native.adamw_(segments, HYPER)
     assert differences(segments, before) == []
-
-
-def test_another_device_is_noticed() -> None:
-    # With the native kernels torch's dispatch decides for meta tensors, so this is about the reference.
-    segments = _with("grads", [torch.ones(4), torch.ones(5, device="meta")])
-    with pytest.raises(RuntimeError, match=r"grads\[1\] is on another device"):
-        Kernels(frozenset()).adamw_(segments, HYPER)
 
 
 @pytest.mark.parametrize(
@@ -507,19 +500,19 @@ def test_another_device_is_noticed() -> None:
         (HYPER, SegmentPass(tail_width=-1), "tail_width is -1; it must be at least 0"),
     ],
 )
-def test_numbers_that_do_not_fit(either: Kernels, hyper: HyperParameters, how: SegmentPass, message: str) -> None:
+def test_numbers_that_do_not_fit(native: Kernels, hyper: HyperParameters, how: SegmentPass, message: str) -> None:
     segments = make(4, 5)
     before = copy(segments)
     with pytest.raises(RuntimeError, match=message):
-        either.adamw_(segments, hyper, how)
+        native.adamw_(segments, hyper, how)
     assert differences(segments, before) == []
 
 
-def test_gradients_of_a_norm_that_do_not_fit(either: Kernels) -> None:
+def test_gradients_of_a_norm_that_do_not_fit(native: Kernels) -> None:
     with pytest.raises(RuntimeError, match=r"grads\[1\] has another dtype than grads\[0\]"):
-        either.norm_and_finite([torch.ones(2), torch.ones(2).half()])
+        native.norm_and_finite([torch.ones(2), torch.ones(2).half()])
     with pytest.raises(RuntimeError, match=r"grads\[0\] has a dtype that is not one of"):
-        either.norm_and_finite([torch.ones(2).double()])
+        native.norm_and_finite([torch.ones(2).double()])
 
 
 def test_an_instruction_set_that_is_not_there(native: Kernels) -> None:

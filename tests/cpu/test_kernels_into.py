@@ -33,6 +33,7 @@ from tests.cpu.test_kernels import (
     make,
     updated,
 )
+from tests.helpers.kernel_reference import Reference
 
 ROOT = Path(__file__).parents[2]
 LARGE = (1 << 20) + 77
@@ -48,7 +49,7 @@ def native() -> Kernels:
 
 @pytest.fixture(params=["native", "reference"])
 def either(request: pytest.FixtureRequest, native: Kernels) -> Kernels:
-    return native if request.param == "native" else Kernels(frozenset())
+    return native if request.param == "native" else Reference()
 
 
 def outputs_for(segments: Segments, *, offset: int = 0) -> Outputs:
@@ -77,7 +78,7 @@ def updated_into(
     """Update out of place, check that the inputs stayed, and return what an update in place would leave."""
     inputs = copy(segments)
     outputs = outputs_for(inputs, offset=offset)
-    kernels.adamw_into(inputs, outputs, hyper, how, num_threads=num_threads)
+    kernels.adamw_(inputs, hyper, how, outputs=outputs, num_threads=num_threads)
     assert_kept(inputs, segments)
     return as_segments(outputs, inputs)
 
@@ -151,13 +152,7 @@ def test_cuts_do_not_show(native: Kernels, num_threads: int) -> None:
     expected = updated(native, before, HYPER, SegmentPass())
     inputs, outputs = copy(before), outputs_for(before)
     pieces = cut(as_segments(outputs, inputs), ends)
-    native.adamw_into(
-        cut(inputs, ends),
-        Outputs(pieces.params, pieces.exp_avgs, pieces.exp_avg_sqs),
-        HYPER,
-        SegmentPass(),
-        num_threads=num_threads,
-    )
+    native.adamw_(cut(inputs, ends), HYPER, outputs=pieces.in_place, num_threads=num_threads)
     assert_kept(inputs, before)
     assert differences(as_segments(outputs, inputs), expected) == []
 
@@ -182,7 +177,7 @@ def test_addresses_do_not_show(
 def test_nothing_is_written_beside_the_outputs(native: Kernels, numel: int) -> None:
     inputs, around = make(numel), outputs_for(make(numel + 40))
     lists = (around.params, around.exp_avgs, around.exp_avg_sqs)
-    native.adamw_into(inputs, Outputs(*([tensors[0][19 : 19 + numel]] for tensors in lists)), HYPER)
+    native.adamw_(inputs, HYPER, outputs=Outputs(*([tensors[0][19 : 19 + numel]] for tensors in lists)))
     for (tensor,) in lists:
         assert set(tensor[:19].tolist()) | set(tensor[19 + numel :].tolist()) == {77.0}
         assert not (tensor[19 : 19 + numel] == 77.0).any()
@@ -192,9 +187,9 @@ def test_an_update_can_be_thrown_away_and_done_again(either: Kernels) -> None:
     before = make(1000, 33, grad=torch.bfloat16, out=torch.bfloat16)
     expected = updated(either, before, HYPER, SegmentPass(clip_coefficient=0.25))
     outputs = outputs_for(before)
-    either.adamw_into(before, outputs, HYPER)
+    either.adamw_(before, HYPER, outputs=outputs)
     assert differences(as_segments(outputs, before), expected) != []
-    either.adamw_into(before, outputs, HYPER, SegmentPass(clip_coefficient=0.25))
+    either.adamw_(before, HYPER, SegmentPass(clip_coefficient=0.25), outputs=outputs)
     assert differences(as_segments(outputs, before), expected) == []
 
 
@@ -234,7 +229,7 @@ class Watched:
         runs.join()
 
     def _run(self) -> None:
-        self._kernels.adamw_into(self._segments, self._outputs, HYPER, SegmentPass(), num_threads=self._num_threads)
+        self._kernels.adamw_(self._segments, HYPER, outputs=self._outputs, num_threads=self._num_threads)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -270,7 +265,7 @@ try:
     threading.Thread(target=print).start()
 except RuntimeError as error:
     print(error)
-kernels.adamw_into(before, outputs, HYPER, num_threads=8)
+kernels.adamw_(before, HYPER, outputs=outputs, num_threads=8)
 again = kernels.norm_and_finite(before.grads, num_threads=8)
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 print(differences(as_segments(outputs, before), expected), torch.equal(again, squares))
@@ -303,16 +298,16 @@ def test_autograd_notices_what_is_written_and_only_that(either: Kernels) -> None
     read = (*segments.params, *segments.grads, *segments.exp_avgs, *segments.exp_avg_sqs)
     written = (*outputs.params, *outputs.exp_avgs, *outputs.exp_avg_sqs, *segments.lowp_outs)
     versions = [tensor._version for tensor in (*read, *written)]
-    either.adamw_into(segments, outputs, HYPER)
+    either.adamw_(segments, HYPER, outputs=outputs)
     now = [tensor._version for tensor in (*read, *written)]
     assert [new > old for new, old in zip(now, versions, strict=True)] == [False] * len(read) + [True] * len(written)
 
 
 def test_nothing_to_do(either: Kernels) -> None:
-    either.adamw_into(Segments([], [], [], []), Outputs([], [], []), HYPER, num_threads=2)
+    either.adamw_(Segments([], [], [], []), HYPER, outputs=Outputs([], [], []), num_threads=2)
 
 
-# Errors: the same words from either.
+# Errors.
 
 
 def _bad_outputs(name: str, tensors: list[torch.Tensor]) -> Outputs:
@@ -334,34 +329,35 @@ def _bad_outputs(name: str, tensors: list[torch.Tensor]) -> Outputs:
         (_bad_outputs("params", [torch.ones(8)[::2], torch.ones(5)]), "out_params[0] is not contiguous"),
     ],
 )
-def test_outputs_that_do_not_fit(either: Kernels, outputs: Outputs, message: str) -> None:
+def test_outputs_that_do_not_fit(native: Kernels, outputs: Outputs, message: str) -> None:
     segments = make(4, 5, out=torch.bfloat16)
-    _assert_refused(either, segments, outputs, message)
+    _assert_refused(native, segments, outputs, message)
 
 
 @pytest.mark.parametrize("name", ["params", "exp_avgs", "exp_avg_sqs"])
 @pytest.mark.parametrize("other", ["params", "grads", "exp_avgs", "exp_avg_sqs"])
-def test_an_output_that_is_an_input_is_refused(either: Kernels, name: str, other: str) -> None:
+def test_an_output_that_is_an_input_is_refused(native: Kernels, name: str, other: str) -> None:
     segments = make(4, 5)
     shared = getattr(segments, other)
     outputs = _bad_outputs(name, [torch.ones(4), shared[1].view(-1)])
     message = f"out_{name}[1] begins where {other}[1] does; an output needs memory of its own"
-    _assert_refused(either, segments, outputs, message)
+    _assert_refused(native, segments, outputs, message)
 
 
-def test_two_outputs_in_one_place_are_refused(either: Kernels) -> None:
+def test_two_outputs_in_one_place_are_refused(native: Kernels) -> None:
     shared = torch.ones(5)
     outputs = replace(_bad_outputs("params", [torch.ones(4), shared]), exp_avg_sqs=[torch.ones(4), shared])
     message = "out_exp_avg_sqs[1] begins where out_params[1] does; an output needs memory of its own"
-    _assert_refused(either, make(4, 5), outputs, message)
+    _assert_refused(native, make(4, 5), outputs, message)
 
 
 def test_tensors_without_elements_may_lie_anywhere(either: Kernels) -> None:
     slab = torch.rand(10)
     segments = Segments([slab[5:5]], [torch.ones(0)], [slab[5:5]], [slab[5:5]])
-    either.adamw_into(segments, Outputs([slab[5:5]], [slab[5:5]], [slab[5:5]]), HYPER)
+    either.adamw_(segments, HYPER, outputs=Outputs([slab[5:5]], [slab[5:5]], [slab[5:5]]))
     beside = Segments([slab[5:5], slab[:5]], *([torch.ones(0), torch.ones(5)] for _ in range(3)))
-    either.adamw_into(beside, Outputs([slab[:0], slab[5:]], *([torch.ones(0), torch.ones(5)] for _ in range(2))), HYPER)
+    outputs = Outputs([slab[:0], slab[5:]], *([torch.ones(0), torch.ones(5)] for _ in range(2)))
+    either.adamw_(beside, HYPER, outputs=outputs)
 
 
 def test_inputs_may_share_memory(either: Kernels) -> None:
@@ -379,25 +375,25 @@ def test_outputs_that_torch_has_not_copied_yet(native: Kernels) -> None:
         *([torch._lazy_clone(getattr(before, name)[0])] for name in ("params", "exp_avgs", "exp_avg_sqs"))
     )
     expected = updated(native, make(1000), HYPER, SegmentPass())
-    native.adamw_into(before, outputs, HYPER)
+    native.adamw_(before, HYPER, outputs=outputs)
     assert_kept(before, make(1000))
     assert differences(as_segments(outputs, before), expected) == []
 
 
-def test_a_negative_number_of_threads_is_refused(either: Kernels) -> None:
+def test_a_negative_number_of_threads_is_refused(native: Kernels) -> None:
     message = "num_threads is -1; it must be at least 0"
     segments = make(4, 5)
-    _assert_refused(either, segments, outputs_for(segments), message, num_threads=-1)
+    _assert_refused(native, segments, outputs_for(segments), message, num_threads=-1)
     with pytest.raises(RuntimeError) as caught:
-        either.norm_and_finite(segments.grads, num_threads=-1)
+        native.norm_and_finite(segments.grads, num_threads=-1)
     assert _first_line(caught.value) == f"chunkmem: {message}"
 
 
-def test_wrong_inputs_are_refused_as_in_place(either: Kernels) -> None:
+def test_wrong_inputs_are_refused_as_in_place(native: Kernels) -> None:
     segments = replace(make(4, 5), grads=[torch.ones(4)])
-    _assert_refused(either, segments, outputs_for(make(4, 5)), "grads has 1 entries for 2 tensors in params")
+    _assert_refused(native, segments, outputs_for(make(4, 5)), "grads has 1 entries for 2 tensors in params")
     with pytest.raises(RuntimeError, match=r"step\[0\] is 0; updates are counted from 1"):
-        either.adamw_into(make(4), outputs_for(make(4)), replace(HYPER, step=[0]))
+        native.adamw_(make(4), replace(HYPER, step=[0]), outputs=outputs_for(make(4)))
 
 
 def _assert_refused(
@@ -405,7 +401,7 @@ def _assert_refused(
 ) -> None:
     before = copy(as_segments(outputs, segments))
     with pytest.raises(RuntimeError) as caught:
-        kernels.adamw_into(segments, outputs, HYPER, num_threads=num_threads)
+        kernels.adamw_(segments, HYPER, outputs=outputs, num_threads=num_threads)
     assert _first_line(caught.value) == f"chunkmem: {message}"
     assert differences(as_segments(outputs, segments), before) == [], "something was written"
 
@@ -418,36 +414,49 @@ def _first_line(error: RuntimeError) -> str:
 
 
 class Off(Kernels):
-    """Kernels whose updates out of place are off by one bit, in one element of a state, for float16 gradients."""
+    """Kernels whose updates of one kind are off by one bit, in the last element of a state."""
 
-    def adamw_into(
+    def is_meant(self, segments: Segments, outputs: Outputs | None, keys: Sequence[int] | None) -> bool:
+        """Out of place, for float16 gradients."""
+        return outputs is not None and segments.grads[0].dtype is torch.float16
+
+    def adamw_(
         self,
         segments: Segments,
-        outputs: Outputs,
         hyper: HyperParameters,
         how: SegmentPass | None = None,
         *,
+        outputs: Outputs | None = None,
+        keys: Sequence[int] | None = None,
         num_threads: int = 0,
     ) -> None:
-        super().adamw_into(segments, outputs, hyper, how, num_threads=num_threads)
-        if segments.grads[0].dtype == torch.float16:
-            outputs.exp_avg_sqs[-1].view(torch.int32)[-1] ^= 1
+        super().adamw_(segments, hyper, how, outputs=outputs, keys=keys, num_threads=num_threads)
+        if self.is_meant(segments, outputs, keys):
+            written = segments.in_place if outputs is None else outputs
+            written.exp_avg_sqs[-1].view(torch.uint8)[-1] ^= 1
+
+
+class OffByBlocks(Off):
+    def is_meant(self, segments: Segments, outputs: Outputs | None, keys: Sequence[int] | None) -> bool:
+        return keys is not None
 
 
 class Overwrites(Kernels):
     """Kernels that work in place where they should not."""
 
-    def adamw_into(
+    def adamw_(
         self,
         segments: Segments,
-        outputs: Outputs,
         hyper: HyperParameters,
         how: SegmentPass | None = None,
         *,
+        outputs: Outputs | None = None,
+        keys: Sequence[int] | None = None,
         num_threads: int = 0,
     ) -> None:
-        super().adamw_into(segments, outputs, hyper, how, num_threads=num_threads)
-        self.adamw_(segments, hyper, how)
+        super().adamw_(segments, hyper, how, outputs=outputs, keys=keys, num_threads=num_threads)
+        if outputs is not None:
+            super().adamw_(segments, hyper, how)
 
 
 class OffInTheNorm(Kernels):
@@ -461,12 +470,14 @@ class OffInTheNorm(Kernels):
 
 
 def test_a_trial_finds_no_difference_where_there_is_none(native: Kernels) -> None:
-    assert differing_calls(native, "cpu", expected=Kernels(frozenset())) == []
+    assert differing_calls(native, "cpu", expected=Reference()) == []
 
 
 def test_a_trial_finds_one_bit(native: Kernels) -> None:
     into = [f"adamw_into of float16 gradients and tail_width {width}" for width in (0, 8)]
     assert differing_calls(Off(native.native_devices), "cpu", expected=native) == into
+    blocks = ["adamw_blocks of float32 weights", "adamw_blocks of bfloat16 weights"]
+    assert differing_calls(OffByBlocks(native.native_devices), "cpu", expected=native) == blocks
     norms = [f"norm_and_finite of {name} gradients" for name in ("float32", "bfloat16", "float16")]
     assert differing_calls(OffInTheNorm(native.native_devices), "cpu", expected=native) == norms
 

@@ -54,7 +54,7 @@ def test_the_bits_of_the_cpu_in_place_and_out_of_place(
     for offset in (0, 1, 4):
         inputs = on("cuda", before)
         outputs = outputs_for(inputs.params, offset)
-        native.adamw_into(inputs, outputs, HYPER, how, num_threads=2)
+        native.adamw_(inputs, HYPER, how, outputs=outputs, num_threads=2)
         made = Segments(outputs.params, inputs.grads, outputs.exp_avgs, outputs.exp_avg_sqs, inputs.lowp_outs)
         assert differences(on("cpu", made), expected) == []
         kept = on("cpu", inputs)
@@ -73,7 +73,7 @@ def test_views_that_begin_anywhere(native: Kernels) -> None:
     made = Segments(outputs.params, inputs.grads, outputs.exp_avgs, outputs.exp_avg_sqs, inputs.lowp_outs)
     views = cut(made, ends)
     lists = Outputs(views.params, views.exp_avgs, views.exp_avg_sqs)
-    native.adamw_into(cut(inputs, ends), lists, HYPER, SegmentPass(tail_width=8))
+    native.adamw_(cut(inputs, ends), HYPER, SegmentPass(tail_width=8), outputs=lists)
     assert differences(on("cpu", made), expected) == []
 
 
@@ -90,11 +90,11 @@ def test_the_norm_of_the_cpu(native: Kernels, numel: int, dtype: torch.dtype) ->
 def test_the_host_does_not_wait(native: Kernels) -> None:
     inputs = on("cuda", make(10_000))
     outputs = outputs_for(inputs.params, 0)
-    native.adamw_into(inputs, outputs, HYPER)  # the first launch loads the kernel
+    native.adamw_(inputs, HYPER, outputs=outputs)  # the first launch loads the kernel
     torch.cuda.synchronize()
     done = torch.cuda.Event()
     torch.cuda._sleep(400_000_000)
-    native.adamw_into(inputs, outputs, HYPER)
+    native.adamw_(inputs, HYPER, outputs=outputs)
     done.record()
     assert not done.query()
     torch.cuda.synchronize()
@@ -105,9 +105,9 @@ def test_what_does_not_fit_is_refused_as_on_the_cpu(native: Kernels) -> None:
     outputs = outputs_for(inputs.params, 0)
     shared = Outputs(outputs.params, [outputs.exp_avgs[0], inputs.grads[1]], outputs.exp_avg_sqs)
     with pytest.raises(RuntimeError, match=r"out_exp_avgs\[1\] begins where grads\[1\] does"):
-        native.adamw_into(inputs, shared, HYPER)
+        native.adamw_(inputs, HYPER, outputs=shared)
     with pytest.raises(RuntimeError, match="num_threads is -1; it must be at least 0"):
-        native.adamw_into(inputs, outputs, HYPER, num_threads=-1)
+        native.adamw_(inputs, HYPER, outputs=outputs, num_threads=-1)
 
 
 def test_the_kernel_of_the_cpu_has_the_bits_of_torch_on_the_card(native: Kernels) -> None:
