@@ -1,4 +1,10 @@
-"""Exponential moving averages of weights, in chunks of their own; see [Note: Averages] in `chunkmem.optim.averages`."""
+"""Exponential moving averages of weights, in chunks of their own.
+
+[Note: Averages] A chunk of averages belongs to a group, as one of optimizer states, but no update touches it. So it is
+in no trace, and no plan moves it: it stays where it was made (on HOST, with a disk on DISK), and is read and written
+there, between steps. Plans leave it its room: `ChunkStore.kept_nbytes` tells how much that is. Where DEVICE and HOST
+are one piece of RAM it is on DEVICE, like everything else.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +18,18 @@ import torch
 from chunkmem.errors import CheckpointError, ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.lazy_tensor import copy_values
-from chunkmem.optim.averages import AverageChunks
 from chunkmem.optim.chunk_states import HeldStates
 from chunkmem.optim.host import HasOptimizerHost, OptimizerHost
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.slot_source import lazy_state
+from chunkmem.runtime.chunk import slot_views
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.types import AVERAGES, Role
+from chunkmem.runtime.failed import lost_error
+from chunkmem.types import AVERAGES, MEMORY, Role
 
 _NAME = "ema"
 _COUNT = "n_averaged"
+_READER = "averages of weights"
 PREFIX = "module."
 """As `torch.optim.swa_utils.AveragedModel` names them."""
 _Mix = Callable[[list[torch.Tensor], list[torch.Tensor]], object]
@@ -69,8 +77,7 @@ class EMA:
             self.excluded = {param: {_NAME: param.detach().clone()} for param in self._ordinary.values()}
             """Averages of parameters that no chunk holds, in their dtype and on their device."""
             self._role = self._free_role()
-            updater = host.updater
-            self._chunks = AverageChunks(updater.pager, updater.claims, self._own, self._role, is_blank=True)
+            self._make_chunks(is_blank=True)
             self._average(torch._foreach_copy_)
         host.add_holder(self)
 
@@ -82,6 +89,55 @@ class EMA:
             if ranks is not None and ranks.size > 1:
                 number = int(*ranks.max_over([number], label="making averages"))
         return _role(number)
+
+    def _make_chunks(self, *, is_blank: bool) -> None:
+        """Have chunks for the groups that this rank owns: of zeros if `is_blank`, else without content so far.
+
+        Raises:
+            CapacityError: the tiers have no room for them; nothing has been made.
+        """
+        updater = self._host.updater
+        pager, store, (spec,) = updater.pager, updater.pager.store, self.state_specs
+        self._tier = store.staying_tier
+        self._chunks = {group: spec.chunk(store.weights(group)) for group in self._own}
+        for chunk in self._chunks.values():
+            store.add(chunk)
+        try:
+            updater.claims.require_room({}, name="averages")
+            for chunk in self._chunks.values() if is_blank else ():
+                pager.create(chunk, self._tier, reader=_READER, zero=True, elastic=True, is_of_step=False)
+                if self._tier not in MEMORY:
+                    chunk.replicas[self._tier].write(torch.zeros(chunk.group.numel, dtype=chunk.dtype, device="cpu"))
+        except BaseException:
+            self._remove_chunks()
+            raise
+
+    def _remove_chunks(self) -> None:
+        for chunk in self._chunks.values():
+            self._host.updater.pager.store.remove(chunk)
+        self._chunks = {}
+
+    def _opened(self) -> Iterator[tuple[list[ManagedParameter], list[torch.Tensor]]]:
+        """Yield parameters of each group that this rank owns with their averages, which may be written to.
+
+        Those of DISK are a copy meanwhile.
+
+        Raises:
+            TierIOError: DISK cannot be read or written.
+        """
+        store = self._host.updater.pager.store
+        for group, members in self._own.items():
+            chunk = self._chunks[group]
+            store.before_change(chunk)
+            if not chunk.ready(self._tier):
+                raise lost_error(_READER, chunk)
+            replica = chunk.replicas[self._tier]
+            with runtime_mode():
+                flat = replica.read()
+                slots = store.views(chunk, self._tier) if flat is replica.flat else slot_views(chunk, flat)
+            yield members, [slots[managed.position] for managed in members]
+            replica.write(flat)
+            store.mark_written(chunk, self._tier)
 
     def _wanted(self, params: Iterable[torch.Tensor] | None) -> set[torch.Tensor]:
         """Return what is averaged, of the parameters that this rank has."""
@@ -131,7 +187,7 @@ class EMA:
     def __repr__(self) -> str:
         num_params = len(self._named) + len(self.excluded)
         held = f"{num_params} parameters, decay={self.decay}, {self.num_updates} updates"
-        return f"EMA({held}{', closed' if self._is_closed else f' on {self._chunks.tier.name}'})"
+        return f"EMA({held}{', closed' if self._is_closed else f' on {self._tier.name}'})"
 
     @torch.no_grad()
     def update(self) -> None:
@@ -151,9 +207,8 @@ class EMA:
 
     def _average(self, mix: _Mix) -> None:
         """Have `mix` write to averages, given lists of them and of weights in their dtype, where they are."""
-        for group, members in self._own.items():
-            with self._chunks.opened(group) as slots, runtime_mode():
-                averages = [slots[managed.position] for managed in members]
+        for members, averages in self._opened():
+            with runtime_mode():
                 weights = [self._host.updater.weight(managed) for managed in members]
                 mix(averages, [w.to(a.device, a.dtype) for w, a in zip(weights, averages, strict=True)])
         for param, entry in self.excluded.items():
@@ -183,17 +238,16 @@ class EMA:
         updater = self._host.updater
         with self._host.together("ema.swapped()"):
             updater.ahead.forget()  # an update overlapped with backward has read what is replaced here
-            for group, members in self._own.items():
-                with self._chunks.opened(group) as slots:
-                    for managed in members:
-                        before, average = updater.read_weight(managed), slots[managed.position]
-                        # Without master weights, as if frozen, or frozen next to others that are trained.
-                        is_narrower = before.dtype is not average.dtype or managed in updater.rounded
-                        if is_narrower and not self.open_block:
-                            self._unrounded[managed] = average.clone()
-                        updater.write_weight(managed, average)
-                        with runtime_mode():
-                            average.copy_(self._unrounded.pop(managed, before) if self.open_block else before)
+            for members, averages in self._opened():
+                for managed, average in zip(members, averages, strict=True):
+                    before = updater.read_weight(managed)
+                    # Without master weights, as if frozen, or frozen next to others that are trained.
+                    is_narrower = before.dtype is not average.dtype or managed in updater.rounded
+                    if is_narrower and not self.open_block:
+                        self._unrounded[managed] = average.clone()
+                    updater.write_weight(managed, average)
+                    with runtime_mode():
+                        average.copy_(self._unrounded.pop(managed, before) if self.open_block else before)
                 updater.mark_written(members)
             self._host.send_on_host("averages")
             for param, entry in self.excluded.items():
@@ -207,7 +261,7 @@ class EMA:
             if self.open_block:
                 raise StateError("ema.close() inside ema.swapped(): leave the block first")
             self._host.forget_plans()
-            self._chunks.close()
+            self._remove_chunks()
             self._host.drop_holder(self)
         self.excluded = {}
         self._is_closed = True
@@ -245,7 +299,7 @@ class EMA:
         self._find({*(managed.param for managed in held), *self.excluded})
         for param, entry in self.excluded.items():
             entry[_NAME] = entry[_NAME].to(param.device)
-        self._chunks = AverageChunks(self._host.updater.pager, self._host.updater.claims, self._own, self._role)
+        self._make_chunks(is_blank=False)
 
     # Saved.
 
@@ -257,7 +311,7 @@ class EMA:
         self._require_usable("ema.state_dict()")
         with self._host.together("ema.state_dict()"):
             found = {
-                f"{PREFIX}{name}": self._host.from_owner(managed, partial(self._chunks.read, managed))
+                f"{PREFIX}{name}": self._host.from_owner(managed, partial(self._read, managed))
                 for name, managed in self._named.items()
             }
             found |= self._ordinary_copies()
@@ -270,6 +324,9 @@ class EMA:
         (spec,) = self.state_specs
         found = {f"{PREFIX}{name}": lazy_state(self._host, spec, m, m.shape) for name, m in self._named.items()}
         return {_COUNT: self._count(), **found, **self._ordinary_copies()}
+
+    def _read(self, managed: ManagedParameter) -> torch.Tensor:
+        return self._host.updater.pager.store.read_slot(self._chunks[managed.group], managed.position)
 
     def _ordinary_copies(self) -> dict[str, torch.Tensor]:
         found = ((name, self.excluded[param][_NAME]) for name, param in self._ordinary.items())
@@ -308,10 +365,10 @@ class EMA:
         self._require_usable("ema.load_state_dict()")
         self.check_state_dict(state_dict)
         with self._host.together("ema.load_state_dict()"):
-            for group, members in self._own.items():
-                with self._chunks.opened(group) as slots, runtime_mode():
-                    for managed in members:
-                        copy_values(slots[managed.position], state_dict[f"{PREFIX}{self._name_of[managed]}"])
+            for members, averages in self._opened():
+                with runtime_mode():
+                    for managed, average in zip(members, averages, strict=True):
+                        copy_values(average, state_dict[f"{PREFIX}{self._name_of[managed]}"])
             for name, param in self._ordinary.items():
                 self.excluded[param][_NAME].copy_(state_dict[f"{PREFIX}{name}"])
         self.num_updates = int(state_dict[_COUNT])
