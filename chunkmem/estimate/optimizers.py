@@ -15,7 +15,7 @@ from chunkmem.estimate.model import blocks_in
 from chunkmem.estimate.models import imported
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.any_class import require_whole, tiles_in
-from chunkmem.optim.class_calls import OptimizerClass, require_class
+from chunkmem.optim.class_calls import require_class
 from chunkmem.optim.class_rule import ClassHyper, ClassRule
 from chunkmem.optim.class_trials import ELEMENTWISE, ClassTrial
 from chunkmem.optim.entries import TensorForm
@@ -99,7 +99,7 @@ def states_kept(
     tiles = dict(tiles_in([module]))
     found = {}
     for kind, params, options in trained_by(name, module):
-        trial = ClassTrial(OptimizerClass(kind, options))
+        trial = ClassTrial(kind, options)
         rule = ClassRule([trial])
         hyper: ClassHyper | None = None
         for managed in (managed_by[id(param)] for param in params if id(param) in managed_by):

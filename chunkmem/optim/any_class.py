@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from chunkmem.errors import ConfigError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.tiled import TiledLinear
-from chunkmem.optim.class_calls import NOT_OPTIONS, OptimizerClass, require_class
+from chunkmem.optim.class_calls import NOT_OPTIONS, require_class
 from chunkmem.optim.class_rule import ClassRule
 from chunkmem.optim.class_trials import ClassTrial
 from chunkmem.optim.host import HasOptimizerHost
@@ -61,7 +61,7 @@ class Optimizer(RuleOptimizer):
         host.require_open()
         trials, groups = [], []
         for kind, own, own_options in _pairs(classes, params):
-            trials.append(ClassTrial(OptimizerClass(require_class(kind), {**options, **own_options})))
+            trials.append(ClassTrial(require_class(kind), {**options, **own_options}))
             groups += [{**group, CLASS_KEY: trials[-1]} for group in _groups(own)]
         self._rule = ClassRule(trials)
         super().__init__(groups, {}, rule=self._rule, host=host, max_grad_norm=max_grad_norm, in_backward=in_backward)
@@ -98,12 +98,12 @@ class Optimizer(RuleOptimizer):
         """Return the class of a group, given what the group says."""
         trials = self._rule.trials
         for trial in trials:
-            if named in (trial, trial.made.kind) or (named is None and len(trials) == 1):
+            if named in (trial, trial.kind) or (named is None and len(trials) == 1):
                 return trial
-        names = ", ".join(trial.made.name for trial in trials)
+        names = ", ".join(trial.name for trial in trials)
         raise ConfigError(
             f"add_param_group(): this optimizer has the classes {names}, and the group names {named!r}; say whose "
-            f'it is: {{"params": ..., "{CLASS_KEY}": {trials[0].made.name}}}'
+            f'it is: {{"params": ..., "{CLASS_KEY}": {trials[0].name}}}'
         )
 
     def _resolve(self, trial: ClassTrial, param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Optimizer(RuleOptimizer):
             self.defaults = made.defaults
         elif len(self._rule.trials) > 1:
             self.defaults = {key: value for key, value in self.defaults.items() if key in made.defaults}
-        given = {**trial.made.arguments, **options}
+        given = {**trial.arguments, **options}
         resolved = {key: value for key, value in made.param_groups[0].items() if key not in NOT_OPTIONS}
         # A tensor stays the user's own, as in torch.optim: it may be written in place, such as a learning rate.
         tensors = {key for key, value in resolved.items() if isinstance(value, torch.Tensor)}
@@ -158,7 +158,7 @@ def require_whole(managed: ManagedParameter, trial: ClassTrial, tiles: Mapping[i
     layer = tiles.get(id(managed.param))
     if layer is not None and not trial.is_elementwise:
         raise ConfigError(
-            f"{trial.made.name} may need whole matrices, and parameter {managed.name} is a tile of layer {layer}; "
+            f"{trial.name} may need whole matrices, and parameter {managed.name} is a tile of layer {layer}; "
             "update tiles with an elementwise class (AdamW, SGD, ...), in the same chunkmem.Optimizer([...]), or "
             "do not tile that layer. A class of your own that updates each element by itself says so: "
             "is_elementwise = True"

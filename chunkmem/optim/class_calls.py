@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence, Sized
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -14,24 +13,6 @@ from chunkmem.optim.entries import Entry
 
 NOT_OPTIONS = ("params", "param_names")
 """What a parameter group has in addition to options."""
-
-
-@dataclass(frozen=True)
-class OptimizerClass:
-    """A class, and what it is made with."""
-
-    kind: type[torch.optim.Optimizer]
-    arguments: Mapping[str, Any]
-    """Of the constructor, in addition to parameters."""
-
-    @property
-    def name(self) -> str:
-        return self.kind.__name__
-
-    def make(self, params: Sequence[torch.Tensor], options: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """Return an optimizer of this class over one group of `params` with `options`."""
-        with torch.enable_grad():
-            return self.kind([{**copied(dict(options)), "params": list(params)}], **copied(dict(self.arguments)))
 
 
 def require_class(kind: object) -> type[torch.optim.Optimizer]:

@@ -60,11 +60,11 @@ class ClassRule(UpdateRule[ClassHyper]):
 
     @property
     def title(self) -> str:
-        return f"{', '.join(trial.made.name for trial in self.trials)}: "
+        return f"{', '.join(trial.name for trial in self.trials)}: "
 
     def required(self, group: Mapping[str, Any]) -> tuple[str, Collection[str]]:
         trial = self._trial(group)
-        return trial.made.name, trial.defaults
+        return trial.name, trial.defaults
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Check nothing: classes have checked options when they were tried."""
@@ -190,7 +190,7 @@ class ClassRule(UpdateRule[ClassHyper]):
             if slot is None or slot.shape != value.shape:
                 room = "none" if slot is None or not slot.numel() else f"one of {tuple(slot.shape)}"
                 raise StateError(
-                    f"{trial.made.name} has made a state {key!r} of shape {tuple(value.shape)} for parameter "
+                    f"{trial.name} has made a state {key!r} of shape {tuple(value.shape)} for parameter "
                     f"{item.params[at].name}, for which there is {room}: trial steps showed no such state"
                 )
             if not value.is_set_to(slot):

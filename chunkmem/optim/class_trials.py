@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkmem.errors import ConfigError
-from chunkmem.optim.class_calls import ClassCall, OptimizerClass
+from chunkmem.optim.class_calls import ClassCall, copied
 from chunkmem.optim.entries import Entry, EntryForm, NumberForm, TensorForm, can_be_kept
 
 NUM_STEPS: Final = 3
@@ -40,13 +40,15 @@ _NOTHING: Final = EntryForm((), (), {}, {}, is_there=False)
 class ClassTrial:
     """What is known of one class."""
 
-    def __init__(self, made: OptimizerClass) -> None:
-        """Look at its signature.
+    def __init__(self, kind: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> None:
+        """Look at its signature; `arguments` are those of its constructor, in addition to parameters.
 
         Raises:
             ConfigError: its step has to call the model.
         """
-        self.made = made
+        self.kind = kind
+        self.name = kind.__name__
+        self.arguments = arguments
         self.writes_gradients = False
         """Its step changes the gradient of a parameter that was tried."""
         self.following: set[str] = set()
@@ -56,10 +58,10 @@ class ClassTrial:
         self._defaults: Mapping[str, Any] = {}
         self._independent: set[int] = set()
         """Numbers of dimensions for which that is known."""
-        closure = inspect.signature(made.kind.step).parameters.get("closure")
+        closure = inspect.signature(kind.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ConfigError(
-                f"{made.name}.step() needs a closure, which it calls as often as it likes, with all parameters at a "
+                f"{self.name}.step() needs a closure, which it calls as often as it likes, with all parameters at a "
                 "time: chunkmem.Optimizer steps one chunk after the other; take a class whose step() has no such need"
             )
 
@@ -74,6 +76,11 @@ class ClassTrial:
         """Options of a parameter group, as the class makes them; there once there was a `sample`."""
         return self._defaults
 
+    def _make(self, params: Sequence[torch.Tensor], options: Mapping[str, Any]) -> torch.optim.Optimizer:
+        """Return an optimizer of this class over one group of `params` with `options`."""
+        with torch.enable_grad():
+            return self.kind([{**copied(dict(options)), "params": list(params)}], **copied(dict(self.arguments)))
+
     def sample(self, form: TensorForm, options: Mapping[str, Any], *, name: str) -> torch.optim.Optimizer:
         """Return an optimizer of the class over one throw-away parameter without memory; `name` is for messages.
 
@@ -84,7 +91,7 @@ class ClassTrial:
         param = torch.nn.Parameter(torch.zeros((), dtype=dtype, device="cpu").expand(form.shape))
         with _random_numbers_kept():
             try:
-                made = self.made.make([param], options)
+                made = self._make([param], options)
             except Exception as error:
                 raise self._refused(form, name, error) from error
         self._defaults = made.defaults
@@ -93,14 +100,13 @@ class ClassTrial:
 
     def _refused(self, form: TensorForm, name: str, error: Exception) -> ConfigError:
         return ConfigError(
-            f"{self.made.name} cannot update parameter {name} {form.shape} of {form.dtype}: "
-            f"{type(error).__name__}: {error}"
+            f"{self.name} cannot update parameter {name} {form.shape} of {form.dtype}: {type(error).__name__}: {error}"
         )
 
     @property
     def is_elementwise(self) -> bool:
         """It may update parts of a parameter one after the other: the class is known to, or says so."""
-        return self.made.kind in ELEMENTWISE or getattr(self.made.kind, "is_elementwise", False) is True
+        return self.kind in ELEMENTWISE or getattr(self.kind, "is_elementwise", False) is True
 
     def entry_form(self, form: TensorForm, options: Mapping[str, Any], *, name: str) -> EntryForm:
         """Return the states of a parameter; `name` is for messages.
@@ -134,7 +140,7 @@ class ClassTrial:
 
     def _step_on(self, form: TensorForm, options: Mapping[str, Any], device: str) -> EntryForm:
         made, leaf = (_leaf(form, device) for _ in range(2))
-        optimizer = self.made.make([made], options)
+        optimizer = self._make([made], options)
         version = made._version
         entry: Entry | None = None
         first_keys: tuple[str, ...] = ()
@@ -146,7 +152,7 @@ class ClassTrial:
             first_keys = tuple(entry or ()) if number == 0 else first_keys
         if made._version != version:
             raise ConfigError(
-                f"{self.made.name}.step() updates parameters that it has taken from its constructor, not those of "
+                f"{self.name}.step() updates parameters that it has taken from its constructor, not those of "
                 "param_groups, and chunkmem.Optimizer steps it on one chunk after the other"
             )
         tensors, numbers = self._forms_of(entry or {}, leaf)
@@ -158,7 +164,7 @@ class ClassTrial:
         for key, value in entry.items():
             if not isinstance(key, str) or not can_be_kept(value):
                 raise ConfigError(
-                    f"{self.made.name} keeps a {type(value).__name__} as state {key!r} of a parameter; "
+                    f"{self.name} keeps a {type(value).__name__} as state {key!r} of a parameter; "
                     f"chunkmem.Optimizer keeps ordinary tensors, numbers, strings and None{_instead_of(value)}"
                 )
             if isinstance(value, torch.Tensor) and value.dim() > 0:
@@ -175,7 +181,7 @@ class ClassTrial:
         Raises:
             ConfigError: they do not, or the class draws random numbers.
         """
-        if self.made.kind in _PER_PARAMETER or len(form.shape) in self._independent:
+        if self.kind in _PER_PARAMETER or len(form.shape) in self._independent:
             return
         self._independent.add(len(form.shape))
         small = _small(form)
@@ -189,15 +195,15 @@ class ClassTrial:
             return
         if not torch.equal(torch.get_rng_state(), before):
             raise ConfigError(
-                f"{self.made.name}.step() draws random numbers, which parameters in chunks would get in another order "
+                f"{self.name}.step() draws random numbers, which parameters in chunks would get in another order "
                 "than in plain PyTorch"
             )
         if not all(map(torch.equal, alone, together)):
             raise ConfigError(
-                f"{self.made.name} updates a parameter differently when another one is updated with it, as with a norm "
+                f"{self.name} updates a parameter differently when another one is updated with it, as with a norm "
                 "over all: chunkmem.Optimizer steps one chunk after the other"
             )
-        if self.is_elementwise and self.made.kind not in ELEMENTWISE:
+        if self.is_elementwise and self.kind not in ELEMENTWISE:
             self._require_elementwise(small, options, alone[0])
 
     def _require_elementwise(self, small: TensorForm, options: Mapping[str, Any], whole: torch.Tensor) -> None:
@@ -206,7 +212,7 @@ class ClassTrial:
             halves = [self._weights_of([0], small, options, rows=at)[0] for at in (slice(0, rows), slice(rows, None))]
             if not torch.equal(torch.cat(halves), whole):
                 raise ConfigError(
-                    f"{self.made.name}.is_elementwise says that elements are updated by themselves, and half of a "
+                    f"{self.name}.is_elementwise says that elements are updated by themselves, and half of a "
                     f"parameter of shape {small.shape} gets other values than in the whole"
                 )
 
@@ -221,7 +227,7 @@ class ClassTrial:
             return drawn[rows] if small.shape else drawn
 
         leaves = [torch.nn.Parameter(values(draw, 1.0)) for draw in draws]
-        optimizer = self.made.make(leaves, options)
+        optimizer = self._make(leaves, options)
         entries: list[Entry | None] = [None] * len(leaves)
         for _ in range(2):
             for leaf, draw in zip(leaves, draws, strict=True):

@@ -78,19 +78,23 @@ class StateSpec:
             copy_values(flat.as_strided(managed.shape, managed.stride), value)
             return self.codes.encode(flat)
 
+    def numels(self, weights: Group) -> Sequence[int] | None:
+        """Return the elements of each slot, for PARAM chunk `weights`; None: as many, at the same offsets."""
+        return None if self.numel_of is None else [self.numel_of(slot.numel) for slot in weights.slots]
+
     def form(self, weights: Group) -> Group:
         """Return what a chunk of this state is made of, for the group of PARAM chunk `weights`."""
-        group = self.elements_of(weights)
-        if self.numel_of is None:
+        group, numels = self.elements_of(weights), self.numels(weights)
+        if numels is None:
             return group
         align, end, slots = ALIGN_NBYTES // group.itemsize, 0, list[Slot]()
-        for slot in weights.slots:
-            slots.append(Slot(slot.tensor, slot.group, end, self.numel_of(slot.numel)))
+        for slot, numel in zip(weights.slots, numels, strict=True):
+            slots.append(Slot(slot.tensor, slot.group, end, numel))
             end = -(-slots[-1].end // align) * align
         if self.codes is not None:  # groups of one size have chunks of one size, although their slots differ
             step = -(-weights.numel // (32 * align)) * align
             end = -(-end // step) * step
-        return replace(group, num_slabs=1, numel=end, slots=tuple(slots))
+        return replace(group, num_slabs=1, numel=max(end, align), slots=tuple(slots))
 
     def elements_of(self, weights: Group) -> Group:
         """Return a group in the dtype of this state."""
@@ -102,11 +106,12 @@ class StateSpec:
     def chunk(self, param: Chunk) -> Chunk:
         """Return a new chunk for the states of the parameters in the PARAM chunk `param`."""
         key, form = ChunkId(self.role, param.id.group), self.form(param.group)
-        forms = param.forms
-        if self.numel_of is not None:
-            forms = tuple((torch.Size([slot.numel]), (1,)) for slot in form.slots)
         label = f"{key}{param.label.removeprefix(str(param.id))}"
-        return Chunk(key, form, getattr(torch, form.dtype), label, forms)
+        return Chunk(key, form, getattr(torch, form.dtype), label, self.slot_forms(param, form))
+
+    def slot_forms(self, param: Chunk, form: Group) -> tuple[tuple[torch.Size, tuple[int, ...]], ...]:
+        """Return the shape and strides of each slot in the chunk `form` for the PARAM chunk `param`."""
+        return param.forms if self.numel_of is None else tuple((torch.Size([slot.numel]), (1,)) for slot in form.slots)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,11 @@ from typing import NamedTuple
 import torch
 
 from chunkmem.errors import ConfigError
-from chunkmem.layout.spec import ALIGN_NBYTES, Group, Slot
+from chunkmem.layout.spec import Group
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.entries import TensorForm
 from chunkmem.optim.rule import StateSpec
 from chunkmem.runtime.chunk import Chunk
-from chunkmem.types import ChunkId
 
 
 class SlotForm(NamedTuple):
@@ -46,22 +45,17 @@ class ShapedState(StateSpec):
     def at(self, position: int) -> ShapedState:
         return replace(self, forms=tuple(form._replace(position=position) for form in self.forms))
 
-    def form(self, weights: Group) -> Group:
-        group = self.elements_of(weights)
-        align, end, slots = ALIGN_NBYTES // group.itemsize, 0, []
-        numel = {form.position: torch.Size(form.shape).numel() for form in self.forms}
-        for position, slot in enumerate(weights.slots):
-            slots.append(Slot(slot.tensor, slot.group, end, numel.get(position, 0)))
-            end = -(-slots[-1].end // align) * align
-        return replace(group, num_slabs=1, numel=max(end, align), slots=tuple(slots))
+    def numels(self, weights: Group) -> Sequence[int]:
+        found = [0] * len(weights.slots)
+        for position, shape, _ in self.forms:
+            found[position] = torch.Size(shape).numel()
+        return found
 
-    def chunk(self, param: Chunk) -> Chunk:
-        key, form = ChunkId(self.role, param.id.group), self.form(param.group)
-        forms: list[tuple[torch.Size, tuple[int, ...]]] = [(torch.Size([0]), (1,))] * len(form.slots)
+    def slot_forms(self, param: Chunk, form: Group) -> tuple[tuple[torch.Size, tuple[int, ...]], ...]:
+        found: list[tuple[torch.Size, tuple[int, ...]]] = [(torch.Size([0]), (1,))] * len(form.slots)
         for position, shape, stride in self.forms:
-            forms[position] = torch.Size(shape), stride
-        label = f"{key}{param.label.removeprefix(str(param.id))}"
-        return Chunk(key, form, getattr(torch, form.dtype), label, tuple(forms))
+            found[position] = torch.Size(shape), stride
+        return tuple(found)
 
 
 def merged(claims: Sequence[tuple[ManagedParameter, StateSpec]]) -> StateSpec:

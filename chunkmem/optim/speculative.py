@@ -35,24 +35,6 @@ MAX_WRONG = 3
 """Wrong guesses among them from which on none is made."""
 
 
-@dataclass(frozen=True)
-class UpdateInputs:
-    """All that an update depends on in addition to the contents of chunks."""
-
-    updates: frozenset[tuple[ManagedParameter, int, int, Hashable]]
-    """(parameter, number of its update, its own in the optimizer, its hyper-parameters)."""
-    multiplier: float | None
-
-    @classmethod
-    def of(cls, items: Sequence[UpdateItem], multiplier: float | None) -> UpdateInputs:
-        """Return what an update of `items` depends on."""
-        found: set[tuple[ManagedParameter, int, int, Hashable]] = set()
-        for item in items:
-            rows = zip(item.params, map(int, item.steps), item.numbers, strict=True)
-            found.update((managed, step, number, item.hyper) for managed, step, number in rows)
-        return cls(frozenset(found), multiplier)
-
-
 class Speculation:
     """What became of the guesses of the last steps. Steps without one count as they would have."""
 
@@ -89,6 +71,19 @@ class Intent:
     """Of the gradients."""
     needs_norm: bool
 
+    def is_right(self, items: Sequence[UpdateItem], multiplier: float | None) -> bool:
+        """Tell whether a step that updates `items` so depends on the same, in addition to the contents of chunks."""
+        return multiplier == self.multiplier and _inputs(items) == _inputs(self.items)
+
+
+def _inputs(items: Sequence[UpdateItem]) -> set[tuple[ManagedParameter, int, int, Hashable]]:
+    """Return (parameter, number of its update, its own in the optimizer, its hyper-parameters)."""
+    found: set[tuple[ManagedParameter, int, int, Hashable]] = set()
+    for item in items:
+        rows = zip(item.params, map(int, item.steps), item.numbers, strict=True)
+        found.update((managed, step, number, item.hyper) for managed, step, number in rows)
+    return found
+
 
 @dataclass
 class NormParts:
@@ -106,7 +101,6 @@ class _Job:
 
     group: int
     intent: Intent
-    guess: UpdateInputs
     chunks: dict[Role, Chunk]
     versions: dict[Role, int]
     replicas: dict[Role, Replica]
@@ -215,7 +209,6 @@ class SpeculativeUpdater:
         return _Job(
             group,
             intent,
-            UpdateInputs.of(intent.items, intent.multiplier),
             chunks,
             {role: chunk.version for role, chunk in read.items()},
             {role: chunk.replicas[Tier.HOST] for role, chunk in read.items()},
@@ -273,7 +266,7 @@ class SpeculativeUpdater:
                 f"the update of group {group} overlapped with backward failed and is made now: {job.failure!r}",
                 stacklevel=2,
             )
-        if tier is not Tier.HOST or not job.is_sound or job.guess != UpdateInputs.of(items, multiplier):
+        if tier is not Tier.HOST or not job.is_sound or not job.intent.is_right(items, multiplier):
             self.guesses.roll_back()
             self._give_back(job.slabs)
             return False

@@ -101,11 +101,10 @@ class GroupUpdater:
                 for position, values in slots.items():
                     views[position].copy_(values)
 
-    def in_order(self, groups: Iterable[int]) -> Sequence[int]:
+    def in_order(self, groups: Collection[int]) -> Sequence[int]:
         """Return groups in the order of their updates: first those that no plan knows of, as none is overlapped yet."""
-        found = sorted(groups, key=lambda group: not self.is_on_host(group))
-        on_host = [group for group in found if self.is_on_host(group)]
-        others = found[len(on_host) :]
+        on_host = [group for group in groups if self.is_on_host(group)]
+        others = [group for group in groups if group not in on_host]
         planned = self.pager.policy.update_order(others)
         return [*on_host, *(planned or in_order_of_update(others, landing=list(self.gradients.slots.landed)))]
 

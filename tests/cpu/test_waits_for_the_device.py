@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkmem.optim.adam_rule import _steps_on
-from chunkmem.optim.class_calls import OptimizerClass
 from chunkmem.optim.class_rule import ClassRule
 from chunkmem.optim.kernels import Kernels
 from chunkmem.optim.native import NativeUpdate
@@ -144,7 +143,7 @@ def test_a_number_keeps_its_bits(value: Any) -> None:
 
 def test_what_a_class_keeps_is_filled_on_a_device() -> None:
     """Adam of torch with `fused` has the number of its update on the device of the weights."""
-    trial: Any = SimpleNamespace(following=frozenset(), made=OptimizerClass(torch.optim.AdamW, {}))
+    trial: Any = SimpleNamespace(following=frozenset(), name="AdamW")
     rule = ClassRule([trial])
     record: Any = SimpleNamespace(entry={"step": torch.tensor(4.0)}, is_new=False)
     hyper: Any = SimpleNamespace(trial=trial, options={"fused": True})
