@@ -96,7 +96,7 @@ def states_kept(
         ConfigError: there is no such class, or `chunkmem.Optimizer` refuses it for this model.
     """
     managed_by = {id(managed.param): managed for managed in forms}
-    tiles = dict(tiles_in([module]))
+    tiles = tiles_in([module])
     found = {}
     for kind, params, options in trained_by(name, module):
         trial = ClassTrial(kind, options)

@@ -36,8 +36,6 @@ class BegunStep:
     """By parameter group, as its rule has read them."""
     known: list[ManagedParameter]
     """All that the optimizer has, on whichever rank."""
-    stateless: Collection[ManagedParameter]
-    """Parameters that need no state with these."""
     updated: dict[ManagedParameter, None] = field(default_factory=dict)
     is_stepping: bool = False
     """`step()` has changed something, and continues if it is called again."""

@@ -10,12 +10,12 @@ from torch.optim.optimizer import ParamsT
 
 from chunkmem.errors import ConfigError
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.tiled import TiledLinear
 from chunkmem.optim.class_calls import NOT_OPTIONS, require_class
 from chunkmem.optim.class_rule import ClassRule
 from chunkmem.optim.class_trials import ClassTrial
 from chunkmem.optim.host import HasOptimizerHost
 from chunkmem.optim.optimizer import RuleOptimizer
+from chunkmem.optim.tiles import tiled_weights
 
 CLASS_KEY = "optimizer"
 """Of a parameter group that is added: its class, if there are several."""
@@ -82,7 +82,7 @@ class Optimizer(RuleOptimizer):
             resolved = self._resolve(trial, next(p for p in found if isinstance(p, torch.Tensor)), group)
             group = {**resolved, **{key: group[key] for key in NOT_OPTIONS if key in group}}
         registry = self._host.registry
-        tiles = dict(tiles_in(model.root for model in registry.models))
+        tiles = tiles_in(model.root for model in registry.models)
         for managed in filter(None, map(registry.find, found)):
             require_whole(managed, trial, tiles)
         new = [id(param) for param in found if id(param) not in self._rule.trial_of]
@@ -165,9 +165,6 @@ def require_whole(managed: ManagedParameter, trial: ClassTrial, tiles: Mapping[i
         )
 
 
-def tiles_in(roots: Iterable[torch.nn.Module]) -> Iterable[tuple[int, str]]:
-    """Yield the identity of each tile with the name of its layer."""
-    for root in roots:
-        for name, module in root.named_modules():
-            for tiles in module.tiles().values() if isinstance(module, TiledLinear) else ():
-                yield from ((id(tile), name) for tile in tiles)
+def tiles_in(roots: Iterable[torch.nn.Module]) -> dict[int, str]:
+    """Return by the identity of each tile the name of its layer."""
+    return {id(tile): whole.layer_name for whole in tiled_weights(roots) for tile in whole.tiles}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -90,11 +89,13 @@ class ChunkStates:
 
     def form(self, managed: ManagedParameter) -> EntryForm:
         """Return what the state of a parameter may have."""
+        return self._rule.form(self._hyper(managed), self._updater.weight_form(managed), name=managed.name)
+
+    def _hyper(self, managed: ManagedParameter) -> Hashable:
         if id(managed.param) not in self._hypers:
             for group in self._members.groups():
                 self._hypers.update(dict.fromkeys(map(id, group["params"]), self._rule.hyper(group)))
-        hyper = self._hypers[id(managed.param)]
-        return self._rule.form(hyper, self._updater.weight_form(managed), name=managed.name)
+        return self._hypers[id(managed.param)]
 
     def forget_options(self) -> None:
         """Options of parameter groups were replaced."""
@@ -132,7 +133,6 @@ class ChunkStates:
         self,
         pending: list[ManagedParameter],
         hypers: Sequence[Hashable],
-        stateless: Collection[ManagedParameter],
         *,
         anywhere: list[ManagedParameter],
     ) -> None:
@@ -141,7 +141,6 @@ class ChunkStates:
         Args:
             pending: what is about to be updated.
             hypers: by parameter group, its options.
-            stateless: parameters that need none.
             anywhere: the parameters of which a rank has a gradient.
         """
         needs = [self._rule.needs(hyper) for hyper in hypers]
@@ -149,10 +148,10 @@ class ChunkStates:
             self.forget_options()
             self.claim_more(self.wanted(self._members.groups()))
             self._needs = needs
-        with_states = [managed for managed in pending if managed not in stateless]
+        stateless = {m for m in (*pending, *anywhere) if self._rule.is_stateless(self._hyper(m))}
         for group in {managed.group for managed in pending if managed in stateless}:
             self._updater.make_master(group)
-        self.prepare(with_states, others=pending)
+        self.prepare([managed for managed in pending if managed not in stateless], others=pending)
         self._note([managed for managed in anywhere if managed not in stateless])
         self._updater.complete_states(pending)
 
@@ -238,9 +237,7 @@ class ChunkStates:
         state = self._host.from_owner(managed, lambda: self._copied_entry(managed))
         for key, role in state.items():
             if isinstance(role, Role):
-                spec = self.specs_of(managed)[key]
-                shape = spec.shown_form(self._updater.weight_form(managed)).shape
-                state[key] = lazy_state(self._host, spec, managed, shape, shown=partial(spec.shown, managed=managed))
+                state[key] = lazy_state(self._host, self.specs_of(managed)[key], managed)
         return state
 
     def _check(self, managed: ManagedParameter) -> None:

@@ -322,7 +322,7 @@ class EMA:
         """Return `state_dict()` with values in chunks that are read when they are used; of this pipeline stage."""
         self._require_usable("ema.lazy_state_dict()")
         (spec,) = self.state_specs
-        found = {f"{PREFIX}{name}": lazy_state(self._host, spec, m, m.shape) for name, m in self._named.items()}
+        found = {f"{PREFIX}{name}": lazy_state(self._host, spec, managed) for name, managed in self._named.items()}
         return {_COUNT: self._count(), **found, **self._ordinary_copies()}
 
     def _read(self, managed: ManagedParameter) -> torch.Tensor:

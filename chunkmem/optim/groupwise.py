@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 from weakref import ref
 
@@ -87,20 +87,17 @@ class GroupwiseStep:
 
     def new_begun(self, options: str) -> BegunStep:
         """Return a step that has changed nothing so far."""
-        hypers, known, stateless, number = [], list[ManagedParameter](), set[ManagedParameter](), -1
+        hypers, known, number = [], list[ManagedParameter](), -1
         known_as, lookup = self._host.registry.managed, self._host.registry.lookup
         for index, group in enumerate(self._members.groups()):
             hypers.append(self.rule.hyper(group))
-            is_stateless = self.rule.is_stateless(hypers[-1])
             for param in group["params"]:
                 number += 1
                 managed = known_as.get(id(param)) or lookup(param)
                 if managed is not None:
                     known.append(managed)
                     self._options_of[managed], self._numbers[managed] = index, number
-                    if is_stateless:
-                        stateless.add(managed)
-        return BegunStep(options, hypers, known, stateless)
+        return BegunStep(options, hypers, known)
 
     def has_gradients(self, begun: BegunStep) -> bool:
         """Look up what there is to do; tell whether there is anything."""
@@ -156,16 +153,7 @@ class GroupwiseStep:
     # Gradients.
 
     def _gradients(self, pending: list[ManagedParameter]) -> PendingGradients:
-        host = self._host
-        return PendingGradients(
-            host.registry.in_order(self._members.params()),
-            pending,
-            self._updater,
-            is_lowered=host.is_lowered,
-            scaler=host.scaler,
-            ranks=host.ranks,
-            counted_elsewhere=host.registry.counted_elsewhere,
-        )
+        return PendingGradients(self._host, self._members.params(), pending)
 
     def _scale(self, begun: BegunStep, pending: list[ManagedParameter], max_norm: float) -> None:
         """Clip where gradients are, as torch does: to the bit. Else find what updates multiply them by."""
@@ -225,7 +213,7 @@ class GroupwiseStep:
     def _update(self, begun: BegunStep, left: list[ManagedParameter]) -> None:
         if not self._host.ranks.are_one:  # the others update their groups without waiting for this rank
             self._hold(begun, weights=True)
-        self.states.make(left, begun.hypers, begun.stateless, anywhere=begun.anywhere)
+        self.states.make(left, begun.hypers, anywhere=begun.anywhere)
         by_group: dict[int, list[ManagedParameter]] = {}
         for managed in left:
             by_group.setdefault(managed.group, []).append(managed)
@@ -241,15 +229,8 @@ class GroupwiseStep:
 
     def _update_group(self, group: int, params: Iterable[ManagedParameter], begun: BegunStep, *, in_step: bool) -> None:
         """Update parameters of one chunk group, which have their states, in the order of the parameter groups."""
-        items: dict[int, UpdateItem] = {}
-        records = self.states.records
-        for managed in params:
-            index = self._options_of[managed]
-            if index not in items:
-                items[index] = UpdateItem(begun.hypers[index], [], [])
-            record = Record() if managed in begun.stateless else records[managed]
-            items[index].add(managed, self._numbers[managed], record)
-        found = list(items.values())
+        found = self._items(params, begun.hypers.__getitem__)
+        assert found is not None
         try:
             self._updater.update(group, found, self.rule, multiplier=begun.multiplier)
         except BaseException:
@@ -269,6 +250,30 @@ class GroupwiseStep:
         self._updater.gradients.use_up(done)  # last: it may raise, although they are gone then
         self._updater.in_backward.begin_again(group)
 
+    def _items(
+        self, params: Iterable[ManagedParameter], hyper_of: Callable[[int], Hashable], *, is_draft: bool = False
+    ) -> list[UpdateItem] | None:
+        """Return what to update parameters with, by the options of their groups; None if one lacks options or states.
+
+        Args:
+            params: of one chunk group.
+            hyper_of: returns the options of a parameter group.
+            is_draft: the update may be thrown away.
+        """
+        items: dict[int, UpdateItem] = {}
+        for managed in params:
+            index = self._options_of.get(managed)
+            if index is None:
+                return None
+            if index not in items:
+                items[index] = UpdateItem(hyper_of(index), [], [], drafts=[] if is_draft else None)
+            item = items[index]
+            record = Record() if self.rule.is_stateless(item.hyper) else self.states.records.get(managed)
+            if record is None:
+                return None
+            item.add(managed, self._numbers[managed], record)
+        return list(items.values())
+
     @torch.no_grad()
     def update_in_backward(self, group: int) -> None:
         """Update a chunk group, all of whose gradients have landed, as `step()` would with the options there are now.
@@ -280,26 +285,20 @@ class GroupwiseStep:
         if begun is None or not begun.updated:
             begun = self.begun = self.new_begun(options_in_words(self._members.groups()))
         params = sorted(self._updater.gradients.slots.landed[group], key=self._numbers.__getitem__)
-        self.states.make(params, begun.hypers, begun.stateless, anywhere=params)
+        self.states.make(params, begun.hypers, anywhere=params)
         self._update_group(group, params, begun, in_step=False)
 
     def intent(self, group: int) -> Intent | None:
         """Return what `step()` would do with a chunk group now if nothing is clipped; None if it cannot be told yet."""
         if self.in_backward:  # in place, and for good
             return None
-        groups, items = self._members.groups(), dict[int, UpdateItem]()
-        for managed in self._updater.gradients.slots.landed.get(group, ()):
-            index = self._options_of.get(managed)
-            if index is None or index >= len(groups):
-                return None
-            if index not in items:
-                items[index] = UpdateItem(self.rule.hyper(groups[index]), [], [], drafts=[])
-            is_stateless = self.rule.is_stateless(items[index].hyper)
-            record = Record() if is_stateless else self.states.records.get(managed)
-            if record is None:
-                return None
-            items[index].add(managed, self._numbers[managed], record)
+        groups, landed = self._members.groups(), self._updater.gradients.slots.landed.get(group, ())
+        if any(self._options_of.get(managed, 0) >= len(groups) for managed in landed):  # a group was removed
+            return None
+        items = self._items(landed, lambda index: self.rule.hyper(groups[index]), is_draft=True)
+        if items is None:
+            return None
         scaler = self._host.scaler
         multiplier = None if scaler is None or scaler.loss_scale == 1.0 else 1.0 / scaler.loss_scale
         needs_norm = scaler is not None or self._members.optimizer.max_grad_norm > 0
-        return Intent(self.rule, list(items.values()), multiplier, needs_norm=needs_norm)
+        return Intent(self.rule, items, multiplier, needs_norm=needs_norm)

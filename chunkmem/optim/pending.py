@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.lazy_gradient import LazyGradient
+from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.ops import global_norm, number_on, on_host
-from chunkmem.optim.scaler import LossScaler
-from chunkmem.optim.update import GroupUpdater
 from chunkmem.runtime.device import runtime_mode
 
 
@@ -34,44 +32,35 @@ class PendingGradients:
     """Every gradient there is, wherever it is: in the slots of managed parameters, in `.grad` of excluded ones."""
 
     def __init__(
-        self,
-        params: Iterable[torch.Tensor],
-        managed: Iterable[ManagedParameter],
-        updater: GroupUpdater,
-        *,
-        is_lowered: bool,
-        scaler: LossScaler | None,
-        ranks: Ranks,
-        counted_elsewhere: Collection[ManagedParameter] = (),
+        self, host: OptimizerHost, params: Iterable[torch.Tensor], managed: Iterable[ManagedParameter]
     ) -> None:
         """Look the gradients up.
 
         Args:
-            params: in the order of `model.parameters()`, as torch's clip_grad_norm_ is given them: a sum has other last
-                bits in the order of the parameter groups.
+            host: knows where gradients are, by what losses were multiplied, and the ranks over which the norm is
+                formed: each has the gradients of its own groups, all those of `.grad`.
+            params: of an optimizer. Their order is that of `model.parameters()`, as torch's clip_grad_norm_ is given
+                them: a sum has other last bits in the order of the parameter groups.
             managed: those of them that are managed and have a gradient.
-            updater: knows where gradients are.
-            is_lowered: the model computes in less than float32, and squares are summed in that.
-            scaler: by which the losses were multiplied; None: they were not.
-            ranks: over which the norm is formed: each has the gradients of its own groups, all those of `.grad`.
-            counted_elsewhere: managed parameters that are part of the norm on another rank.
 
         Raises:
             StateError: there is no gradient.
         """
         self._managed: dict[torch.Tensor, ManagedParameter] = {one.param: one for one in managed}
-        self._updater = updater
-        self._is_lowered = is_lowered
-        self._scaler = scaler
-        self._ranks = ranks
-        self._counted_elsewhere = counted_elsewhere
+        self._updater = host.updater
+        self._is_lowered = host.is_lowered
+        """The model computes in less than float32, and squares are summed in that."""
+        self._scaler = host.scaler
+        self._ranks = host.ranks
+        self._counted_elsewhere = host.registry.counted_elsewhere
+        """Managed parameters that are part of the norm on another rank."""
         self._params = [
             param
-            for param in params
+            for param in host.registry.in_order(params)
             if param in self._managed or (param.grad is not None and not isinstance(param.grad, LazyGradient))
         ]
         """Those with a gradient. A lazy one of a parameter that is not among `managed` is another rank's."""
-        if not self._params and ranks.are_one:
+        if not self._params and self._ranks.are_one:
             raise StateError("no gradient to clip: call manager.backward(loss) or loss.backward() before it")
 
     def clipping(self, max_norm: float) -> Clipping:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from chunkmem.errors import CheckpointError, ConfigError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.lazy_tensor import LazyTensor
-from chunkmem.optim.checks import check_state
 from chunkmem.optim.entries import BlankEntry
 from chunkmem.optim.groupwise import GroupwiseStep
 from chunkmem.optim.host import OptimizerHost
@@ -22,8 +22,6 @@ from chunkmem.optim.state import OptimizerState
 
 class SavedStates:
     """What torch's `state_dict` has, and does not know to be in chunks."""
-
-    open_block = ""
 
     def __init__(
         self, host: OptimizerHost, members: GroupMembers, updates: GroupwiseStep, state: OptimizerState
@@ -82,9 +80,36 @@ class SavedStates:
         return state_dict
 
     def check(self, state_dict: Mapping[str, Any]) -> None:
-        """See `RuleOptimizer.check_state_dict`."""
-        members = self._members
-        check_state(state_dict, members.groups(), self._rule, name_of=members.name, weights_of=members.weights_of)
+        """Compare a state with the parameter groups it is to be loaded into.
+
+        Raises:
+            CheckpointError: groups or shapes differ, or it was made with an option there is no counterpart of.
+        """
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+            raise CheckpointError("not an optimizer state: it needs the keys 'state' and 'param_groups'")
+        members, saved = self._members, state_dict["param_groups"]
+        ours, theirs = ([len(group["params"]) for group in each] for each in (members.groups(), saved))
+        if ours != theirs:
+            raise CheckpointError(f"the state has parameter groups of {theirs} parameters, this optimizer of {ours}")
+        wrong = []
+        for group, own in zip(saved, members.groups(), strict=True):
+            name, options = self._rule.required(own)
+            if missing := [option for option in options if option not in group]:
+                raise CheckpointError(f"the state is of another optimizer than {name}: it has no {', '.join(missing)}")
+            try:
+                self._rule.check(group)
+                hyper = self._rule.hyper({**own, **group, "params": own["params"]})
+                for index, param in zip(group["params"], own["params"], strict=True):
+                    if not (state := state_dict["state"].get(index)):
+                        continue
+                    called = members.name(param, index)
+                    form = self._rule.form(hyper, members.weights_of(param), name=called)
+                    problems = form.problems(self._rule.to_load(state), is_whole=True)
+                    wrong += [f"{called} {problem}" for problem in problems]
+            except ConfigError as error:
+                raise CheckpointError(f"the state cannot be loaded: {error}") from None
+        if wrong:
+            raise CheckpointError(f"the state does not fit the parameters ({'; '.join(wrong)}); nothing was loaded")
 
     def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Load a state; see `RuleOptimizer.load_state_dict`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -87,16 +87,10 @@ class SlotSource(Source):
         return LazyTensor.of(self, shape, self._dtype)
 
 
-def lazy_state(
-    host: OptimizerHost,
-    spec: StateSpec,
-    managed: ManagedParameter,
-    shape: Sequence[int],
-    *,
-    shown: Callable[[torch.Tensor], torch.Tensor] = lambda slot: slot,
-) -> LazyTensor:
-    """Return a state of a parameter, in a shape, that is read when it is used; `shown` is that of `SlotSource`."""
+def lazy_state(host: OptimizerHost, spec: StateSpec, managed: ManagedParameter) -> LazyTensor:
+    """Return a state of a parameter, as it is shown, that is read when it is used."""
     updater = host.updater
+    form = spec.shown_form(updater.weight_form(managed))
 
     def read() -> torch.Tensor:
         host.require_open()
@@ -105,11 +99,11 @@ def lazy_state(
     source = SlotSource(
         managed,
         spec.role,
-        updater.state_dtype(spec, managed),
+        form.dtype if spec.codes is None else torch.float32,
         find=partial(updater.state, spec.role, managed),
         read=read,
-        shown=shown,
+        shown=partial(spec.shown, managed=managed),
         owns=host.owns,
         from_owner=host.from_owner,
     )
-    return source.tensor(tuple(shape))
+    return source.tensor(form.shape)

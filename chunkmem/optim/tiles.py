@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,16 +14,22 @@ from chunkmem.nn.tiled import TiledLinear
 from chunkmem.optim.masters import MASTER_KEY
 
 
-@dataclass(frozen=True)
-class _Whole:
-    """A whole weight or bias, in tiles."""
+class TiledWeight(NamedTuple):
+    """A weight or bias in tiles."""
 
-    layer: TiledLinear | None
-    """None: it is an ordinary parameter."""
-    name: str
-    """In the layer."""
-    tiles: list[int]
-    """Identities of the parameters."""
+    layer_name: str
+    """In the model."""
+    layer: TiledLinear
+    key: str
+    """Of the whole in the layer."""
+    tiles: Sequence[nn.Parameter]
+
+
+def tiled_weights(roots: Iterable[nn.Module]) -> Iterator[TiledWeight]:
+    """Yield all of some models."""
+    for name, module in (found for root in roots for found in root.named_modules()):
+        for key, tiles in module.tiles().items() if isinstance(module, TiledLinear) else ():
+            yield TiledWeight(name, module, key, tiles)
 
 
 @dataclass(frozen=True)
@@ -32,25 +38,23 @@ class _Row:
 
     untiled: int
     tiled: tuple[int, ...]
-    layer: TiledLinear | None = None
+    whole: TiledWeight | None
     """Whose tiles they are; None: it is an ordinary parameter."""
-    name: str = ""
-    """Of the parameter in the layer."""
 
     def join(self, values: Mapping[int, Any]) -> Any:
         """Return the value of the whole, given those of tiles by their indices: a copy."""
         first = values[self.tiled[0]]
         is_of_tile = isinstance(first, torch.Tensor) and first.ndim > 0
-        if self.layer is None or not is_of_tile:
+        if self.whole is None or not is_of_tile:
             return first.clone() if isinstance(first, torch.Tensor) else first
-        return self.layer.join(self.name, [values[index] for index in self.tiled]).clone()
+        return self.whole.layer.join(self.whole.key, [values[index] for index in self.tiled]).clone()
 
     def split(self, value: Any) -> dict[int, Any]:
         """Return the values of tiles by their indices: copies."""
         is_whole = isinstance(value, torch.Tensor) and value.ndim > 0
-        if self.layer is None or not is_whole:
+        if self.whole is None or not is_whole:
             return {index: value.clone() if isinstance(value, torch.Tensor) else value for index in self.tiled}
-        return dict(zip(self.tiled, self.layer.split(self.name, value), strict=True))
+        return dict(zip(self.tiled, self.whole.layer.split(self.whole.key, value), strict=True))
 
 
 def require_together(roots: Iterable[nn.Module], groups: Iterable[Mapping[str, Any]]) -> None:
@@ -60,14 +64,13 @@ def require_together(roots: Iterable[nn.Module], groups: Iterable[Mapping[str, A
         ConfigError: those of one are in several.
     """
     group_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
-    for name, layer in (found for root in roots for found in root.named_modules()):
-        for key, tiles in layer.tiles().items() if isinstance(layer, TiledLinear) else ():
-            found = sorted({group_of[id(tile)] for tile in tiles if id(tile) in group_of})
-            if len(found) > 1:
-                raise ConfigError(
-                    f"tiles of {name}.{key} are in parameter groups {' and '.join(map(str, found))}, and a checkpoint "
-                    "has one weight: put all tiles of a layer into one group, or do not tile it"
-                )
+    for whole in tiled_weights(roots):
+        found = sorted({group_of[id(tile)] for tile in whole.tiles if id(tile) in group_of})
+        if len(found) > 1:
+            raise ConfigError(
+                f"tiles of {whole.layer_name}.{whole.key} are in parameter groups {' and '.join(map(str, found))}, and "
+                "a checkpoint has one weight: put all tiles of a layer into one group, or do not tile it"
+            )
 
 
 def untile_optimizer_state(
@@ -90,10 +93,10 @@ def untile_optimizer_state(
     found: dict[int, Any] = {}
     for row in (row for rows in groups for row in rows):
         states = {index: state["state"][index] for index in row.tiled if index in state["state"]}
-        if states and len(states) < len(row.tiled):
+        if row.whole is not None and 0 < len(states) < len(row.tiled):
             raise CheckpointError(
-                f"{row.name} of a tiled layer has states for {len(states)} of {len(row.tiled)} tiles: train or freeze "
-                "the layer as a whole"
+                f"{row.whole.key} of a tiled layer has states for {len(states)} of {len(row.tiled)} tiles: train or "
+                "freeze the layer as a whole"
             )
         for key in next(iter(states.values()), {}):
             found.setdefault(row.untiled, {})[key] = row.join({index: states[index][key] for index in states})
@@ -120,7 +123,9 @@ def untiled_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[li
     found = []
     for rows in _rows(model, optimizer):
         own = [(names[id(params[row.tiled[0]])], row) for row in rows]
-        found.append([name if row.layer is None else f"{name.rsplit('.tile_', 1)[0]}.{row.name}" for name, row in own])
+        found.append(
+            [name if row.whole is None else f"{name.rsplit('.tile_', 1)[0]}.{row.whole.key}" for name, row in own]
+        )
     return found
 
 
@@ -163,11 +168,7 @@ def _with_params(state: Mapping[str, Any], params: Sequence[Sequence[int]]) -> l
 
 def _rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[_Row]]:
     """Return the untiled parameters of each parameter group, in its order; a whole stands where its first tile does."""
-    whole: dict[int, _Whole] = {}
-    for tiled in (module for module in model.modules() if isinstance(module, TiledLinear)):
-        for name, tiles in tiled.tiles().items():
-            entry = _Whole(tiled, name, [id(tile) for tile in tiles])
-            whole |= dict.fromkeys(entry.tiles, entry)
+    whole_of = {id(tile): whole for whole in tiled_weights([model]) for tile in whole.tiles}
     groups: list[list[_Row]] = []
     at = num_rows = 0
     for group in optimizer.param_groups:
@@ -177,13 +178,14 @@ def _rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[_Row]
         for key in index:
             if key in seen:
                 continue
-            of = whole.get(key, _Whole(None, "", [key]))
-            if not index.keys() >= set(of.tiles):
+            whole = whole_of.get(key)
+            keys = [key] if whole is None else list(map(id, whole.tiles))
+            if whole is not None and not index.keys() >= set(keys):
                 raise CheckpointError(
-                    f"{of.name} of a tiled layer is in several parameter groups: put all tiles into one"
+                    f"{whole.key} of a tiled layer is in several parameter groups: put all tiles into one"
                 )
-            seen.update(of.tiles)
-            rows.append(_Row(num_rows, tuple(index[tile] for tile in of.tiles), of.layer, of.name))
+            seen.update(keys)
+            rows.append(_Row(num_rows, tuple(map(index.__getitem__, keys)), whole))
             num_rows += 1
         groups.append(rows)
     return groups

@@ -20,7 +20,7 @@ from chunkmem.optim.in_backward import BackwardUpdates, Owner
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
-from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule, fill
+from chunkmem.optim.rule import UpdateItem, UpdateRule, fill
 from chunkmem.optim.speculative import SpeculativeUpdater
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, slot_views
 from chunkmem.runtime.device import runtime_mode
@@ -368,13 +368,6 @@ class GroupUpdater:
     def state(self, role: Role, managed: ManagedParameter) -> Chunk:
         """Return the chunk of `role` that holds the parameter's state."""
         return self._store.chunks[ChunkId(role, managed.group)]
-
-    def state_dtype(self, spec: StateSpec, managed: ManagedParameter) -> torch.dtype:
-        """Return the dtype of a parameter's state as it is shown; it may be on another rank."""
-        if spec.codes is not None:
-            return torch.float32
-        dtype: torch.dtype = getattr(torch, spec.form(self._store.weights(managed.group).group).dtype)
-        return dtype
 
     def gradient(self, managed: ManagedParameter) -> torch.Tensor:
         """Return the slot of a gradient that has landed, where it is now, to be read; of DISK a copy of it."""

@@ -83,7 +83,9 @@ def pending(*, is_lowered: bool) -> PendingGradients:
         native=NativeUpdate(lambda: Kernels(frozenset())),
     )
     ranks: Any = SimpleNamespace(are_one=True, rank=0)
-    return PendingGradients(params, managed, updater, is_lowered=is_lowered, scaler=None, ranks=ranks)
+    registry = SimpleNamespace(in_order=list, counted_elsewhere=())
+    host: Any = SimpleNamespace(updater=updater, is_lowered=is_lowered, scaler=None, ranks=ranks, registry=registry)
+    return PendingGradients(host, params, managed)
 
 
 @pytest.mark.parametrize("is_lowered", [False, True])
