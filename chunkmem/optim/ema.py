@@ -172,7 +172,6 @@ class EMA:
         self._named = {name: managed for name, managed in found if managed is not None}
         self._own: dict[int, list[ManagedParameter]] = {}
         """By group that this rank owns, in the order of the groups."""
-        self._name_of = {managed: name for name, managed in self._named.items()}
         for managed in sorted(dict.fromkeys(self._named.values()), key=lambda managed: managed.group):
             if host.owns(managed):
                 self._own.setdefault(managed.group, []).append(managed)
@@ -310,11 +309,7 @@ class EMA:
         """
         self._require_usable("ema.state_dict()")
         with self._host.together("ema.state_dict()"):
-            found = {
-                f"{PREFIX}{name}": self._host.from_owner(managed, partial(self._read, managed))
-                for name, managed in self._named.items()
-            }
-            found |= self._ordinary_copies()
+            found = self._saved(lambda managed: self._host.from_owner(managed, partial(self._read, managed)))
             found = self._host.ranks.over_stages(found, label="sending the averages of a stage")
         return {_COUNT: self._count(), **found}
 
@@ -322,15 +317,16 @@ class EMA:
         """Return `state_dict()` with values in chunks that are read when they are used; of this pipeline stage."""
         self._require_usable("ema.lazy_state_dict()")
         (spec,) = self.state_specs
-        found = {f"{PREFIX}{name}": lazy_state(self._host, spec, managed) for name, managed in self._named.items()}
-        return {_COUNT: self._count(), **found, **self._ordinary_copies()}
+        return {_COUNT: self._count(), **self._saved(partial(lazy_state, self._host, spec))}
+
+    def _saved(self, value_of: Callable[[ManagedParameter], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return averages as they are saved, given what stands for those in chunks, and copies of others."""
+        found = {f"{PREFIX}{name}": value_of(managed) for name, managed in self._named.items()}
+        others = ((name, self.excluded[param][_NAME]) for name, param in self._ordinary.items())
+        return found | {f"{PREFIX}{name}": value.to("cpu", copy=True) for name, value in others}
 
     def _read(self, managed: ManagedParameter) -> torch.Tensor:
         return self._host.updater.pager.store.read_slot(self._chunks[managed.group], managed.position)
-
-    def _ordinary_copies(self) -> dict[str, torch.Tensor]:
-        found = ((name, self.excluded[param][_NAME]) for name, param in self._ordinary.items())
-        return {f"{PREFIX}{name}": value.to("cpu", copy=True) for name, value in found}
 
     def _count(self) -> torch.Tensor:
         return torch.tensor(self.num_updates, dtype=torch.long, device="cpu")
@@ -344,14 +340,13 @@ class EMA:
         if not isinstance(state_dict, Mapping) or _COUNT not in state_dict:
             raise CheckpointError(f"a state of averages has {_COUNT}, and {PREFIX}NAME for each parameter")
         wrong = []
-        shapes = {name: managed.shape for name, managed in self._named.items()}
-        shapes |= {name: param.shape for name, param in self._ordinary.items()}
-        for name, shape in shapes.items():
+        known: dict[str, ManagedParameter | torch.Tensor] = {**self._named, **self._ordinary}
+        for name, averaged in known.items():
             value = state_dict.get(f"{PREFIX}{name}")
             if not isinstance(value, torch.Tensor):
                 wrong.append(f"{name} is missing")
-            elif value.shape != shape:
-                wrong.append(f"{name} is {tuple(value.shape)} instead of {tuple(shape)}")
+            elif value.shape != averaged.shape:
+                wrong.append(f"{name} is {tuple(value.shape)} instead of {tuple(averaged.shape)}")
         if wrong:
             raise CheckpointError(f"the averages do not fit the model: {'; '.join(wrong)}; nothing was loaded")
 
@@ -364,11 +359,12 @@ class EMA:
         """
         self._require_usable("ema.load_state_dict()")
         self.check_state_dict(state_dict)
+        values = {managed: state_dict[f"{PREFIX}{name}"] for name, managed in self._named.items()}
         with self._host.together("ema.load_state_dict()"):
             for members, averages in self._opened():
                 with runtime_mode():
                     for managed, average in zip(members, averages, strict=True):
-                        copy_values(average, state_dict[f"{PREFIX}{self._name_of[managed]}"])
+                        copy_values(average, values[managed])
             for name, param in self._ordinary.items():
                 self.excluded[param][_NAME].copy_(state_dict[f"{PREFIX}{name}"])
         self.num_updates = int(state_dict[_COUNT])
