@@ -23,7 +23,7 @@ class BlockAdamRule(AdamRule):
     Parameters outside of chunks have states in fp32.
     """
 
-    all_states = (StateSpec.coded(EXP_AVG, SIGNED), StateSpec.coded(EXP_AVG_SQ, UNSIGNED))
+    all_states = (StateSpec(EXP_AVG, torch.uint8, SIGNED), StateSpec(EXP_AVG_SQ, torch.uint8, UNSIGNED))
 
     def __init__(self, native: NativeUpdate, *, decoupled: bool, seed: int) -> None:
         """Make the rule of AdamW if weight decay is `decoupled` from the gradient, else that of Adam."""

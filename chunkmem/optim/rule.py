@@ -7,9 +7,8 @@ plain PyTorch; one call over a whole flat chunk does not (its vector loop ends e
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -35,16 +34,9 @@ class StateSpec:
     """Its name, by which `optimizer.state[param]` has it, too."""
     dtype: torch.dtype | None = None
     """None: that of the weights the rule updates, which is float32 where there are master weights."""
-    numel_of: Callable[[int], int] | None = None
-    """Elements for a parameter of so many; None: as many, in the parameter's shape."""
     codes: BlockCodes | None = None
-    """What chunks hold in place of float32 values in the parameter's shape, which is what everyone else sees; see
-    `coded`. None: chunks hold the values."""
-
-    @classmethod
-    def coded(cls, role: Role, codes: BlockCodes) -> StateSpec:
-        """Return the state that is kept as `codes`."""
-        return cls(role, torch.uint8, codes.numel_of, codes)
+    """What chunks hold, as uint8, in place of float32 values in the parameter's shape, which is what everyone else
+    sees. None: chunks hold the values."""
 
     @property
     def key(self) -> str:
@@ -53,10 +45,9 @@ class StateSpec:
 
     def shown_form(self, weights: TensorForm) -> TensorForm:
         """Return the form in which a parameter's state is shown, given that of the parameter in an update."""
-        dtype = weights.dtype if self.dtype is None or self.codes is not None else self.dtype
-        if self.numel_of is None or self.codes is not None:
-            return replace(weights, dtype=dtype)
-        return TensorForm((self.numel_of(math.prod(weights.shape)),), (1,), dtype)
+        if self.dtype is None or self.codes is not None:
+            return weights
+        return replace(weights, dtype=self.dtype)
 
     def at(self, position: int) -> StateSpec:
         """Return what a parameter claims that is in another place of its group now."""
@@ -80,7 +71,7 @@ class StateSpec:
 
     def numels(self, weights: Group) -> Sequence[int] | None:
         """Return the elements of each slot, for PARAM chunk `weights`; None: as many, at the same offsets."""
-        return None if self.numel_of is None else [self.numel_of(slot.numel) for slot in weights.slots]
+        return None if self.codes is None else [self.codes.numel_of(slot.numel) for slot in weights.slots]
 
     def form(self, weights: Group) -> Group:
         """Return what a chunk of this state is made of, for the group of PARAM chunk `weights`."""
@@ -111,7 +102,7 @@ class StateSpec:
 
     def slot_forms(self, param: Chunk, form: Group) -> tuple[tuple[torch.Size, tuple[int, ...]], ...]:
         """Return the shape and strides of each slot in the chunk `form` for the PARAM chunk `param`."""
-        return param.forms if self.numel_of is None else tuple((torch.Size([slot.numel]), (1,)) for slot in form.slots)
+        return param.forms if self.codes is None else tuple((torch.Size([slot.numel]), (1,)) for slot in form.slots)
 
 
 @dataclass(frozen=True)

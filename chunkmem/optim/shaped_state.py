@@ -81,10 +81,10 @@ def _forms(claims: Iterable[tuple[ManagedParameter, StateSpec]]) -> Iterable[Slo
     for managed, spec in claims:
         if isinstance(spec, ShapedState):
             yield from spec.forms
-        elif spec.numel_of is None:
+        elif spec.codes is None:
             yield SlotForm(managed.position, tuple(managed.shape), managed.stride)
         else:
-            yield SlotForm(managed.position, (spec.numel_of(managed.slot.numel),), (1,))
+            yield SlotForm(managed.position, (spec.codes.numel_of(managed.slot.numel),), (1,))
 
 
 def _words(spec: StateSpec) -> str:

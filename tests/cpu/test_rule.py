@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,13 +12,18 @@ from torch import Tensor, nn
 
 import chunkmem
 from chunkmem.layout.spec import Group, MasterCopy, Slot
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.codes import SIGNED
+from chunkmem.optim.entries import EntryForm, TensorForm
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.rule import StateSpec, UpdateRule
+from chunkmem.optim.shaped_state import ShapedState, SlotForm
 from chunkmem.plan.model import Lane
 from chunkmem.types import Role
 from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config, copied, cpu_only, features
 
 SUM, LAST = Role("norm_sum"), Role("last_grad")
+ONE_NUMBER = TensorForm((1,), (1,), torch.float64)
 LR = 1e-2
 
 
@@ -31,13 +37,28 @@ def update(weight: Tensor, grad: Tensor, norm_sum: Tensor, last_grad: Tensor) ->
 class SumRule(UpdateRule[float]):
     name = "Sum"
     options = ("lr",)
-    all_states = (StateSpec(SUM, torch.float64, lambda numel: 1), StateSpec(LAST, torch.bfloat16))
+    all_states = (StateSpec(LAST, torch.bfloat16),)
 
     def check(self, group: Mapping[str, Any]) -> None:
         pass
 
     def hyper(self, group: Mapping[str, Any]) -> float:
         return float(group["lr"])
+
+    def form(self, hyper: float, weights: TensorForm, *, name: str) -> EntryForm:
+        last = super().form(hyper, weights, name=name)
+        keys = ("step", SUM.value, LAST.value)
+        return replace(last, keys=keys, first_keys=keys, tensors={SUM.value: ONE_NUMBER, **last.tensors})
+
+    def specs(
+        self, hyper: float, weights: TensorForm, managed: ManagedParameter, *, saved: Mapping[str, Any] | None = None
+    ) -> tuple[StateSpec, ...]:
+        slot = SlotForm(managed.position, ONE_NUMBER.shape, ONE_NUMBER.stride)
+        norm_sum = ShapedState(SUM, ONE_NUMBER.dtype, key=SUM.value, forms=(slot,))
+        return (norm_sum, *super().specs(hyper, weights, managed, saved=saved))
+
+    def to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(state)
 
     def update_(
         self,
@@ -126,6 +147,10 @@ def test_the_form_of_a_state() -> None:
     slots = (Slot(0, 3, 0, 100), Slot(1, 3, 128, 7))
     weights = Group(3, "bfloat16", 2, 1, 256, slots, MasterCopy.PACKED)
     assert StateSpec(Role("same")).form(weights) == Group(3, "float32", 4, 1, 256, slots, MasterCopy.PACKED)
-    blocks = StateSpec(Role("scales"), torch.float16, lambda numel: -(-numel // 64)).form(weights)
-    assert (blocks.dtype, blocks.itemsize, blocks.numel) == ("float16", 2, 64)
-    assert [(slot.offset, slot.numel) for slot in blocks.slots] == [(0, 2), (32, 1)]
+    scales = ShapedState(Role("scales"), torch.float16, forms=(SlotForm(0, (2,), (1,)), SlotForm(1, (1,), (1,))))
+    shaped = scales.form(weights)
+    assert (shaped.dtype, shaped.itemsize, shaped.numel) == ("float16", 2, 64)
+    assert [(slot.offset, slot.numel) for slot in shaped.slots] == [(0, 2), (32, 1)]
+    coded = StateSpec(Role("coded"), torch.uint8, SIGNED).form(weights)
+    assert (coded.dtype, coded.itemsize, coded.numel) == ("uint8", 1, 192)
+    assert [(slot.offset, slot.numel) for slot in coded.slots] == [(0, 104), (128, 12)]
