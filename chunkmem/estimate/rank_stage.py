@@ -24,8 +24,7 @@ from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.timestamps import HostClock
-from chunkmem.shard.units import Unit
-from chunkmem.trace.model import Mode, Moments, Region, Trace
+from chunkmem.trace.model import Kind, Mode, Moments, Region, Trace
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.types import Role, Tier
 
@@ -198,34 +197,28 @@ class RankStage:
 
     def _serve(self, call: Call) -> None:
         subject = call.subject
-        if isinstance(subject, int):
-            self._update([subject])
-        elif isinstance(subject, Chunk):
-            chunk = self._store.chunks[subject.id]
-            if call.asked is Asked.PIN:
-                self._pager.pin(chunk, reader=call.reader)
-            elif call.asked is Asked.UNPIN:
-                self._pager.unpin(chunk)
-            elif call.asked is Asked.CREATE:
-                self._pager.create(chunk, Tier.DEVICE, reader=call.reader, zero=False)
-            else:
-                self._pager.consume(chunk)
-                if Tier.DEVICE in chunk.replicas:
-                    self._store.drop(chunk, Tier.DEVICE)
-        elif isinstance(subject, Unit):
-            if self._sharding.reduction is not None:  # alone, there are no units
-                by_name = {
-                    Asked.ENTER: self._units.enter,
-                    Asked.LEAVE: self._units.leave,
-                    Asked.RECOMPUTE: self._units.recompute,
-                }
-                by_name.get(call.asked, self._units.announce)(subject)
-        elif subject is not None:
+        if isinstance(subject, Chunk):
+            self._serve_event(call, self._store.chunks[subject.id])
+        elif isinstance(subject, ManagedParameter):
             self._slots.land(subject, ANYTHING, replacing=True)
-        elif call.asked is Asked.END_BACKWARD:
-            self._units.end_backward()
-        else:
+        elif isinstance(subject, int):
+            self._update([subject])
+        elif call.asked is Asked.STEP:
             self._end_step()
+        elif self._sharding.reduction is not None:  # alone, there are no units
+            getattr(self._units, call.asked.value)(*[] if subject is None else [subject])
+
+    def _serve_event(self, call: Call, chunk: Chunk) -> None:
+        if call.asked is Kind.HOLD:
+            self._pager.pin(chunk, reader=call.reader)
+        elif call.asked is Kind.RELEASE:
+            self._pager.unpin(chunk)
+        elif call.asked is Kind.CREATE:
+            self._pager.create(chunk, Tier.DEVICE, reader=call.reader, zero=False)
+        else:
+            self._pager.consume(chunk)
+            if Tier.DEVICE in chunk.replicas:
+                self._store.drop(chunk, Tier.DEVICE)
 
     def _end_step(self) -> None:
         """Do what `optimizer.step()` does: reduce what has not been, make states, update, use the gradients up."""
