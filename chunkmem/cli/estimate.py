@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 from dataclasses import replace
 from pathlib import Path
@@ -113,15 +114,13 @@ def _answer(question: Question) -> CommandResult:
     from chunkmem.estimate.question import device_need, find, find_chosen, trains_on_demand
 
     other = replace(question, checkpointing=not question.checkpointing, activations=None)
-    known: dict[Question, Rehearsal] = {}
     with tqdm(desc="rehearsing", unit=" steps", disable=None, leave=False) as bar:
         other_nbytes = in_fork(lambda: _activation_nbytes(other))
 
+        @functools.cache
         def rehearse(asked: Question) -> Rehearsal:
-            if asked not in known:
-                known[asked] = asked.rehearse()
-                bar.update()
-            return known[asked]
+            bar.update()
+            return asked.rehearse()
 
         rehearsal = rehearse(question)
         need = device_need(question, rehearsal)
@@ -130,7 +129,7 @@ def _answer(question: Question) -> CommandResult:
         except CapacityError as error:
             if error.tier is not Tier.DEVICE and trains_on_demand(question, rehearsal):
                 return without_plan(question, rehearsal, other_nbytes(), need, error)
-            changes = smallest_changes(question, rehearsal, rehearse=rehearse)
+            changes = smallest_changes(question, rehearse=rehearse)
             return no(question, rehearsal, other_nbytes(), need, error, changes)
         rehearsal, finding = find_chosen(question, rehearsal, finding)
         return yes(question, rehearsal, other_nbytes(), need, finding)

@@ -120,11 +120,14 @@ def disk_need(question: Question, rehearsal: Rehearsal) -> int | None:
 
 def _raised(question: Question, rehearsal: Rehearsal, tier: Tier) -> int:
     """Return the cap on a tier below DEVICE, raised until there is a plan. What DISK lacks, HOST may have."""
-    cap = f"{tier.value}_nbytes"
+    cap, has_room = f"{tier.value}_nbytes", False
     while True:
         nbytes: int = getattr(question, cap)
         try:
-            require_plan(question, rehearsal)
+            if not has_room:  # with a larger cap there is, too
+                _require_steps(question, rehearsal)
+                has_room = True
+            _first_timeline(question, rehearsal)
         except CapacityError as error:
             if PLACE[error.tier] < PLACE[tier]:
                 raise
@@ -177,6 +180,10 @@ def step_range(question: Question, finding: Finding) -> StepRange:
 
 def fits(question: Question, rehearsal: Rehearsal) -> bool:
     """Tell whether there is a plan."""
+    if question.host_nbytes is not None and question.host_nbytes < _least_on_host(
+        question, _steps(question, rehearsal)
+    ):
+        return False  # before the steps of several ranks are tried
     try:
         require_plan(question, rehearsal)
     except CapacityError:
@@ -191,6 +198,10 @@ def require_plan(question: Question, rehearsal: Rehearsal) -> Timeline:
         CapacityError: it does not fit.
     """
     _require_steps(question, rehearsal)
+    return _first_timeline(question, rehearsal)
+
+
+def _first_timeline(question: Question, rehearsal: Rehearsal) -> Timeline:
     step = _steps(question, rehearsal).lazy
     with _on_host_counted(step):
         return next(candidates(step.trace, _machine(question, step), options=_PLANNED)).timeline
