@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult
-from chunkmem.cli.machine import OPTIMIZERS, PRECISIONS, count, parse_size, parse_speed
+from chunkmem.cli.machine import add_training_arguments, count, parse_size, parse_speed
 from chunkmem.errors import CapacityError, ConfigError, LayoutError
+from chunkmem.estimate.hardware import HARDWARE, Hardware
 from chunkmem.runtime.quiet import silenced
 from chunkmem.types import ACTIVATION_POLICIES, Tier
 
 if TYPE_CHECKING:
-    from chunkmem.estimate.hardware import Hardware
     from chunkmem.estimate.question import Question
     from chunkmem.estimate.rehearse import Rehearsal
 
@@ -44,8 +44,6 @@ are.
 With --stages, MODEL is cut into stages of a pipeline over N devices, and the schedule with the shortest step is
 chosen."""
 
-_HARDWARE = ("v100", "a100", "a100-40", "h100", "h200", "gh200", "gb200",
-             "rtx3090", "rtx4090", "rtx5090", "l40s", "mi300x")  # fmt: skip
 _DEVICE_SHARE = 0.8
 """`overall_gpu_mem_ratio`, where no cap is given."""
 
@@ -56,17 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="gpt:7b, gpt:9.4b, gpt:4096x45, a config.json, or module:function")
     add("--largest", action="store_true", help="find the largest MODEL that fits; needs --host")
     add("--device", metavar="SIZE", help="cap on DEVICE, such as 80GiB; default: 80 %% of the accelerator")
-    add("--host", metavar="SIZE", help="cap on HOST; default: as much as it takes")
+    add_training_arguments(parser, seq=2048, chunk_size="searched")
     add("--disk", metavar="SIZE", help="memory.disk: cap on DISK (default: there is none)")
     add("--disk-speed", metavar="SPEED", help="bytes a second of DISK: 6GB/s, or 6GB/s,4GB/s for reading, writing")
-    add("--batch", type=count, default=1, metavar="N", help="samples a step and rank (default: 1)")
-    add("--seq", type=count, metavar="N", help="positions a sample (default: 2048)")
-    add("--precision", choices=PRECISIONS, default="fp32", help="of weights and gradients (default: fp32)")
     add("--no-master-weights", action="store_true", help="update weights in the low precision: master_weights false")
     add("--states", choices=("fp32", "8bit"), default="fp32", help="optimizer.params.states (default: fp32)")
     add("--in-backward", action="store_true", help="update inside backward: optimizer.params.in_backward")
     add("--master", choices=("fp32", "none"), default="fp32", help="optimizer.params.master (default: fp32)")
-    add("--optimizer", default="adamw", metavar="NAME", help=f"{OPTIMIZERS} (default: adamw)")
     add("--checkpointing", action="store_true", help="recompute each block in backward, by torch's checkpoint")
     add(
         "--activations",
@@ -79,9 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--micro-batches", type=count, metavar="M", help="of the batch, for --stages (default: 4 for each stage)")
     add("--picture", type=Path, metavar="FILE.png", help="draw the schedules of --stages")
     add("--accumulate", action="store_true", help="manager.accumulate(1) is called: the first step needs less of HOST")
-    add("--chunk-size", type=count, metavar="NUMEL", help="default_chunk_size, in elements; default: searched")
     add("--tile", type=count, metavar="NUMEL", help="with_tiling_linear: split larger weights of linear layers")
-    add("--hardware", choices=_HARDWARE, default="h100", help="whose speeds to assume (default: h100)")
+    add("--hardware", choices=[*HARDWARE], default="h100", help="whose speeds to assume (default: h100)")
     add("--link", metavar="SIZE", help="bytes a second between HOST and DEVICE, each way, such as 25GB")
     add("--host-memory", metavar="SIZE", help="bytes a second of HOST's memory, such as 100GB")
     add("--network", metavar="SIZE", help="bytes a second between ranks, for each of them, such as 50GB")
@@ -159,33 +152,23 @@ def _question(options: argparse.Namespace) -> Question:
         raise ConfigError("--disk is below HOST, and takes what that has no room for; give --host, too")
     if not options.largest:
         resolve_model(options.model, batch=1, seq=options.seq)  # what is wrong is said before anything takes time
-    return Question(
-        model=lambda batch: resolve_model(options.model, batch=batch, seq=options.seq),
-        batch=options.batch,
-        hardware=hardware,
-        device_nbytes=_device_nbytes(options, hardware),
-        host_nbytes=None if options.host is None else parse_size("--host", options.host),
-        disk_nbytes=0 if options.disk is None else parse_size("--disk", options.disk),
-        precision=options.precision,
-        master_weights=not options.no_master_weights,
-        states=options.states,
-        master=options.master,
-        in_backward=options.in_backward,
-        optimizer=options.optimizer,
-        checkpointing=options.checkpointing,
-        cpu_embedding=options.cpu_embedding,
-        activations=options.activations,
-        world=options.world,
-        is_accumulating=options.accumulate,
-        chunk_numel=options.chunk_size,
-        tile_numel=options.tile,
-    )
+    same = {field.name: getattr(options, field.name) for field in fields(Question) if hasattr(options, field.name)}
+    given: dict[str, Any] = {
+        "model": lambda batch: resolve_model(options.model, batch=batch, seq=options.seq),
+        "hardware": hardware,
+        "device_nbytes": _device_nbytes(options, hardware),
+        "host_nbytes": None if options.host is None else parse_size("--host", options.host),
+        "disk_nbytes": 0 if options.disk is None else parse_size("--disk", options.disk),
+        "master_weights": not options.no_master_weights,
+        "is_accumulating": options.accumulate,
+        "chunk_numel": options.chunk_size,
+        "tile_numel": options.tile,
+    }
+    return Question(**same | given)
 
 
 def _hardware(options: argparse.Namespace) -> Hardware:
     """Return the hardware that was named, with what is said of it instead."""
-    from chunkmem.estimate.hardware import HARDWARE
-
     hardware, said = HARDWARE[options.hardware], dict[str, Any]()
     if options.link is not None:
         link_Bps = parse_speed("--link", options.link)

@@ -16,9 +16,19 @@ from chunkmem.types import LINKS, Tier
 if TYPE_CHECKING:
     from chunkmem.runtime.tiers import TierCaps
 
-OPTIMIZERS = "adamw, adam, sgd, sgd-momentum, muon, another class of torch.optim in lower case, or module:Class"
-"""What `--optimizer` takes."""
-PRECISIONS = ("fp32", "bf16", "fp16")
+_OPTIMIZERS = "adamw, adam, sgd, sgd-momentum, muon, another class of torch.optim in lower case, or module:Class"
+_PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, *, seq: int, chunk_size: str) -> None:
+    """Declare `--host --batch --seq --precision --optimizer --chunk-size`; what differs between commands is given."""
+    add = parser.add_argument
+    add("--host", metavar="SIZE", help="cap on HOST; default: as much as it takes")
+    add("--batch", type=count, default=1, metavar="N", help="samples a step and rank (default: 1)")
+    add("--seq", type=count, metavar="N", help=f"positions a sample (default: {seq})")
+    add("--precision", choices=_PRECISIONS, default="fp32", help="of weights and gradients (default: fp32)")
+    add("--optimizer", default="adamw", metavar="NAME", help=f"{_OPTIMIZERS} (default: adamw)")
+    add("--chunk-size", type=count, metavar="NUMEL", help=f"default_chunk_size, in elements; default: {chunk_size}")
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:

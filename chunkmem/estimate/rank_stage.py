@@ -16,7 +16,6 @@ from chunkmem.estimate.peers import CountedExchange
 from chunkmem.estimate.weightless import ANYTHING
 from chunkmem.layout.spec import digest
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.region_chunks import activation_chunk
 from chunkmem.optim.adam_rule import AdamRule
 from chunkmem.optim.order import in_order_of_update
@@ -120,9 +119,8 @@ class RankStage:
             [self._exchange],
             make_update_parts(memory.store, memory.compute, BlockingLanes(memory.compute)),
             margin_use_ratio=margin_use_ratio,
-            make_book=_Untouched,
         )
-        self._slots, self._units = gradients.slots, self._sharding.units
+        self._gradients, self._slots, self._units = gradients, gradients.slots, self._sharding.units
         self._layout = digest([step.layout])
         if ranks.size > 1:
             self._layout += f" on rank {ranks.rank} of {ranks.size}"
@@ -146,7 +144,7 @@ class RankStage:
             shards.drop_unowned(group.id for group in step.layout.groups)
         for key, chunk in step.activations.items():
             self._store.add(activation_chunk(key.group, chunk.label, chunk.nbytes))
-        self._slots.add(step.parameters)
+        self._gradients.add(step.parameters)
         self._units.add(step.units)
         self._updater.claims.require_room(step.states, self._optimizer)
         self._updater.claim(step.states, self._optimizer, forget_plans=lambda: None)
@@ -249,16 +247,6 @@ class RankStage:
                 moved_nbytes = 2 * sum(chunk.nbytes for chunk in updater.claims.chunks(group))
                 self._meter.wait(moved_nbytes / self._log.host_Bps)
             slots.forget(set(slots.landed[group]))
-
-
-class _Untouched(GradientBook):
-    """A book of gradients whose `.grad`s nobody looks at."""
-
-    def is_touched(self, group: int) -> bool:
-        return False
-
-    def show_mean(self, managed: ManagedParameter) -> None:
-        self.slots.count_mean(managed)
 
 
 def _moved(region: Region, places: Sequence[int]) -> Region:

@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 
-from chunkmem.cli.estimate import _HARDWARE
 from chunkmem.cli.main import main
 from chunkmem.estimate.changes import smallest_changes
 from chunkmem.estimate.gpt import GPT, SHAPES
@@ -119,10 +118,6 @@ def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureF
     plain = transformers.LlamaForCausalLM(config)
     assert said["parameters"] == sum(p.numel() for p in plain.parameters())
     assert said["activation_nbytes_by_checkpointing"]["true"] < said["activation_nbytes_by_checkpointing"]["false"]
-
-
-def test_the_command_line_offers_all_hardware_there_is() -> None:
-    assert tuple(HARDWARE) == _HARDWARE
 
 
 # What is said about time.
