@@ -9,13 +9,11 @@ from functools import partial
 from typing import Any
 
 from chunkmem.comm.exchange import Traffic
-from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CapacityError
 from chunkmem.estimate.hardware import FASTER, SLOWER
 from chunkmem.estimate.lower_bounds import LowerBounds, lower_bounds_of
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.needs import DeviceNeed, least_on_device, least_on_host, least_over_disk
-from chunkmem.estimate.peers import Unison
 from chunkmem.estimate.rank_stage import RankStage, RankSteps, Step
 from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
 from chunkmem.estimate.weightless import counted_memory
@@ -298,7 +296,8 @@ def require_room(question: Question, rehearsal: Rehearsal) -> None:
         try:
             stage = RankStage(
                 rehearsal.step,
-                Ranks(Unison(rank, question.world)),
+                rank,
+                question.world,
                 counted_memory(ledgers),
                 is_accelerator=False,
                 is_accumulating=question.is_accumulating,

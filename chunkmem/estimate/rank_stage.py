@@ -12,7 +12,7 @@ from chunkmem.assembly.parts import Memory, make_training, make_update_parts
 from chunkmem.comm.exchange import Traffic
 from chunkmem.comm.ranks import Ranks
 from chunkmem.estimate.calls import Asked, Call, LoggedOptimizer, Measured, StepCalls
-from chunkmem.estimate.peers import CountedExchange
+from chunkmem.estimate.peers import CountedInRam, CountedOverLibrary, Unison
 from chunkmem.estimate.weightless import ANYTHING
 from chunkmem.layout.spec import digest
 from chunkmem.nn.binding import ManagedParameter
@@ -83,13 +83,26 @@ class _Meter:
         return peak_nbytes, 0
 
 
+class _MeteredTraffic(Traffic):
+    """Of a step; what exchanges buffer is non-model data."""
+
+    def __init__(self, meter: _Meter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    def buffer(self, nbytes: int) -> None:
+        super().buffer(nbytes)
+        self._meter.buffer(nbytes)
+
+
 class RankStage:
     """What a rank trains with, over chunks that are only counted. Modules are not there: a log tells what they do."""
 
     def __init__(
         self,
         step: StepCalls,
-        ranks: Ranks,
+        rank: int,
+        world: int,
         memory: Memory,
         *,
         is_accelerator: bool,
@@ -100,7 +113,8 @@ class RankStage:
 
         Args:
             step: what a rehearsal has logged.
-            ranks: each has the batch of the rehearsal.
+            rank: which one of `world` ranks, each with the batch of the rehearsal.
+            world: their number.
             memory: that only counts.
             is_accelerator: what DEVICE is; it decides how chunks are exchanged.
             is_accumulating: `manager.accumulate(1)` was called: the first backward is known to be the last one, too.
@@ -109,10 +123,10 @@ class RankStage:
         Raises:
             CapacityError: there is no room for the weights, or for what training adds to them.
         """
-        self._log = step
+        self._log, ranks = step, Ranks(Unison(rank, world))
         self._memory, self._pager, self._store = memory, memory.pager, memory.store
         self._meter = _Meter()
-        self._exchange = CountedExchange(ranks, is_accelerator=is_accelerator, on_buffer=self._meter.buffer)
+        self._exchange = (CountedOverLibrary if is_accelerator else CountedInRam)(ranks.shard)
         gradients, self._sharding, self._updater = make_training(
             memory,
             ranks,
@@ -122,8 +136,8 @@ class RankStage:
         )
         self._gradients, self._slots, self._units = gradients, gradients.slots, self._sharding.units
         self._layout = digest([step.layout])
-        if ranks.size > 1:
-            self._layout += f" on rank {ranks.rank} of {ranks.size}"
+        if world > 1:
+            self._layout += f" on rank {rank} of {world}"
         self._optimizer = LoggedOptimizer(None, in_backward=step.in_backward)
         self._rule = AdamRule(self._updater.native, decoupled=True)
         self._pack()
@@ -170,7 +184,7 @@ class RankStage:
             shards.measure(prefetch.largest(), time_s=self._memory.compute.time_s)
         self._num_steps += 1
         self._meter.moments_s.clear()
-        self._exchange.traffic = Traffic()
+        self._exchange.traffic = _MeteredTraffic(self._meter)
         recorder = Recorder(Mode.TRAIN, clock=HostClock(), take_peaks=self._meter.end_moment)
         self._pager.policy = recorder
         self._units.begin_root(grad_enabled=True)

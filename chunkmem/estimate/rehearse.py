@@ -173,7 +173,8 @@ class Rehearsal:
             ledgers = uncapped(device_nbytes, has_host=any(group.is_on_host for group in self.layout.groups))
             stage = RankStage(
                 self.step,
-                Ranks(Unison(rank, world)),
+                rank,
+                world,
                 counted_memory(ledgers),
                 is_accelerator=is_accelerator,
                 is_accumulating=is_accumulating,
