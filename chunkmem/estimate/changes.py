@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
 from chunkmem.errors import LayoutError, StateError
 from chunkmem.estimate.optimizers import is_elementwise
-from chunkmem.estimate.question import UNLIMITED_NBYTES, Question, device_need, disk_need, fits, host_need
+from chunkmem.estimate.question import (
+    UNLIMITED_NBYTES,
+    Question,
+    Rehearse,
+    device_need,
+    disk_need,
+    fits,
+    host_need,
+    made_once,
+)
 from chunkmem.estimate.rehearse import Rehearsal
 from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, SLABS_PER_CAP
 
@@ -41,8 +50,6 @@ _NAMES = MappingProxyType(
 )
 """Of what may be changed of a question; options of the command line have the same."""
 
-Rehearse = Callable[[Question], Rehearsal]
-
 
 @dataclass(frozen=True)
 class Change:
@@ -71,7 +78,7 @@ def smallest_changes(question: Question, *, rehearse: Rehearse) -> list[Change]:
         question: one to which the answer is no.
         rehearse: returns the rehearsal of a question; takes seconds for a large model.
     """
-    rehearse = functools.cache(rehearse)
+    rehearse = made_once(rehearse)
     caps = raised_caps(question, rehearse)
     found = [_change(question, changed) for changed in _alone(question, rehearse)]
     if all(change.what == "world" for change in found):
@@ -121,9 +128,7 @@ def _alone(question: Question, rehearse: Rehearse) -> Iterator[Question]:
         if changed != question and _fits(changed, rehearse):
             yield changed
 
-    accumulating = replace(question, is_accumulating=True)
-    if question.world > 1 and not question.is_accumulating and fits(accumulating, rehearsal):
-        yield accumulating
+    yield from fitting(is_accumulating=True)
     yield from _tiled(question, rehearse)
     if question.activations is None:  # else blocks are recomputed in two ways
         yield from fitting(checkpointing=True)
@@ -174,11 +179,14 @@ def _tiled(question: Question, rehearse: Rehearse) -> Iterator[Question]:
 
 def _together(question: Question, rehearse: Rehearse) -> Iterator[Change]:
     precision = "bf16" if question.precision == "fp32" else question.precision
-    for cpu_embedding in dict.fromkeys((question.cpu_embedding, True)):
-        all_of_them = replace(
-            question, checkpointing=question.activations is None, precision=precision, cpu_embedding=cpu_embedding
-        )
-        for fitting in _largest_batch(all_of_them, rehearse, below=question.batch + 1):
+    all_of_them = replace(question, checkpointing=question.activations is None, precision=precision)
+    accumulates = question.is_accumulating or question.world > 1
+    ways = product(
+        dict.fromkeys((question.cpu_embedding, True)), dict.fromkeys((question.is_accumulating, accumulates))
+    )
+    for cpu_embedding, accumulating in ways:
+        asked = replace(all_of_them, cpu_embedding=cpu_embedding, is_accumulating=accumulating)
+        for fitting in _largest_batch(asked, rehearse, below=question.batch + 1):
             change = _change(question, fitting)
             if " + " in change.what:
                 yield change

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,6 +61,15 @@ class Question(Setting):
     def rehearse(self) -> Rehearsal:
         """Return the step of one rank, of whatever number of them; under "auto", all but `kept` is recomputed."""
         return rehearse(self.model(self.batch), self)
+
+
+Rehearse = Callable[[Question], Rehearsal]
+
+
+def made_once(rehearse: Rehearse) -> Rehearse:
+    """Return what rehearses each question once; those that differ in what no rehearsal looks at are one."""
+    made = functools.cache(rehearse)
+    return lambda question: made(replace(question, host_nbytes=None, disk_nbytes=0, is_accumulating=False))
 
 
 @dataclass(frozen=True)
