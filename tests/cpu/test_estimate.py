@@ -253,6 +253,13 @@ def test_the_options_that_are_printed_work(capsys: pytest.CaptureFixture[str]) -
         assert asked(capsys, MLP, *words, *change["options"])["fits"] is True
 
 
+def test_no_change_is_named_that_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without gradients it would fit, but in fp16 nothing is updated inside backward: a step may be skipped."""
+    words = (MLP, "--chunk-size", "4160", "--device", "64KiB", "--host", "310KiB", "--precision", "fp16")
+    for change in asked(capsys, *words, status=1)["changes"]:
+        assert asked(capsys, *words, *change["options"])["fits"] is True
+
+
 def test_tiles_are_offered_where_a_wide_layer_is_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["tests.helpers.estimated:wide", "--batch", "2", "--chunk-size", "4096", "--device"]
     said = asked(capsys, *words, "256KiB", status=1)
