@@ -97,16 +97,7 @@ def check(
         build, run, seed=seed, lr=lr, optimizer=optimizer, device=compute.device, on_step=lambda _: None
     )
     return _Check(
-        workload=workload,
-        compute=compute,
-        on_step=on_step or (lambda *_: None),
-        steps=steps,
-        precision=precision,
-        num_orders=num_orders,
-        device_nbytes=device_nbytes,
-        host_nbytes=host_nbytes,
-        disk=disk,
-        chunk_numel=chunk_numel,
+        workload, compute, on_step, steps, precision, num_orders, device_nbytes, host_nbytes, disk, chunk_numel
     ).report()
 
 
@@ -126,13 +117,13 @@ def _model_and_step(
     return build_only, step
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class _Check:
     """One check under way; see the arguments of `check`."""
 
     workload: Workload
     compute: ComputeDevice
-    on_step: OnStep
+    on_step: OnStep | None
     steps: int
     precision: str
     num_orders: int
@@ -289,7 +280,7 @@ class _Check:
     def _train(self, name: str, side: Side, steps: int, workload: Workload | None = None) -> TrainingResult:
         # The order of sums depends on it, and a model may have changed it.
         torch.set_num_threads(self.num_threads)
-        workload = replace(workload or self.workload, on_step=partial(self.on_step, name))
+        workload = replace(workload or self.workload, on_step=partial(self.on_step or (lambda *_: None), name))
         return train(workload, side, steps=steps)
 
     def _config(self, device_nbytes: int | None) -> Config:
