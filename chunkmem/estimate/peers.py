@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.connection import Connection
@@ -34,10 +34,10 @@ class Unison(Connection):
 class _Counted(ExchangeMethod):
     """Exchanges nothing; what a method would exchange, and the memory that it takes, is counted as in training."""
 
-    def all_gather(self, shards: Sequence[Shard]) -> list[dist.Work]:
+    def all_gather(self, shards: Sequence[Shard]) -> list[Any]:
         return []
 
-    def reduce_scatter(self, shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> list[dist.Work]:
+    def reduce_scatter(self, shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> list[Any]:
         return []
 
     def finish(self, shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> None:
@@ -72,5 +72,5 @@ class CountedOverLibrary(_Counted, Grouped):
     def _by_owner(self, shards: Sequence[Shard], nbytes: Sequence[int]) -> tuple[int, int]:
         return 0, sum(nbytes) * (self.size - 1) // self.size
 
-    def _count(self, transfers: Sequence[dist.Work], *, sent: int, received: int) -> None:
+    def _count(self, transfers: Sequence[Any], *, sent: int, received: int) -> None:
         super()._count(transfers, sent=sent + received, received=sent + received)  # one of them is 0
