@@ -130,7 +130,7 @@ def _alone(question: Question, rehearse: Rehearse) -> Iterator[Question]:
 
     yield from fitting(is_accumulating=True)
     yield from _tiled(question, rehearse)
-    if question.activations is None:  # else blocks are recomputed in two ways
+    if question.activations is None:  # which is another way to do the same
         yield from fitting(checkpointing=True)
     if not question.checkpointing:
         yield from fitting(activations="auto")
