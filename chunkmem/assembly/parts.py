@@ -288,7 +288,6 @@ def make_training(
     *,
     margin_use_ratio: float = 0.0,
     make_slots: Callable[..., GradientSlots] = GradientSlots,
-    make_book: Callable[..., GradientBook] = GradientBook,
     units: Units | None = None,
 ) -> tuple[GradientBook, Sharding, GroupUpdater]:
     """Return where gradients land, what ranks have of each other, and what updates weights.
@@ -299,7 +298,7 @@ def make_training(
         exchanges: by which they give each other chunks, the usual one first; empty: this one has all of them.
         parts: of updates, made for the same store.
         margin_use_ratio: see `first_residents`.
-        make_slots, make_book: make the first, with the arguments of these classes.
+        make_slots: makes them, with the arguments of that class.
         units: what the model is divided into; None: as the ranks need it.
     """
     pager = memory.pager
@@ -314,7 +313,7 @@ def make_training(
         shards=shards,
         is_of_stage=ranks.stages is not None,
     )
-    gradients = make_book(pager, slots, values)
+    gradients = GradientBook(pager, slots, values)
     reduction = None if shards is None else Reduction(shards, slots, pager, show=gradients.show_mean)
     units = Units(shards, reduction) if units is None else units
     sharding = Sharding(ranks, shards, reduction, units, OrdinaryGradients(shards))

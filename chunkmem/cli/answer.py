@@ -28,6 +28,11 @@ def does_not_fit(asked: Mapping[str, Any], error: PlanError) -> CommandResult:
     return CommandResult(data, f"does not fit: {' '.join(reason.split())}", fits=False)
 
 
+def counted(number: int, what: str, ending: str = "s") -> str:
+    """Return a number of things in words; `ending` makes them several."""
+    return f"{number} {what}{ending if number > 1 else ''}"
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return lines of aligned columns: the first to the left, the others to the right."""
     lines = [list(header), *map(list, rows)]

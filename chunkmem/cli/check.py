@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from chunkmem.cli.answer import CommandResult, table
-from chunkmem.cli.machine import OPTIMIZERS, PRECISIONS, count, parse_size
+from chunkmem.cli.machine import add_size, add_training_arguments, count
 from chunkmem.errors import ChunkmemError, ConfigError
 from chunkmem.sizes import format_nbytes, shown
 
@@ -46,14 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="gpt:1m, a config.json, or module:function")
     add("--steps", type=count, default=4, metavar="N", help="steps of each training, 2 or more (default: 4)")
-    add("--device", metavar="SIZE", help="cap on DEVICE to train under in the place of ample room, such as 8GiB")
-    add("--host", metavar="SIZE", help="cap on HOST; default: as much as it takes")
+    add_size(parser, "--device", help="cap on DEVICE to train under in the place of ample room, such as 8GiB")
+    add_training_arguments(parser, seq=_DEFAULT_SEQ, chunk_size="some dozen chunks")
     add("--disk", metavar="FOLDER", help="on a disk, for what a cap on HOST leaves no room for")
-    add("--batch", type=count, default=1, metavar="N", help="samples a step (default: 1)")
-    add("--seq", type=count, metavar="N", help=f"positions a sample (default: {_DEFAULT_SEQ})")
-    add("--precision", choices=PRECISIONS, default="fp32", help="of weights and gradients (default: fp32)")
-    add("--optimizer", default="adamw", metavar="NAME", help=f"{OPTIMIZERS} (default: adamw)")
-    add("--chunk-size", type=count, metavar="NUMEL", help="default_chunk_size, in elements; default: some dozen chunks")
     add("--orders", type=count, default=3, metavar="N", help="orders of late copies (default: 3)")
     add("--seed", type=count, default=1, metavar="N", help="of random numbers and orders (default: 1)")
 
@@ -64,9 +59,6 @@ def run(options: argparse.Namespace) -> CommandResult:
     Raises:
         ConfigError: the model cannot be built, or not be trained in plain PyTorch.
     """
-    for cap in ("device", "host"):
-        if (text := getattr(options, cap)) is not None:
-            setattr(options, cap, parse_size(f"--{cap}", text))
     if options.disk is not None and options.host is None:
         raise ConfigError("--disk is for what HOST has no room for; give --host, too")
     if options.steps < 2:

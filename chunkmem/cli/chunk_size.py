@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
-from chunkmem.cli.machine import default_caps, parse_size
+from chunkmem.cli.machine import add_size, default_caps
 from chunkmem.errors import ChunkmemError, ConfigError
 from chunkmem.layout.pack import SlabCandidate, search_slab_nbytes, slab_candidates
 from chunkmem.sizes import format_nbytes, shown
@@ -34,9 +34,7 @@ _NUM_SHOWN = 12
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("model", metavar="MODEL", help="gpt:7b, a config.json of transformers, or module:function")
-    parser.add_argument(
-        "--device", metavar="SIZE", help="cap on DEVICE, such as 8GiB (default: what this machine's would be)"
-    )
+    add_size(parser, "--device", help="cap on DEVICE, such as 8GiB (default: what this machine's would be)")
 
 
 def run(options: argparse.Namespace) -> CommandResult:
@@ -45,9 +43,8 @@ def run(options: argparse.Namespace) -> CommandResult:
     Raises:
         ChunkmemError: the model cannot be built, or has nothing to pack.
     """
-    given_nbytes = None if options.device is None else parse_size("--device", options.device)
     tensors = _tensors(options.model)
-    device_nbytes = default_caps().device_nbytes if given_nbytes is None else given_nbytes
+    device_nbytes = options.device or default_caps().device_nbytes
     found = slab_candidates(tensors, device_cap_nbytes=device_nbytes)
     best_nbytes = search_slab_nbytes(tensors, device_cap_nbytes=device_nbytes)
     best = next(candidate for candidate in found if candidate.slab_nbytes == best_nbytes)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from chunkmem.cli.answer import CommandResult
-from chunkmem.cli.machine import parse_size
+from chunkmem.cli.machine import add_size
 from chunkmem.errors import ConfigError
 from chunkmem.sizes import format_nbytes
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("target", metavar="TARGET", type=Path, help="a directory, or a file such as all.pt")
     add("--to", choices=_FORMATS, help="format of TARGET; default: torch if it ends in .pt, .pth or .bin")
     add("--trust", action="store_true", help="read what may run anything while it is read: pickles of any class")
-    add("--max-shard-size", default="5GiB", metavar="SIZE", help="of a safetensors file (default: 5GiB)")
+    add_size(parser, "--max-shard-size", default="5GiB", help="of a safetensors file (default: 5GiB)")
 
 
 def run(options: argparse.Namespace) -> CommandResult:
@@ -50,9 +50,10 @@ def run(options: argparse.Namespace) -> CommandResult:
     to = options.to or ("torch" if options.target.suffix in (".pt", ".pth", ".bin") else None)
     if to is None:
         raise ConfigError(f"{options.target}: say in which format, --to dcp or --to safetensors")
-    nbytes = parse_size("--max-shard-size", options.max_shard_size)
     source = format_of(options.source)
-    done = convert(options.source, options.target, Format(to), max_shard_nbytes=nbytes, trust=options.trust)
+    done = convert(
+        options.source, options.target, Format(to), max_shard_nbytes=options.max_shard_size, trust=options.trust
+    )
     left = f"; left out: {', '.join(done.left_out)}" if done.left_out else ""
     text = (
         f"{options.source} ({source.value}) -> {options.target} ({to}): {done.num_tensors} tensors, "

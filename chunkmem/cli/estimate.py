@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult
-from chunkmem.cli.machine import OPTIMIZERS, PRECISIONS, count, parse_size, parse_speed
+from chunkmem.cli.machine import add_size, add_speed, add_training_arguments, count, parse_speed
 from chunkmem.errors import CapacityError, ConfigError, LayoutError
+from chunkmem.estimate.hardware import HARDWARE, Hardware
 from chunkmem.runtime.quiet import silenced
 from chunkmem.types import ACTIVATION_POLICIES, Tier
 
 if TYPE_CHECKING:
-    from chunkmem.estimate.hardware import Hardware
     from chunkmem.estimate.question import Question
     from chunkmem.estimate.rehearse import Rehearsal
 
@@ -43,8 +43,6 @@ are.
 With --stages, MODEL is cut into stages of a pipeline over N devices, and the schedule with the shortest step is
 chosen."""
 
-_HARDWARE = ("v100", "a100", "a100-40", "h100", "h200", "gh200", "gb200",
-             "rtx3090", "rtx4090", "rtx5090", "l40s", "mi300x")  # fmt: skip
 _DEVICE_SHARE = 0.8
 """`overall_gpu_mem_ratio`, where no cap is given."""
 
@@ -54,18 +52,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="gpt:7b, gpt:9.4b, gpt:4096x45, a config.json, or module:function")
     add("--largest", action="store_true", help="find the largest MODEL that fits; needs --host")
-    add("--device", metavar="SIZE", help="cap on DEVICE, such as 80GiB; default: 80 %% of the accelerator")
-    add("--host", metavar="SIZE", help="cap on HOST; default: as much as it takes")
-    add("--disk", metavar="SIZE", help="memory.disk: cap on DISK (default: there is none)")
-    add("--disk-speed", metavar="SPEED", help="bytes a second of DISK: 6GB/s, or 6GB/s,4GB/s for reading, writing")
-    add("--batch", type=count, default=1, metavar="N", help="samples a step and rank (default: 1)")
-    add("--seq", type=count, metavar="N", help="positions a sample (default: 2048)")
-    add("--precision", choices=PRECISIONS, default="fp32", help="of weights and gradients (default: fp32)")
+    add_size(parser, "--device", help="cap on DEVICE, such as 80GiB; default: 80 %% of the accelerator")
+    add_training_arguments(parser, seq=2048, chunk_size="searched")
+    add_size(parser, "--disk", help="memory.disk: cap on DISK (default: there is none)")
+    add(
+        "--disk-speed",
+        metavar="SPEED",
+        type=_disk_speeds,
+        help="bytes a second of DISK: 6GB/s, or 6GB/s,4GB/s for reading, writing",
+    )
     add("--no-master-weights", action="store_true", help="update weights in the low precision: master_weights false")
     add("--states", choices=("fp32", "8bit"), default="fp32", help="optimizer.params.states (default: fp32)")
     add("--in-backward", action="store_true", help="update inside backward: optimizer.params.in_backward")
     add("--master", choices=("fp32", "none"), default="fp32", help="optimizer.params.master (default: fp32)")
-    add("--optimizer", default="adamw", metavar="NAME", help=f"{OPTIMIZERS} (default: adamw)")
     add("--checkpointing", action="store_true", help="recompute each block in backward, by torch's checkpoint")
     add(
         "--activations",
@@ -78,12 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--micro-batches", type=count, metavar="M", help="of the batch, for --stages (default: 4 for each stage)")
     add("--picture", type=Path, metavar="FILE.png", help="draw the schedules of --stages")
     add("--accumulate", action="store_true", help="manager.accumulate(1) is called: the first step needs less of HOST")
-    add("--chunk-size", type=count, metavar="NUMEL", help="default_chunk_size, in elements; default: searched")
     add("--tile", type=count, metavar="NUMEL", help="with_tiling_linear: split larger weights of linear layers")
-    add("--hardware", choices=_HARDWARE, default="h100", help="whose speeds to assume (default: h100)")
-    add("--link", metavar="SIZE", help="bytes a second between HOST and DEVICE, each way, such as 25GB")
-    add("--host-memory", metavar="SIZE", help="bytes a second of HOST's memory, such as 100GB")
-    add("--network", metavar="SIZE", help="bytes a second between ranks, for each of them, such as 50GB")
+    add("--hardware", choices=[*HARDWARE], default="h100", help="whose speeds to assume (default: h100)")
+    add_speed(parser, "--link", help="bytes a second between HOST and DEVICE, each way, such as 25GB/s")
+    add_speed(parser, "--host-memory", help="bytes a second of HOST's memory, such as 100GB/s")
+    add_speed(parser, "--network", help="bytes a second between ranks, for each of them, such as 50GB/s")
     add("--tflops", type=_positive, metavar="X", help="10^12 operations a second that large matrix products reach")
 
 
@@ -110,19 +108,17 @@ def _answer(question: Question) -> CommandResult:
     from chunkmem.cli.estimate_answer import no, without_plan, yes
     from chunkmem.estimate.changes import smallest_changes
     from chunkmem.estimate.forked import in_fork
-    from chunkmem.estimate.question import device_need, find, find_chosen, trains_on_demand
+    from chunkmem.estimate.question import device_need, find, find_chosen, made_once, trains_on_demand
 
     other = replace(question, checkpointing=not question.checkpointing, activations=None)
-    known: dict[Question, Rehearsal] = {}
     with tqdm(desc="rehearsing", unit=" steps", disable=None, leave=False) as bar:
         other_nbytes = in_fork(lambda: _activation_nbytes(other))
 
-        def rehearse(asked: Question) -> Rehearsal:
-            if asked not in known:
-                known[asked] = asked.rehearse()
-                bar.update()
-            return known[asked]
+        def counted(asked: Question) -> Rehearsal:
+            bar.update()
+            return asked.rehearse()
 
+        rehearse = made_once(counted)
         rehearsal = rehearse(question)
         need = device_need(question, rehearsal)
         try:
@@ -130,7 +126,7 @@ def _answer(question: Question) -> CommandResult:
         except CapacityError as error:
             if error.tier is not Tier.DEVICE and trains_on_demand(question, rehearsal):
                 return without_plan(question, rehearsal, other_nbytes(), need, error)
-            changes = smallest_changes(question, rehearsal, rehearse=rehearse)
+            changes = smallest_changes(question, rehearse=rehearse)
             return no(question, rehearsal, other_nbytes(), need, error, changes)
         rehearsal, finding = find_chosen(question, rehearsal, finding)
         return yes(question, rehearsal, other_nbytes(), need, finding)
@@ -160,54 +156,43 @@ def _question(options: argparse.Namespace) -> Question:
         raise ConfigError("--disk is below HOST, and takes what that has no room for; give --host, too")
     if not options.largest:
         resolve_model(options.model, batch=1, seq=options.seq)  # what is wrong is said before anything takes time
-    return Question(
-        model=lambda batch: resolve_model(options.model, batch=batch, seq=options.seq),
-        batch=options.batch,
-        hardware=hardware,
-        device_nbytes=_device_nbytes(options, hardware),
-        host_nbytes=None if options.host is None else parse_size("--host", options.host),
-        disk_nbytes=0 if options.disk is None else parse_size("--disk", options.disk),
-        precision=options.precision,
-        master_weights=not options.no_master_weights,
-        states=options.states,
-        master=options.master,
-        in_backward=options.in_backward,
-        optimizer=options.optimizer,
-        checkpointing=options.checkpointing,
-        cpu_embedding=options.cpu_embedding,
-        activations=options.activations,
-        world=options.world,
-        is_accumulating=options.accumulate,
-        chunk_numel=options.chunk_size,
-        tile_numel=options.tile,
-    )
+    same = {field.name: getattr(options, field.name) for field in fields(Question) if hasattr(options, field.name)}
+    given: dict[str, Any] = {
+        "model": lambda batch: resolve_model(options.model, batch=batch, seq=options.seq),
+        "hardware": hardware,
+        "device_nbytes": options.device or int(_DEVICE_SHARE * hardware.device_nbytes),
+        "host_nbytes": options.host,
+        "disk_nbytes": options.disk or 0,
+        "master_weights": not options.no_master_weights,
+        "is_accumulating": options.accumulate,
+        "chunk_numel": options.chunk_size,
+        "tile_numel": options.tile,
+    }
+    return Question(**same | given)
 
 
 def _hardware(options: argparse.Namespace) -> Hardware:
     """Return the hardware that was named, with what is said of it instead."""
-    from chunkmem.estimate.hardware import HARDWARE
-
     hardware, said = HARDWARE[options.hardware], dict[str, Any]()
     if options.link is not None:
-        link_Bps = parse_speed("--link", options.link)
-        said |= {"link_Bps": link_Bps, "duplex_Bps": link_Bps * hardware.duplex_Bps / hardware.link_Bps}
+        said |= {"link_Bps": options.link, "duplex_Bps": options.link * hardware.duplex_Bps / hardware.link_Bps}
     if options.host_memory is not None:
-        said["host_memory_Bps"] = parse_speed("--host-memory", options.host_memory)
+        said["host_memory_Bps"] = options.host_memory
     if options.network is not None:
-        said["peer_Bps"] = said["network_Bps"] = parse_speed("--network", options.network)
+        said["peer_Bps"] = said["network_Bps"] = options.network
     if options.tflops is not None:
         said["flop_per_s"] = said["fp32_flop_per_s"] = 1e12 * options.tflops
     if options.disk_speed is not None:
-        said["disk_read_Bps"], said["disk_write_Bps"] = _disk_speeds(options)
+        if options.disk is None:
+            raise ConfigError("--disk-speed is about DISK; give --disk, too")
+        said["disk_read_Bps"], said["disk_write_Bps"] = options.disk_speed
     return replace(hardware, **said)
 
 
-def _disk_speeds(options: argparse.Namespace) -> tuple[float, float]:
-    if options.disk is None:
-        raise ConfigError("--disk-speed is about DISK; give --disk, too")
-    read, *write = str(options.disk_speed).split(",")
+def _disk_speeds(text: str) -> tuple[float, float]:
+    read, *write = text.split(",")
     if len(write) > 1:
-        raise ConfigError(f"--disk-speed is {options.disk_speed!r}; give one speed, or two: 6GB/s,4GB/s")
+        raise ConfigError(f"--disk-speed is {text!r}; give one speed, or two: 6GB/s,4GB/s")
     read_Bps = parse_speed("--disk-speed", read)
     return read_Bps, parse_speed("--disk-speed", write[0]) if write else read_Bps
 
@@ -216,10 +201,10 @@ def _largest(options: argparse.Namespace) -> CommandResult:
     from tqdm import tqdm
 
     from chunkmem.cli.estimate_answer import answer
-    from chunkmem.estimate.families import family_of
+    from chunkmem.estimate.families import Family
     from chunkmem.estimate.largest import Fitting, TooLarge, largest
 
-    family = family_of(options.model, seq=options.seq)
+    family = Family(options.model, options.seq)
     if options.host is None:
         raise ConfigError("--largest needs --host: if HOST may take as much as it likes, no model is the largest")
     question = _question(options)
@@ -247,12 +232,6 @@ def _pipeline(options: argparse.Namespace) -> CommandResult:
         num_micro_batches=options.micro_batches,
         picture=options.picture,
     )
-
-
-def _device_nbytes(options: argparse.Namespace, hardware: Hardware) -> int:
-    if options.device is not None:
-        return parse_size("--device", options.device)
-    return int(_DEVICE_SHARE * hardware.device_nbytes)
 
 
 def _positive(text: str) -> float:

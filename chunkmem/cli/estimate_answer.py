@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from chunkmem.cli.answer import CommandResult, table
+from chunkmem.cli.answer import CommandResult, counted, table
 from chunkmem.cli.estimate_times import assumption_lines, disk_data, disk_lines, time_data, time_lines
 from chunkmem.report.regions import region_data
 from chunkmem.report.text import REGION_COLUMNS, region_rows
@@ -32,19 +33,21 @@ def answer(found: Largest) -> CommandResult:
     }  # fmt: skip
     if fitting is None:
         assert beyond is not None
-        line = f"no model fits: with {_layers(beyond.layers)}, {beyond.question.name} lacks room: {_why(beyond)}"
+        line = (
+            f"no model fits: with {counted(beyond.layers, 'layer')}, {beyond.question.name} lacks room: {_why(beyond)}"
+        )
         return CommandResult({"fits": False, "largest": None, "limit": limit}, line, fits=False)
     said = yes(fitting.question, fitting.rehearsal, None, fitting.device_need, fitting.finding)
     name, params = fitting.question.name, fitting.rehearsal.num_params
     data = {"model": name, "width": fitting.width or None, "layers": fitting.layers, "parameters": params,
             "num_tried": found.num_tried}  # fmt: skip
     batch, rate = fitting.question.batch, said.data["tokens_per_s"]
-    at = f"{batch} sequence{'s' * (batch > 1)} a step" + (f", {rate:,.0f} tokens/s a rank" if rate else "")
+    at = f"{counted(batch, 'sequence')} a step" + (f", {rate:,.0f} tokens/s a rank" if rate else "")
     lines = [f"largest that fits: {name}, {billions(params)} parameters, at {at} (--batch)"]
     if beyond is None:
-        lines.append(f"the search ended at {_layers(fitting.layers)}")
+        lines.append(f"the search ended at {counted(fitting.layers, 'layer')}")
     else:
-        lines.append(f"{beyond.shortage.tier.name} binds: with {_layers(beyond.layers)}, {_why(beyond)}")
+        lines.append(f"{beyond.shortage.tier.name} binds: with {counted(beyond.layers, 'layer')}, {_why(beyond)}")
     return CommandResult({**said.data, "largest": data, "limit": limit}, "\n".join([*lines, "", said.text]))
 
 
@@ -63,16 +66,6 @@ def _why(beyond: TooLarge) -> str:
     )
 
 
-def _layers(count: int) -> str:
-    return f"{count} layer{'s' * (count > 1)}"
-
-
-if TYPE_CHECKING:
-    from chunkmem.errors import CapacityError
-    from chunkmem.estimate.needs import DeviceNeed
-    from chunkmem.estimate.question import Finding, Question
-    from chunkmem.estimate.rehearse import Rehearsal
-
 _SAID = ("precision", "checkpointing", "cpu_embedding", "tile_numel", "activations", "world", "optimizer")
 """Of a question, in the answer."""
 
@@ -89,7 +82,7 @@ def yes(
         chunks + moment.non_model_peak_nbytes
         for chunks, moment in zip(finding.timeline.device_nbytes, finding.trace.moments, strict=True)
     )
-    step = step_range(question, finding)
+    step, updated = step_range(question, finding), Counter(finding.plan.update_tiers.values())
     data = _subject(question, rehearsal, other_nbytes, need) | time_data(question, rehearsal, finding, step) | {
         "fits": True,
         "limit": None,
@@ -103,8 +96,8 @@ def yes(
         "exchanged": {"sent_nbytes": finding.exchanged.sent_nbytes,
                       "received_nbytes": finding.exchanged.received_nbytes,
                       "buffered_nbytes": finding.exchanged.peak_buffered_nbytes},
-        "updated_on_device": sum(tier is Tier.DEVICE for tier in finding.plan.update_tiers.values()),
-        "updated_on_host": sum(tier is Tier.HOST for tier in finding.plan.update_tiers.values()),
+        "updated_on_device": updated[Tier.DEVICE],
+        "updated_on_host": updated[Tier.HOST],
         "regions": [region_data(region) for region in finding.regions],
     }  # fmt: skip
     disk = ""

@@ -44,13 +44,9 @@ def time_lines(question: Question, rehearsal: Rehearsal, finding: Finding, step:
     yield f"a step takes about {step.typical_s:.2g} s ({step.fastest_s:.2g} to {step.slowest_s:.2g} s){speed}"
     if finding.timeline.stall_s > 0.01 * step.typical_s:
         yield f"of that, computing waits {finding.timeline.stall_s:.2g} s for copies"
-    yield (
-        f"lower bounds at the speeds above: compute {bounds.compute_s:.3g} s, link {bounds.link_s:.3g} s, "
-        f"host memory {bounds.host_memory_s:.3g} s"
-        + (f", network {bounds.network_s:.3g} s" if question.world > 1 else "")
-        + (f", disk {bounds.disk_s:.3g} s" if question.disk_nbytes else "")
-        + f"; {bounds.binding} binds"
-    )
+    is_there = {"network": question.world > 1, "disk": question.disk_nbytes > 0}
+    shown = (f"{name} {seconds:.3g} s" for name, seconds in bounds.seconds.items() if is_there.get(name, True))
+    yield f"lower bounds at the speeds above: {', '.join(shown)}; {bounds.binding} binds"
     pinned_nbytes = _pinned_nbytes(finding)
     start_up = question.hardware.start_up(num_params=rehearsal.num_params, host_nbytes=pinned_nbytes)
     if start_up.build_s + start_up.pin_s > 1:

@@ -6,7 +6,6 @@ import argparse
 import ctypes
 import importlib.metadata
 import mmap
-import os
 import platform
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from chunkmem.cli.answer import CommandResult, table
 from chunkmem.cli.machine import default_caps, measured_machine
 from chunkmem.plan.model import LINK_LANES
+from chunkmem.runtime.populate import num_cores
 from chunkmem.sizes import format_nbytes
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> CommandResult:
         "python": platform.python_version(),
         "system": platform.platform(),
         "packages": {name: found(name, partial(_version, name)) for name in _PACKAGES},
-        "cores": found("cores", _num_cores),
+        "cores": found("cores", num_cores),
         "threads": found("threads", _num_threads),
         "cuda": found("CUDA of torch", _cuda),
         "driver": found("NVIDIA driver", _driver),
@@ -90,10 +90,6 @@ def _version(package: str, absent: str = "not installed") -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         raise _AbsentError(absent) from None
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _num_threads() -> int:

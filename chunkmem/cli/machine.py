@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from chunkmem.errors import ConfigError, PlanError
 from chunkmem.plan.machine import LinkSpeed, Machine
@@ -16,54 +17,68 @@ from chunkmem.types import LINKS, Tier
 if TYPE_CHECKING:
     from chunkmem.runtime.tiers import TierCaps
 
-OPTIMIZERS = "adamw, adam, sgd, sgd-momentum, muon, another class of torch.optim in lower case, or module:Class"
-"""What `--optimizer` takes."""
-PRECISIONS = ("fp32", "bf16", "fp16")
+_OPTIMIZERS = "adamw, adam, sgd, sgd-momentum, muon, another class of torch.optim in lower case, or module:Class"
+_PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, *, seq: int, chunk_size: str) -> None:
+    """Declare `--host --batch --seq --precision --optimizer --chunk-size`; what differs between commands is given."""
+    add = parser.add_argument
+    add_size(parser, "--host", help="cap on HOST; default: as much as it takes")
+    add("--batch", type=count, default=1, metavar="N", help="samples a step and rank (default: 1)")
+    add("--seq", type=count, metavar="N", help=f"positions a sample (default: {seq})")
+    add("--precision", choices=_PRECISIONS, default="fp32", help="of weights and gradients (default: fp32)")
+    add("--optimizer", default="adamw", metavar="NAME", help=f"{_OPTIMIZERS} (default: adamw)")
+    add("--chunk-size", type=count, metavar="NUMEL", help=f"default_chunk_size, in elements; default: {chunk_size}")
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `--device --host --disk --h2d --d2h --disk-read --disk-write --machine`; `machine_of` reads them."""
-    parser.add_argument("--device", metavar="SIZE", required=True, help="cap on DEVICE, such as 8GiB")
-    parser.add_argument("--host", metavar="SIZE", help="cap on HOST (default: enough for all that is not on DEVICE)")
-    parser.add_argument("--disk", metavar="SIZE", help="cap on DISK (default: there is none)")
+    add_size(parser, "--device", required=True, help="cap on DEVICE, such as 8GiB")
+    add_size(parser, "--host", least=0, help="cap on HOST (default: enough for all that is not on DEVICE)")
+    add_size(parser, "--disk", help="cap on DISK (default: there is none)")
     parser.add_argument(
         "--machine",
         metavar="FILE",
         type=Path,
         help="speeds of a saved machine, or of the machine of a saved plan (default: this machine's, measured once)",
     )
-    parser.add_argument("--h2d", metavar="SIZE", help="bytes a second from HOST to DEVICE instead, such as 25GB")
-    parser.add_argument("--d2h", metavar="SIZE", help="bytes a second from DEVICE to HOST instead, such as 25GB")
-    parser.add_argument("--disk-read", metavar="SPEED", help="bytes a second from DISK to HOST, such as 6GB/s")
-    parser.add_argument("--disk-write", metavar="SPEED", help="bytes a second from HOST to DISK, such as 4GB/s")
+    add_speed(parser, "--h2d", help="bytes a second from HOST to DEVICE instead, such as 25GB/s")
+    add_speed(parser, "--d2h", help="bytes a second from DEVICE to HOST instead, such as 25GB/s")
+    add_speed(parser, "--disk-read", help="bytes a second from DISK to HOST, such as 6GB/s")
+    add_speed(parser, "--disk-write", help="bytes a second from HOST to DISK, such as 4GB/s")
+
+
+def add_size(parser: argparse.ArgumentParser, option: str, *, least: int = 1, **more: Any) -> None:
+    """Declare an option of so many bytes; `more` is for argparse."""
+    parser.add_argument(option, metavar="SIZE", type=partial(parse_size, option, least=least), **more)
+
+
+def add_speed(parser: argparse.ArgumentParser, option: str, **more: Any) -> None:
+    """Declare an option of so many bytes a second; `more` is for argparse."""
+    parser.add_argument(option, metavar="SPEED", type=partial(parse_speed, option), **more)
 
 
 def machine_of(options: argparse.Namespace, *, host_nbytes: int) -> Machine:
     """Return the machine that is meant; without `--host`, its HOST holds `host_nbytes`.
 
     Raises:
-        ConfigError: a size is none.
+        ConfigError: something of a disk is given, and something else is missing.
         PlanError: the file of `--machine` cannot be read, or is something else.
     """
-    device_nbytes = parse_size("--device", options.device)
-    host_nbytes = host_nbytes if options.host is None else parse_size("--host", options.host, least=0)
-    # What is wrong with the arguments is said before anything is measured.
-    disk_nbytes = 0 if options.disk is None else parse_size("--disk", options.disk)
-    given = {
-        link: parse_speed(f"--{lane.value}", text)
-        for link in LINKS
-        if (text := getattr(options, (lane := LINK_LANES[link]).value.replace("-", "_"))) is not None
-    }
+    host_nbytes = host_nbytes if options.host is None else options.host
+    disk_nbytes = options.disk or 0
+    given = {link: getattr(options, LINK_LANES[link].value.replace("-", "_")) for link in LINKS}
     for link in LINKS:
-        if Tier.DISK in link and link in given and not disk_nbytes:
+        if Tier.DISK in link and given[link] and not disk_nbytes:
             raise ConfigError(f"--{LINK_LANES[link].value} is about DISK; give --disk, too")
     machine = measured_machine() if options.machine is None else load_machine(options.machine)
-    links = {link: replace(speed, Bps=given.get(link) or speed.Bps) for link, speed in machine.links.items()}
+    links = {link: replace(speed, Bps=given[link] or speed.Bps) for link, speed in machine.links.items()}
     for link in LINKS if disk_nbytes else ():
-        if link not in links and link not in given:
+        if link not in links and not given[link]:
             raise ConfigError(f"--disk needs --{LINK_LANES[link].value}: the machine has no speed of a disk")
-        links.setdefault(link, LinkSpeed(given.get(link, 0.0)))
-    return replace(machine, device_nbytes=device_nbytes, host_nbytes=host_nbytes, disk_nbytes=disk_nbytes, links=links)
+        links.setdefault(link, LinkSpeed(given[link] or 0.0))
+    return replace(machine, device_nbytes=options.device, host_nbytes=host_nbytes, disk_nbytes=disk_nbytes, links=links)
 
 
 def parse_size(option: str, text: str, *, least: int = 1) -> int:

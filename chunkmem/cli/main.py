@@ -53,8 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
-    options = make_parser().parse_args(arguments)
     try:
+        options = make_parser().parse_args(arguments)
         return _print(options.run(options), as_json=options.json)
     except (ChunkmemError, OSError) as error:
         print(f"chunkmem: {one_line(error)}", file=sys.stderr)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, does_not_fit, table
-from chunkmem.cli.machine import add_machine_arguments, count, machine_of, parse_size
+from chunkmem.cli.machine import add_machine_arguments, count, machine_of
 from chunkmem.cli.stages import blocks_named, cut_answer, refuse_with
 from chunkmem.errors import ConfigError, PlanError
 from chunkmem.plan.candidate import PlanOptions
@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--margin-use-ratio",
         metavar="SHARE",
+        type=_share,
         default=PlanOptions().margin_use_ratio,
         help="share of the space left on DEVICE that optimizer states may take, 0 to 1 (default: %(default)s)",
     )
@@ -83,14 +84,13 @@ def run(options: argparse.Namespace) -> CommandResult:
         return _cut(options)
     if options.keep_ties:
         raise ConfigError("--keep-ties is about stages; give --stages, too")
-    ratio = _share("--margin-use-ratio", options.margin_use_ratio)
     path: str = os.path.join(options.trace, "trace.json") if os.path.isdir(options.trace) else options.trace
     trace = Trace.load(path)
     if not trace.moments:
         raise ConfigError(f"{path}: the trace has no moments; record a step of a model that has parameters")
     machine = machine_of(options, host_nbytes=sum(trace.chunk_nbytes.values()))
     try:
-        plan = make_plan(trace, machine, options=PlanOptions(margin_use_ratio=ratio))
+        plan = make_plan(trace, machine, options=PlanOptions(margin_use_ratio=options.margin_use_ratio))
     except PlanError as error:
         return does_not_fit(_question(path, trace, machine), error)
     bound = traffic_bound(trace, machine, plan.update_tiers)
@@ -104,22 +104,21 @@ def _cut(options: argparse.Namespace) -> CommandResult:
     refuse_with(
         "--stages", [f"--{name}" for name in ("machine", "h2d", "d2h", "disk", "out") if getattr(options, name)]
     )
-    device_nbytes = None if options.device is None else parse_size("--device", options.device)
-    host_nbytes = None if options.host is None else parse_size("--host", options.host, least=0)
+    device_nbytes, host_nbytes = options.device, options.host
     if host_nbytes is not None and device_nbytes is None:
         raise ConfigError("--host bounds the bytes of a stage together with --device; give that, too")
-    cap_nbytes = None if host_nbytes is None or device_nbytes is None else device_nbytes + host_nbytes
+    cap_nbytes = None if host_nbytes is None else device_nbytes + host_nbytes
     blocks = blocks_named(options.trace)
     return cut_answer(options.trace, blocks, options.stages, cap_nbytes=cap_nbytes, keeps_ties=options.keep_ties)
 
 
-def _share(option: str, value: str | float) -> float:
+def _share(text: str) -> float:
     try:
-        share = float(value)
+        share = float(text)
     except ValueError:
         share = -1.0
     if not 0 <= share <= 1:  # NaN is not either
-        raise ConfigError(f"{option} is {shown(value)}, but must be a number from 0 to 1")
+        raise ConfigError(f"--margin-use-ratio is {shown(text)}, but must be a number from 0 to 1")
     return share
 
 

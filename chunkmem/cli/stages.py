@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chunkmem.cli.answer import CommandResult, does_not_fit, table
+from chunkmem.cli.answer import CommandResult, counted, does_not_fit, table
 from chunkmem.errors import CapacityError, ConfigError, PlanError
 from chunkmem.plan.balance import Block, Stage, balance, tie_groups, tied_over
 from chunkmem.plan.pipeline_choice import PipelineCandidate, PipelineChoice, PipelineMachine, choose_schedule
@@ -80,8 +80,8 @@ def pipeline_answer(
     except CapacityError as error:
         return does_not_fit(data | {"cap_nbytes": error.cap_nbytes}, error)
     data |= _choice_data(choice) | {"picture": None if picture is None else str(picture)}
-    over = f"{_number(num_devices, 'device')}, {_number(num_micro_batches, 'micro-batch', 'es')}"
-    lines = [f"{name}: a pipeline over {over} of {_number(size, 'sample')}", *_choice_lines(choice)]
+    over = f"{counted(num_devices, 'device')}, {counted(num_micro_batches, 'micro-batch', 'es')}"
+    lines = [f"{name}: a pipeline over {over} of {counted(size, 'sample')}", *_choice_lines(choice)]
     if picture is not None:
         _draw(picture, (choice.best, *choice.others))
         lines.append(f"\nwrote {picture}")
@@ -210,10 +210,6 @@ def _lines(stages: Sequence[Stage], num_devices: int) -> Iterator[str]:
     for name, having in _tied(stages, num_devices).items():
         places = " and ".join(map(str, having))
         yield f"{name} is tied: stages {places} have a copy each, whose gradients are added"
-
-
-def _number(number: int, what: str, ending: str = "s") -> str:
-    return f"{number} {what}{ending if number > 1 else ''}"
 
 
 def _candidate(candidate: PipelineCandidate) -> dict[str, Any]:

@@ -19,25 +19,18 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.speculative import Intent
-from chunkmem.runtime.chunk import Chunk, Replica
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import ChunkStore
+from chunkmem.runtime.policy import OnDemand
 from chunkmem.shard.shards import ShardStore
 from chunkmem.shard.units import Unit, Units
-from chunkmem.trace.model import Region
-from chunkmem.types import ChunkId, Tier
+from chunkmem.trace.model import Kind, Region
+from chunkmem.types import ChunkId
 
 
 class Asked(enum.Enum):
-    """What a call asks for."""
+    """What a call asks for that is no event of a chunk. Those of units are the methods of `Units`."""
 
-    PIN = "pin"
-    """The weights of a group, or a chunk of activations, stay on DEVICE until UNPIN."""
-    UNPIN = "unpin"
-    CREATE = "create"
-    """A chunk of activations begins to have content."""
-    CONSUME = "consume"
-    """Its content is used up."""
     LAND = "land"
     """A gradient is final for this backward."""
     UPDATE = "update"
@@ -49,7 +42,7 @@ class Asked(enum.Enum):
     """Backward continues in a unit."""
     RECOMPUTE = "recompute"
     """A unit's forward runs again in backward."""
-    END_BACKWARD = "end backward"
+    END_BACKWARD = "end_backward"
     STEP = "step"
     """The optimizer steps."""
 
@@ -71,9 +64,10 @@ class Measured:
 class Call:
     """One call, and what the model did before it."""
 
-    asked: Asked
-    subject: int | Chunk | ManagedParameter | Unit | None
-    """The group, the chunk, the parameter or the unit concerned."""
+    asked: Kind | Asked
+    """Weights on DEVICE are held or released, activations are created, held, released or consumed; or what it says."""
+    subject: Chunk | ManagedParameter | Unit | int | None
+    """The chunk, the parameter, the unit or the group concerned."""
     reader: str
     with_grad: bool
     """Autograd records: what is exchanged is part of a training step."""
@@ -102,8 +96,8 @@ class StepCalls:
     @property
     def activations(self) -> dict[ChunkId, Chunk]:
         """The chunks of activations."""
-        created = (call.subject for call in self.calls if call.asked is Asked.CREATE)
-        return {chunk.id: chunk for chunk in created if isinstance(chunk, Chunk)}
+        chunks = (call.subject for call in self.calls if isinstance(call.subject, Chunk))
+        return {chunk.id: chunk for chunk in chunks if chunk.id.role.kind.is_of_call}
 
 
 class CallLog:
@@ -115,42 +109,22 @@ class CallLog:
         self._measure = measure
 
     def add(
-        self, asked: Asked, subject: int | Chunk | ManagedParameter | Unit | None = None, *, reader: object = ""
+        self, asked: Kind | Asked, subject: Chunk | ManagedParameter | Unit | int | None = None, *, reader: object = ""
     ) -> None:
         """Log a call that is about to be served."""
         self.calls.append(Call(asked, subject, str(reader), torch.is_grad_enabled(), self._measure()))
 
 
-class LoggedPager(Pager):
-    """Serves accesses, and logs those to weights and activations on DEVICE."""
+class LoggedEvents(OnDemand):
+    """The policy of a rehearsed step: nothing is planned, and the events of weights and activations are logged."""
 
-    def __init__(self, store: ChunkStore, *, log: CallLog) -> None:
-        super().__init__(store)
-        self.log = log
+    def __init__(self, log: CallLog) -> None:
+        super().__init__()
+        self._log = log
 
-    def pin(self, chunk: Chunk, tier: Tier | None = None, *, reader: object, elastic: bool = False) -> Replica:
-        if _is_logged(chunk):
-            self.log.add(Asked.PIN, chunk, reader=reader)
-        return super().pin(chunk, tier, reader=reader, elastic=elastic)
-
-    def unpin(self, chunk: Chunk, tier: Tier | None = None) -> None:
-        if _is_logged(chunk):
-            self.log.add(Asked.UNPIN, chunk)
-        super().unpin(chunk, tier)
-
-    def create(self, chunk: Chunk, tier: Tier, *, reader: object, zero: bool, **options: Any) -> Replica:
-        if chunk.id.role.kind.is_of_call:
-            self.log.add(Asked.CREATE, chunk, reader=reader)
-        return super().create(chunk, tier, reader=reader, zero=zero, **options)
-
-    def consume(self, chunk: Chunk) -> None:
-        if chunk.id.role.kind.is_of_call:
-            self.log.add(Asked.CONSUME, chunk)
-        super().consume(chunk)
-
-
-def _is_logged(chunk: Chunk) -> bool:
-    return chunk.id.role.kind.is_weights or chunk.id.role.kind.is_of_call
+    def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
+        if chunk.id.role.kind.is_weights or chunk.id.role.kind.is_of_call:
+            self._log.add(kind, chunk, reader=reader)
 
 
 class LoggedSlots(GradientSlots):

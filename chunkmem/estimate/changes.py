@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from types import MappingProxyType
+from typing import Any
 
 from chunkmem.errors import LayoutError, StateError
 from chunkmem.estimate.optimizers import is_elementwise
-from chunkmem.estimate.question import UNLIMITED_NBYTES, Question, device_need, disk_need, fits, host_need
+from chunkmem.estimate.question import (
+    UNLIMITED_NBYTES,
+    Question,
+    Rehearse,
+    device_need,
+    disk_need,
+    fits,
+    host_need,
+    made_once,
+)
 from chunkmem.estimate.rehearse import Rehearsal
 from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, SLABS_PER_CAP
 
@@ -20,25 +32,23 @@ _IMPOSSIBLE = LayoutError, StateError
 _QUARTERINGS = 3
 """How often tiles are quartered in search of those that fit."""
 
-_OPTIONS = MappingProxyType(
+_NAMES = MappingProxyType(
     {
-        "device_nbytes": ("device", "--device"),
-        "host_nbytes": ("host", "--host"),
-        "disk_nbytes": ("disk", "--disk"),
-        "tile_numel": ("tile", "--tile"),
-        "is_accumulating": ("accumulate", "--accumulate"),
-        "checkpointing": ("checkpointing", "--checkpointing"),
-        "activations": ("activations", "--activations"),
-        "cpu_embedding": ("cpu embedding", "--cpu-embedding"),
-        "in_backward": ("in backward", "--in-backward"),
-        "precision": ("precision", "--precision"),
-        "batch": ("batch", "--batch"),
-        "world": ("world", "--world"),
+        "device_nbytes": "device",
+        "host_nbytes": "host",
+        "disk_nbytes": "disk",
+        "tile_numel": "tile",
+        "is_accumulating": "accumulate",
+        "checkpointing": "checkpointing",
+        "activations": "activations",
+        "cpu_embedding": "cpu embedding",
+        "in_backward": "in backward",
+        "precision": "precision",
+        "batch": "batch",
+        "world": "world",
     }
 )
-"""By what of a question may be changed: its name, and the option of the command line."""
-
-Rehearse = Callable[[Question], Rehearsal]
+"""Of what may be changed of a question; options of the command line have the same."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class Change:
     """What to change so that it fits."""
 
     what: str
-    """Names of `_OPTIONS`; several are joined by " + "."""
+    """Of `_NAMES`; several are joined by " + "."""
     options: tuple[str, ...]
     """Of the command line, to add or to replace: ``("--batch", "2")``."""
     question: Question
@@ -54,43 +64,40 @@ class Change:
 
 
 def _change(question: Question, changed: Question) -> Change:
-    names, words = [], []
-    for field, (name, option) in _OPTIONS.items():
-        value = getattr(changed, field)
-        if value != getattr(question, field):
-            names.append(name)
-            words += [option] if value is True else [option, str(value)]
-    return Change(" + ".join(names), tuple(words), changed)
+    values = {name: getattr(changed, key) for key, name in _NAMES.items() if vars(changed)[key] != vars(question)[key]}
+    words: list[str] = []
+    for name, value in values.items():
+        words += [f"--{name.replace(' ', '-')}", *([] if value is True else [str(value)])]
+    return Change(" + ".join(values), tuple(words), changed)
 
 
-def smallest_changes(question: Question, rehearsal: Rehearsal, *, rehearse: Rehearse) -> list[Change]:
+def smallest_changes(question: Question, *, rehearse: Rehearse) -> list[Change]:
     """Return changes that each suffice, the least intrusive first. Not empty: caps that are large enough always do.
 
     Args:
         question: one to which the answer is no.
-        rehearsal: of `question`.
-        rehearse: returns the rehearsal of another question; takes seconds for a large model.
+        rehearse: returns the rehearsal of a question; takes seconds for a large model.
     """
-    caps = raised_caps(question, rehearsal, rehearse)
-    found = [_change(question, changed) for changed in _alone(question, rehearsal, rehearse)]
+    rehearse = made_once(rehearse)
+    caps = raised_caps(question, rehearse)
+    found = [_change(question, changed) for changed in _alone(question, rehearse)]
     if all(change.what == "world" for change in found):
         found += _together(question, rehearse)
     return [caps, *found] if _is_near(question, caps.question) else [*found, caps]
 
 
-def raised_caps(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Change:
+def raised_caps(question: Question, rehearse: Rehearse) -> Change:
     """Return the change of `device_nbytes`, `host_nbytes` and, where there is one, `disk_nbytes` to small ones that
     work."""
-    raised = question
+    raised, rehearsal = question, rehearse(question)
     while True:
         enough = replace(raised, device_nbytes=max(raised.device_nbytes, device_need(raised, rehearsal).nbytes))
         if _slab_floor(enough) == _slab_floor(raised):
             break
         raised, rehearsal = enough, rehearse(enough)  # the chunk size is searched for the cap
-    raised = enough
-    if raised.host_nbytes is not None and not fits(raised, rehearsal):
-        raised = _below_raised(raised, rehearsal)
-    return _change(question, raised)
+    if enough.host_nbytes is not None and not fits(enough, rehearsal):
+        enough = _below_raised(enough, rehearsal)
+    return _change(question, enough)
 
 
 def _below_raised(question: Question, rehearsal: Rehearsal) -> Question:
@@ -100,13 +107,6 @@ def _below_raised(question: Question, rehearsal: Rehearsal) -> Question:
         return replace(question, disk_nbytes=disk_nbytes)
     host_nbytes = host_need(replace(question, disk_nbytes=UNLIMITED_NBYTES), rehearsal)
     return _below_raised(replace(question, host_nbytes=host_nbytes), rehearsal)
-
-
-def _with_disk(question: Question, rehearsal: Rehearsal) -> Iterator[Question]:
-    if question.disk_nbytes or not question.host_nbytes:  # raising it is another change
-        return
-    if (disk_nbytes := disk_need(question, rehearsal)) is not None:
-        yield replace(question, disk_nbytes=disk_nbytes)
 
 
 def _slab_floor(question: Question) -> int:
@@ -120,28 +120,43 @@ def _is_near(question: Question, raised: Question) -> bool:
     return raised.device_nbytes <= _NEAR * question.device_nbytes and raised_host <= _NEAR * host
 
 
-def _alone(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iterator[Question]:
-    accumulating = replace(question, is_accumulating=True)
-    if question.world > 1 and not question.is_accumulating and fits(accumulating, rehearsal):
-        yield accumulating
-    yield from _tiled(question, rehearsal, rehearse)
+def _alone(question: Question, rehearse: Rehearse) -> Iterator[Question]:
+    rehearsal = rehearse(question)
+
+    def fitting(**changes: Any) -> Iterator[Question]:
+        changed = replace(question, **changes)
+        if changed != question and _fits(changed, rehearse):
+            yield changed
+
+    yield from fitting(is_accumulating=True)
+    yield from _tiled(question, rehearse)
+    if question.activations is None:  # which is another way to do the same
+        yield from fitting(checkpointing=True)
     if not question.checkpointing:
-        yield from _if_it_fits(replace(question, checkpointing=True), rehearse)
-        if question.activations is None:
-            yield from _if_it_fits(replace(question, activations="auto"), rehearse)
-    if not question.cpu_embedding:
-        yield from _if_it_fits(replace(question, cpu_embedding=True), rehearse)
+        yield from fitting(activations="auto")
+    yield from fitting(cpu_embedding=True)
     yield from _largest_batch(question, rehearse, below=question.batch)
-    yield from _with_disk(question, rehearsal)
-    if question.world == 1 and not question.in_backward:
-        yield from _if_it_fits(replace(question, in_backward=True), rehearse)
+    may_have_disk = question.host_nbytes and not question.disk_nbytes  # raising it is another change
+    if may_have_disk and (disk_nbytes := disk_need(question, rehearsal)) is not None:
+        yield replace(question, disk_nbytes=disk_nbytes)
+    if question.world == 1 and question.precision != "fp16":
+        yield from fitting(in_backward=True)
     if question.precision == "fp32":
-        yield from _if_it_fits(replace(question, precision="bf16"), rehearse)
-    yield from _more_ranks(question, rehearsal, rehearse)
+        yield from fitting(precision="bf16")
+    yield from _more_ranks(question, rehearse)
 
 
-def _tiled(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iterator[Question]:
+def _fits(question: Question, rehearse: Rehearse) -> bool:
+    """Tell whether there is a plan; no if the model cannot be trained that way."""
+    try:
+        return fits(question, rehearse(question))
+    except _IMPOSSIBLE:
+        return False
+
+
+def _tiled(question: Question, rehearse: Rehearse) -> Iterator[Question]:
     """Find the largest of quarters, sixteenths and so on of the widest weight as tiles of which it fits."""
+    rehearsal = rehearse(question)
     need_nbytes = device_need(question, rehearsal).nbytes
     if need_nbytes <= question.device_nbytes or not is_elementwise(question.optimizer):
         return  # HOST is what is too small, or whole matrices are updated
@@ -154,46 +169,41 @@ def _tiled(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iter
     for _ in range(_QUARTERINGS):
         numel = max(1, numel // 4)
         tiled = replace(question, tile_numel=numel)
-        rehearsal = rehearse(tiled)
-        if fits(tiled, rehearsal):
+        if _fits(tiled, rehearse):
             yield tiled
             return
-        before, need_nbytes = need_nbytes, device_need(tiled, rehearsal).nbytes
+        before, need_nbytes = need_nbytes, device_need(tiled, rehearse(tiled)).nbytes
         if need_nbytes >= before:  # something else is what needs most
             return
 
 
 def _together(question: Question, rehearse: Rehearse) -> Iterator[Change]:
     precision = "bf16" if question.precision == "fp32" else question.precision
-    for cpu_embedding in dict.fromkeys((question.cpu_embedding, True)):
-        all_of_them = replace(question, checkpointing=True, precision=precision, cpu_embedding=cpu_embedding)
-        for fitting in _largest_batch(all_of_them, rehearse, below=question.batch + 1):
+    all_of_them = replace(question, checkpointing=question.activations is None, precision=precision)
+    accumulates = question.is_accumulating or question.world > 1
+    ways = product(
+        dict.fromkeys((question.cpu_embedding, True)), dict.fromkeys((question.is_accumulating, accumulates))
+    )
+    for cpu_embedding, accumulating in ways:
+        asked = replace(all_of_them, cpu_embedding=cpu_embedding, is_accumulating=accumulating)
+        for fitting in _largest_batch(asked, rehearse, below=question.batch + 1):
             change = _change(question, fitting)
             if " + " in change.what:
                 yield change
             return
 
 
-def _if_it_fits(changed: Question, rehearse: Rehearse) -> Iterator[Question]:
-    try:
-        rehearsal = rehearse(changed)
-    except _IMPOSSIBLE:
-        return
-    if fits(changed, rehearsal):
-        yield changed
-
-
 def _largest_batch(question: Question, rehearse: Rehearse, *, below: int) -> Iterator[Question]:
     """Find the largest batch that fits."""
 
     def lacks_room(batch: int) -> bool:
-        return not any(_if_it_fits(replace(question, batch=batch), rehearse))
+        return not _fits(replace(question, batch=batch), rehearse)
 
     if below > 1 and not lacks_room(1):
-        yield replace(question, batch=_first(1, below, lacks_room) - 1)
+        yield replace(question, batch=bisect_left(range(below), True, lo=2, key=lacks_room) - 1)
 
 
-def _more_ranks(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iterator[Question]:
+def _more_ranks(question: Question, rehearse: Rehearse) -> Iterator[Question]:
     """Find the fewest ranks, each with the same batch; a batch that is too large for one stays too large.
 
     They are looked for with the chunks of one rehearsal, and those found are tried with chunks of their own.
@@ -202,27 +212,21 @@ def _more_ranks(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) ->
     def over(world: int) -> Question:
         return replace(question, world=world)
 
+    def has_room(world: int) -> bool:
+        return fits(over(world), rehearsal)
+
     high = max(2, question.world)
-    if question.world == 1:
-        rehearsal = rehearse(over(high))
+    rehearsal = rehearse(over(high))
     if device_need(over(high), rehearsal).nbytes > question.device_nbytes:  # a unit does not shrink with more ranks
         return
     most = max(high, len(rehearsal.layout.groups))  # beyond as many ranks as groups, none keeps less
-    while not fits(over(high), rehearsal):
+    while not has_room(high):
         high *= 2
         if high > most:
             return
-    high = _first(max(question.world, high // 2), high, lambda world: fits(over(world), rehearsal))
-    while not fits(over(high), rehearse(over(high))):
+    high = bisect_left(range(high), True, lo=max(question.world, high // 2) + 1, key=has_room)
+    while not _fits(over(high), rehearse):
         high *= 2
         if high > most:
             return
     yield over(high)
-
-
-def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Return the first number for which something holds: `high`, or one between it and `low`."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high

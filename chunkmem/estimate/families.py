@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from chunkmem.errors import ConfigError
@@ -17,35 +17,35 @@ _NARROWEST = 128
 
 @dataclass(frozen=True)
 class Family:
-    """Models by width and layers."""
-
-    widths: Callable[[int], Sequence[int]]
-    """Returns the widths to try, the widest first, where so many parameters may fit; 0 is a width that is given."""
-    sized: Callable[[int, int], Callable[[int], Model]]
-    """Returns the model of a width and a number of layers, by batch."""
-
-
-def family_of(text: str, *, seq: int | None) -> Family:
-    """Return the family that `text` names.
+    """Models by width and layers.
 
     Raises:
-        ConfigError: it names none, or a model of a size.
+        ConfigError: `text` names none, or a model of a size.
     """
-    if text == "gpt":
-        return Family(_gpt_widths, lambda width, layers: _resolving(f"gpt:{width}x{layers}", seq=seq))
-    if text.startswith("gpt:"):
-        raise ConfigError(f"MODEL {text!r} has a size, and --largest looks for one: chunkmem estimate gpt --largest")
-    if not text.endswith(".json") and ":" not in text:
-        raise ConfigError(f"MODEL {text!r} is not a family of models; --largest takes {FAMILIES}")
-    return Family(lambda num_params: (0,), lambda width, layers: _resolving(text, seq=seq, layers=layers))
 
+    text: str
+    seq: int | None
+    """Positions a sample; None: as `resolve_model` has it."""
 
-def _resolving(text: str, *, seq: int | None, layers: int | None = None) -> Callable[[int], Model]:
-    return lambda batch: resolve_model(text, batch=batch, seq=seq, layers=layers)
+    def __post_init__(self) -> None:
+        if self.text.startswith("gpt:"):
+            raise ConfigError(
+                f"MODEL {self.text!r} has a size, and --largest looks for one: chunkmem estimate gpt --largest"
+            )
+        if self.text != "gpt" and not self.text.endswith(".json") and ":" not in self.text:
+            raise ConfigError(f"MODEL {self.text!r} is not a family of models; --largest takes {FAMILIES}")
 
+    def widths(self, num_params: int) -> list[int]:
+        """Return the widths to try, the widest first, where so many parameters may fit; 0 is a width that is given."""
+        if self.text != "gpt":
+            return [0]
+        widths = [max(_NARROWEST, usual_width(num_params))]
+        while widths[-1] > _NARROWEST:
+            widths.append(max(_NARROWEST, int(_NARROWER * widths[-1]) // _NARROWEST * _NARROWEST))
+        return widths
 
-def _gpt_widths(num_params: int) -> list[int]:
-    widths = [max(_NARROWEST, usual_width(num_params))]
-    while widths[-1] > _NARROWEST:
-        widths.append(max(_NARROWEST, int(_NARROWER * widths[-1]) // _NARROWEST * _NARROWEST))
-    return widths
+    def sized(self, width: int, layers: int) -> Callable[[int], Model]:
+        """Return the model of a width and a number of layers, by batch."""
+        if self.text == "gpt":
+            return lambda batch: resolve_model(f"gpt:{width}x{layers}", batch=batch, seq=self.seq)
+        return lambda batch: resolve_model(self.text, batch=batch, seq=self.seq, layers=layers)

@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
-
-import torch
+from typing import TYPE_CHECKING
 
 from chunkmem.plan.machine import Machine, disk_links, host_links
 from chunkmem.types import UpdateForm
+
+if TYPE_CHECKING:
+    import torch
 
 _UPDATE_MOVES_PER_BYTE = 28 / 16
 """An Adam update reads and writes 28 bytes a parameter; `Machine` counts the 16 of PARAM, GRAD and states."""
@@ -103,7 +105,7 @@ class Hardware:
 
     def flop_rate(self, dtype: torch.dtype) -> float:
         """Return the operations a second in `dtype`."""
-        return self.fp32_flop_per_s if dtype is torch.float32 else self.flop_per_s
+        return self.fp32_flop_per_s if dtype.itemsize == 4 else self.flop_per_s
 
     @property
     def usable_nbytes(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from operator import itemgetter
 
 from chunkmem.estimate.hardware import Hardware
 from chunkmem.plan.disk_bound import disk_bound
@@ -24,17 +23,17 @@ class LowerBounds:
 
     @property
     def step_s(self) -> float:
-        return max(self._seconds.values())
+        return max(self.seconds.values())
 
     @property
     def binding(self) -> str:
         """Name the largest."""
-        largest, _ = max(self._seconds.items(), key=itemgetter(1))
-        return largest.removesuffix("_s").replace("_", " ")
+        return max(self.seconds, key=self.seconds.__getitem__)
 
     @property
-    def _seconds(self) -> dict[str, float]:
-        return asdict(self)
+    def seconds(self) -> dict[str, float]:
+        """By what takes them: ``"host memory"``."""
+        return {name.removesuffix("_s").replace("_", " "): seconds for name, seconds in asdict(self).items()}
 
 
 def lower_bounds_of(plan: Plan, trace: Trace, hardware: Hardware, *, exchange_s: float = 0.0) -> LowerBounds:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.connection import Connection
-from chunkmem.comm.exchange import PendingWork, Shard, Traffic, Work, sum_dtype
-from chunkmem.comm.ranks import Ranks
+from chunkmem.comm.exchange import PendingWork, Shard
+from chunkmem.comm.methods import ExchangeMethod, Grouped, PointToPoint
 
 
 class Unison(Connection):
@@ -30,63 +31,46 @@ class Unison(Connection):
         return tensor
 
 
-class CountedExchange:
-    """Exchanges nothing, and counts what `chunkmem.comm.methods` would: `PointToPoint` in RAM, else `Grouped`.
+class _Counted(ExchangeMethod):
+    """Exchanges nothing; what a method would exchange, and the memory that it takes, is counted as in training."""
 
-    Of the two that an accelerator has, `Grouped` is used until both were timed, and it is the one that needs memory.
+    def all_gather(self, shards: Sequence[Shard]) -> list[Any]:
+        return []
+
+    def reduce_scatter(self, shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> list[Any]:
+        return []
+
+    def finish(self, shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> None:
+        return
+
+
+class CountedInRam(_Counted, PointToPoint):
+    """What ranks in RAM exchange by."""
+
+
+class CountedOverLibrary(_Counted, Grouped):
+    """What accelerators exchange by until both ways were timed; of the two it is the one that needs memory.
+
+    Every rank passes on all but one rank's part. What the library copies is counted, too.
     """
 
-    def __init__(self, ranks: Ranks, *, is_accelerator: bool, on_buffer: Callable[[int], None]) -> None:
-        """Begin with nothing exchanged; `on_buffer` hears of non-model bytes that exchanges take and give back."""
-        self.traffic = Traffic()
-        self._ranks = ranks
-        self._is_accelerator = is_accelerator
-        self._on_buffer = on_buffer
-
-    def gather(self, shards: Sequence[Shard], *, label: str) -> Work:
+    def gather(self, shards: Sequence[Shard], *, label: str) -> PendingWork:
         """Count a gather."""
-        self.traffic.num_gathers += 1
-        nbytes = [shard.flat.nbytes for shard in shards]
-        owned, others = self._by_owner(shards, nbytes)
-        self._count(nbytes, sent=owned * (self._ranks.size - 1), received=others)
-        return self._buffered(sum(nbytes) if self._is_grouped(shards) else 0, label)
+        super().gather(shards, label=label)
+        nbytes = sum(shard.flat.nbytes for shard in shards) if self._is_whole(shards) else 0
+        self.traffic.buffer(nbytes)
+        return PendingWork(self._ranks, label, [], finish=lambda: self.traffic.buffer(-nbytes))
 
-    def reduce(self, shards: Sequence[Shard], *, label: str) -> Work:
-        """Count a reduction."""
-        self.traffic.num_reductions += 1
-        nbytes = [self._summed_nbytes(shard.flat) for shard in shards]
-        owned, others = self._by_owner(shards, nbytes)
-        self._count(nbytes, sent=others, received=owned * (self._ranks.size - 1))
-        if not self._is_accelerator:
-            return self._buffered(owned * (self._ranks.size - 1), label)
-        copies = sum(n for n, shard in zip(nbytes, shards, strict=True) if n != shard.flat.nbytes)
-        return self._buffered(copies + (sum(nbytes) if self._is_grouped(shards) else 0), label)
-
-    def _summed_nbytes(self, flat: torch.Tensor) -> int:
-        """Return the bytes that are sent of a gradient: over libraries as they sum it."""
-        return flat.numel() * (sum_dtype(flat.dtype) if self._is_accelerator else flat.dtype).itemsize
-
-    def _is_grouped(self, shards: Sequence[Shard]) -> bool:
-        """Tell whether the library gets one chunk of each rank, all alike, which it copies."""
-        alike = {(shard.flat.numel(), shard.flat.dtype) for shard in shards}
-        owners = sorted(shard.owner for shard in shards)
-        return self._is_accelerator and len(alike) == 1 and owners == list(range(self._ranks.size))
+    def buffers(self, shards: Sequence[Shard]) -> list[torch.Tensor]:
+        """Return what a reduction takes in all."""
+        copied = shards if self._is_whole(shards) else ()
+        return [
+            *super().buffers(shards),
+            *(torch.empty(self.sent_nbytes(shard), dtype=torch.uint8, device="meta") for shard in copied),
+        ]
 
     def _by_owner(self, shards: Sequence[Shard], nbytes: Sequence[int]) -> tuple[int, int]:
-        owned = sum(n for shard, n in zip(shards, nbytes, strict=True) if shard.owner == self._ranks.rank)
-        return owned, sum(nbytes) - owned
+        return 0, sum(nbytes) * (self.size - 1) // self.size
 
-    def _count(self, nbytes: Sequence[int], *, sent: int, received: int) -> None:
-        """Count bytes of content: messages as they go; in libraries every rank passes on all but one rank's part."""
-        if self._is_accelerator:
-            sent = received = sum(nbytes) * (self._ranks.size - 1) // self._ranks.size
-        self.traffic.sent_nbytes += sent
-        self.traffic.received_nbytes += received
-
-    def _buffered(self, nbytes: int, label: str) -> Work:
-        def change(by_nbytes: int) -> None:
-            self.traffic.buffer(by_nbytes)
-            self._on_buffer(by_nbytes)
-
-        change(nbytes)
-        return PendingWork(self._ranks.connection, label, [], finish=lambda: change(-nbytes))
+    def _count(self, transfers: Sequence[Any], *, sent: int, received: int) -> None:
+        super()._count(transfers, sent=sent + received, received=sent + received)  # one of them is 0

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from chunkmem.comm.exchange import Traffic
-from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CapacityError
 from chunkmem.estimate.hardware import FASTER, SLOWER
 from chunkmem.estimate.lower_bounds import LowerBounds, lower_bounds_of
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.needs import DeviceNeed, least_on_device, least_on_host, least_over_disk
-from chunkmem.estimate.peers import Unison
 from chunkmem.estimate.rank_stage import RankStage, RankSteps, Step
 from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
 from chunkmem.estimate.weightless import counted_memory
@@ -62,6 +61,15 @@ class Question(Setting):
     def rehearse(self) -> Rehearsal:
         """Return the step of one rank, of whatever number of them; under "auto", all but `kept` is recomputed."""
         return rehearse(self.model(self.batch), self)
+
+
+Rehearse = Callable[[Question], Rehearsal]
+
+
+def made_once(rehearse: Rehearse) -> Rehearse:
+    """Return what rehearses each question once; those that differ in what no rehearsal looks at are one."""
+    made = functools.cache(rehearse)
+    return lambda question: made(replace(question, host_nbytes=None, disk_nbytes=0, is_accumulating=False))
 
 
 @dataclass(frozen=True)
@@ -120,11 +128,14 @@ def disk_need(question: Question, rehearsal: Rehearsal) -> int | None:
 
 def _raised(question: Question, rehearsal: Rehearsal, tier: Tier) -> int:
     """Return the cap on a tier below DEVICE, raised until there is a plan. What DISK lacks, HOST may have."""
-    cap = f"{tier.value}_nbytes"
+    cap, has_room = f"{tier.value}_nbytes", False
     while True:
         nbytes: int = getattr(question, cap)
         try:
-            require_plan(question, rehearsal)
+            if not has_room:  # with a larger cap there is, too
+                _require_steps(question, rehearsal)
+                has_room = True
+            _first_timeline(question, rehearsal)
         except CapacityError as error:
             if PLACE[error.tier] < PLACE[tier]:
                 raise
@@ -177,6 +188,10 @@ def step_range(question: Question, finding: Finding) -> StepRange:
 
 def fits(question: Question, rehearsal: Rehearsal) -> bool:
     """Tell whether there is a plan."""
+    if question.host_nbytes is not None and question.host_nbytes < _least_on_host(
+        question, _steps(question, rehearsal)
+    ):
+        return False  # before the steps of several ranks are tried
     try:
         require_plan(question, rehearsal)
     except CapacityError:
@@ -191,6 +206,10 @@ def require_plan(question: Question, rehearsal: Rehearsal) -> Timeline:
         CapacityError: it does not fit.
     """
     _require_steps(question, rehearsal)
+    return _first_timeline(question, rehearsal)
+
+
+def _first_timeline(question: Question, rehearsal: Rehearsal) -> Timeline:
     step = _steps(question, rehearsal).lazy
     with _on_host_counted(step):
         return next(candidates(step.trace, _machine(question, step), options=_PLANNED)).timeline
@@ -287,7 +306,8 @@ def require_room(question: Question, rehearsal: Rehearsal) -> None:
         try:
             stage = RankStage(
                 rehearsal.step,
-                Ranks(Unison(rank, question.world)),
+                rank,
+                question.world,
                 counted_memory(ledgers),
                 is_accelerator=False,
                 is_accumulating=question.is_accumulating,

@@ -12,11 +12,10 @@ from chunkmem.assembly.parts import Memory, make_training, make_update_parts
 from chunkmem.comm.exchange import Traffic
 from chunkmem.comm.ranks import Ranks
 from chunkmem.estimate.calls import Asked, Call, LoggedOptimizer, Measured, StepCalls
-from chunkmem.estimate.peers import CountedExchange
+from chunkmem.estimate.peers import CountedInRam, CountedOverLibrary, Unison
 from chunkmem.estimate.weightless import ANYTHING
 from chunkmem.layout.spec import digest
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.region_chunks import activation_chunk
 from chunkmem.optim.adam_rule import AdamRule
 from chunkmem.optim.order import in_order_of_update
@@ -24,8 +23,7 @@ from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.timestamps import HostClock
-from chunkmem.shard.units import Unit
-from chunkmem.trace.model import Mode, Moments, Region, Trace
+from chunkmem.trace.model import Kind, Mode, Moments, Region, Trace
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.types import Role, Tier
 
@@ -85,13 +83,26 @@ class _Meter:
         return peak_nbytes, 0
 
 
+class _MeteredTraffic(Traffic):
+    """Of a step; what exchanges buffer is non-model data."""
+
+    def __init__(self, meter: _Meter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    def buffer(self, nbytes: int) -> None:
+        super().buffer(nbytes)
+        self._meter.buffer(nbytes)
+
+
 class RankStage:
     """What a rank trains with, over chunks that are only counted. Modules are not there: a log tells what they do."""
 
     def __init__(
         self,
         step: StepCalls,
-        ranks: Ranks,
+        rank: int,
+        world: int,
         memory: Memory,
         *,
         is_accelerator: bool,
@@ -102,7 +113,8 @@ class RankStage:
 
         Args:
             step: what a rehearsal has logged.
-            ranks: each has the batch of the rehearsal.
+            rank: which one of `world` ranks, each with the batch of the rehearsal.
+            world: their number.
             memory: that only counts.
             is_accelerator: what DEVICE is; it decides how chunks are exchanged.
             is_accumulating: `manager.accumulate(1)` was called: the first backward is known to be the last one, too.
@@ -111,22 +123,21 @@ class RankStage:
         Raises:
             CapacityError: there is no room for the weights, or for what training adds to them.
         """
-        self._log = step
+        self._log, ranks = step, Ranks(Unison(rank, world))
         self._memory, self._pager, self._store = memory, memory.pager, memory.store
         self._meter = _Meter()
-        self._exchange = CountedExchange(ranks, is_accelerator=is_accelerator, on_buffer=self._meter.buffer)
+        self._exchange = (CountedOverLibrary if is_accelerator else CountedInRam)(ranks.shard)
         gradients, self._sharding, self._updater = make_training(
             memory,
             ranks,
             [self._exchange],
             make_update_parts(memory.store, memory.compute, BlockingLanes(memory.compute)),
             margin_use_ratio=margin_use_ratio,
-            make_book=_Untouched,
         )
-        self._slots, self._units = gradients.slots, self._sharding.units
+        self._gradients, self._slots, self._units = gradients, gradients.slots, self._sharding.units
         self._layout = digest([step.layout])
-        if ranks.size > 1:
-            self._layout += f" on rank {ranks.rank} of {ranks.size}"
+        if world > 1:
+            self._layout += f" on rank {rank} of {world}"
         self._optimizer = LoggedOptimizer(None, in_backward=step.in_backward)
         self._rule = AdamRule(self._updater.native, decoupled=True)
         self._pack()
@@ -147,7 +158,7 @@ class RankStage:
             shards.drop_unowned(group.id for group in step.layout.groups)
         for key, chunk in step.activations.items():
             self._store.add(activation_chunk(key.group, chunk.label, chunk.nbytes))
-        self._slots.add(step.parameters)
+        self._gradients.add(step.parameters)
         self._units.add(step.units)
         self._updater.claims.require_room(step.states, self._optimizer)
         self._updater.claim(step.states, self._optimizer, forget_plans=lambda: None)
@@ -173,7 +184,7 @@ class RankStage:
             shards.measure(prefetch.largest(), time_s=self._memory.compute.time_s)
         self._num_steps += 1
         self._meter.moments_s.clear()
-        self._exchange.traffic = Traffic()
+        self._exchange.traffic = _MeteredTraffic(self._meter)
         recorder = Recorder(Mode.TRAIN, clock=HostClock(), take_peaks=self._meter.end_moment)
         self._pager.policy = recorder
         self._units.begin_root(grad_enabled=True)
@@ -198,34 +209,28 @@ class RankStage:
 
     def _serve(self, call: Call) -> None:
         subject = call.subject
-        if isinstance(subject, int):
-            self._update([subject])
-        elif isinstance(subject, Chunk):
-            chunk = self._store.chunks[subject.id]
-            if call.asked is Asked.PIN:
-                self._pager.pin(chunk, reader=call.reader)
-            elif call.asked is Asked.UNPIN:
-                self._pager.unpin(chunk)
-            elif call.asked is Asked.CREATE:
-                self._pager.create(chunk, Tier.DEVICE, reader=call.reader, zero=False)
-            else:
-                self._pager.consume(chunk)
-                if Tier.DEVICE in chunk.replicas:
-                    self._store.drop(chunk, Tier.DEVICE)
-        elif isinstance(subject, Unit):
-            if self._sharding.reduction is not None:  # alone, there are no units
-                by_name = {
-                    Asked.ENTER: self._units.enter,
-                    Asked.LEAVE: self._units.leave,
-                    Asked.RECOMPUTE: self._units.recompute,
-                }
-                by_name.get(call.asked, self._units.announce)(subject)
-        elif subject is not None:
+        if isinstance(subject, Chunk):
+            self._serve_event(call, self._store.chunks[subject.id])
+        elif isinstance(subject, ManagedParameter):
             self._slots.land(subject, ANYTHING, replacing=True)
-        elif call.asked is Asked.END_BACKWARD:
-            self._units.end_backward()
-        else:
+        elif isinstance(subject, int):
+            self._update([subject])
+        elif call.asked is Asked.STEP:
             self._end_step()
+        elif self._sharding.reduction is not None:  # alone, there are no units
+            getattr(self._units, call.asked.value)(*[] if subject is None else [subject])
+
+    def _serve_event(self, call: Call, chunk: Chunk) -> None:
+        if call.asked is Kind.HOLD:
+            self._pager.pin(chunk, reader=call.reader)
+        elif call.asked is Kind.RELEASE:
+            self._pager.unpin(chunk)
+        elif call.asked is Kind.CREATE:
+            self._pager.create(chunk, Tier.DEVICE, reader=call.reader, zero=False)
+        else:
+            self._pager.consume(chunk)
+            if Tier.DEVICE in chunk.replicas:
+                self._store.drop(chunk, Tier.DEVICE)
 
     def _end_step(self) -> None:
         """Do what `optimizer.step()` does: reduce what has not been, make states, update, use the gradients up."""
@@ -256,16 +261,6 @@ class RankStage:
                 moved_nbytes = 2 * sum(chunk.nbytes for chunk in updater.claims.chunks(group))
                 self._meter.wait(moved_nbytes / self._log.host_Bps)
             slots.forget(set(slots.landed[group]))
-
-
-class _Untouched(GradientBook):
-    """A book of gradients whose `.grad`s nobody looks at."""
-
-    def is_touched(self, group: int) -> bool:
-        return False
-
-    def show_mean(self, managed: ManagedParameter) -> None:
-        self.slots.count_mean(managed)
 
 
 def _moved(region: Region, places: Sequence[int]) -> Region:

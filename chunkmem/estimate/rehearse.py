@@ -37,8 +37,8 @@ from chunkmem.errors import ChunkmemError, LayoutError, TraceError
 from chunkmem.estimate.calls import (
     Asked,
     CallLog,
+    LoggedEvents,
     LoggedOptimizer,
-    LoggedPager,
     LoggedSlots,
     LoggedUnits,
     Measured,
@@ -173,7 +173,8 @@ class Rehearsal:
             ledgers = uncapped(device_nbytes, has_host=any(group.is_on_host for group in self.layout.groups))
             stage = RankStage(
                 self.step,
-                Ranks(Unison(rank, world)),
+                rank,
+                world,
                 counted_memory(ledgers),
                 is_accelerator=is_accelerator,
                 is_accumulating=is_accumulating,
@@ -300,7 +301,7 @@ class _Stage(TorchDispatchMode):
         self._host_clock = OperatorClock(flop_per_s=inf, memory_Bps=setting.hardware.host_memory_Bps)
         self._module, self._setting, self._log = module, setting, CallLog(self._measure)
         ledgers = uncapped(setting.device_nbytes, has_host=setting.cpu_embedding)
-        memory = counted_memory(ledgers, make_pager=partial(LoggedPager, log=self._log))
+        memory = counted_memory(ledgers)
         self._units = LoggedUnits(self._log, is_alone=setting.world == 1)
         gradients, sharding, self._updater = make_training(
             memory,
@@ -327,6 +328,7 @@ class _Stage(TorchDispatchMode):
             self._updater.in_backward.optimizers.add(ref(self._owner))
         self._probe = LiveStorageProbe({managed.storage_id for managed in parameters}.__contains__)
         memory.pager.events.activation_taken.append(self._probe.leave_out)
+        memory.pager.policy = LoggedEvents(self._log)
         self._modules.regions.begin_iteration(setting.kept, lambda: len(self._log.calls))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -109,9 +109,13 @@ def uncapped(device_nbytes: int, *, has_host: bool) -> list[Ledger]:
     return [_OpenLedger(Tier.DEVICE, device_nbytes, NO_CAP_NBYTES), host]
 
 
-def counted_memory(ledgers: Sequence[Ledger], *, make_pager: Callable[[ChunkStore], Pager] = Pager) -> Memory:
+def counted_memory(ledgers: Sequence[Ledger]) -> Memory:
     """Return chunks that are only counted, on two tiers or three; where HOST has no room, the two are one."""
     device_nbytes, host_nbytes, *_ = (ledger.cap_nbytes for ledger in ledgers)
     caps = TierCaps(device_nbytes, host_nbytes, shared=host_nbytes == 0)
-    pager = make_pager(_CountedStore(ledgers))
-    return Memory(ComputeDevice(_CPU), caps, pager, lambda dtype, tier: cast(BoundChunk, RehearsedChunk(dtype)))
+    return Memory(
+        ComputeDevice(_CPU),
+        caps,
+        Pager(_CountedStore(ledgers)),
+        lambda dtype, tier: cast(BoundChunk, RehearsedChunk(dtype)),
+    )

@@ -13,8 +13,7 @@ from chunkmem.plan.model import DIRECTIONS
 from chunkmem.plan.timeline import Timeline
 from chunkmem.report.clock import AGAIN, BACKWARD, FORWARD, STEP, phases
 from chunkmem.report.regions import chunk_names
-from chunkmem.report.replay import ChunkHistory, replay
-from chunkmem.report.run import Run, measured_nbytes
+from chunkmem.report.run import Run
 from chunkmem.report.summary import PlainPyTorch, summarize
 from chunkmem.report.text import format_s
 from chunkmem.report.tracks import (
@@ -39,7 +38,6 @@ from chunkmem.report.tracks import (
 )
 from chunkmem.sizes import format_nbytes
 from chunkmem.trace.model import Trace
-from chunkmem.types import ChunkId
 
 _SCRIPTS = ("draw.js", "page.js")
 """In this order; the later one uses what the earlier one defines."""
@@ -232,29 +230,20 @@ class _Tables:
 
 
 def _run_data(run: Run, tables: _Tables) -> dict[str, Any]:
-    histories, num_moments = replay(run.plan, run.trace), len(run.trace.moments)
-    measured = measured_nbytes(run)
-    happened = [measured.get(at) for at in range(num_moments)]
     groups: dict[str, list[int]] = {}
-    for row, chunk in enumerate(histories):
+    for row, chunk in enumerate(run.histories):
         groups.setdefault(chunk.role.value, []).append(row)
     return {
         "groups": [[f"{name} \u00b7 {len(rows)}", rows[0], rows[-1] + 1] for name, rows in groups.items()],
         "phases": [start for _, start, _ in phases(run.trace)],
         "views": {
-            "happened": _view(run, run.happened, happened, histories, tables),
-            "predicted": _view(run, run.predicted, run.predicted.device_nbytes, histories, tables),
+            "happened": _view(run, run.happened, run.measured_nbytes, tables),
+            "predicted": _view(run, run.predicted, run.predicted.device_nbytes, tables),
         },
     }
 
 
-def _view(
-    run: Run,
-    timeline: Timeline,
-    nbytes: Sequence[int | None],
-    histories: Mapping[ChunkId, ChunkHistory],
-    tables: _Tables,
-) -> dict[str, Any]:
+def _view(run: Run, timeline: Timeline, nbytes: Sequence[int | None], tables: _Tables) -> dict[str, Any]:
     trace, names = run.trace, chunk_names(run.plan, run.trace)
     starts = starts_ns(timeline, len(trace.moments))
     lanes, stages = lane_tracks(run, timeline), stage_tracks(run, timeline)
@@ -267,7 +256,7 @@ def _view(
         "lanes": [_track(track, tables) for track in (*stages, *module_tracks(trace, starts), *lanes)],
         "chunks": [
             _track(chunk_track(chunk, history, trace, starts, name=names.get(chunk, "")), tables)
-            for chunk, history in histories.items()
+            for chunk, history in run.histories.items()
         ],
     }
 

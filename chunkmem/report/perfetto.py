@@ -11,8 +11,8 @@ from typing import Any
 
 from chunkmem.plan.timeline import Timeline
 from chunkmem.report.clock import moment_starts_s, phases
-from chunkmem.report.replay import replay, role_nbytes
-from chunkmem.report.run import LANE_NAMES, Run, label_of, lane_of, measured_nbytes
+from chunkmem.report.replay import role_nbytes
+from chunkmem.report.run import LANE_NAMES, Run, label_of, lane_of
 from chunkmem.types import Tier
 
 _PHASES, _STALLS, _STAGES = "step", "stalls", "pipeline stages"
@@ -28,15 +28,14 @@ def perfetto_trace(runs: Sequence[Run]) -> str:
     events: list[Event] = []
     for index, run in enumerate(runs):
         happened, predicted = 2 * index + 1, 2 * index + 2
-        measured = measured_nbytes(run)
-        on_device = [{"chunks": measured[at]} if at in measured else {} for at in range(len(run.trace.moments))]
+        on_device = [{} if nbytes is None else {"chunks": nbytes} for nbytes in run.measured_nbytes]
         events += _process(run, run.happened, happened, "happened", on_device)
         events += _process(run, run.predicted, predicted, "predicted", _planned(run))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
 
 
 def _planned(run: Run) -> list[dict[str, int]]:
-    roles = role_nbytes(replay(run.plan, run.trace), run.trace, Tier.DEVICE)
+    roles = role_nbytes(run.histories, run.trace, Tier.DEVICE)
     return [{role.value: nbytes[at] for role, nbytes in roles.items()} for at in range(len(run.trace.moments))]
 
 
@@ -56,8 +55,7 @@ def _process(
             told["chunk"] = str(span.chunk)
         if span.nbytes:
             told["bytes"] = span.nbytes
-        label = span.label if span.moment < 0 else label_of(span, run.trace.moments[span.moment])
-        yield _complete(pid, row, label, span.start_s, span.end_s, told)
+        yield _complete(pid, row, label_of(span, run.trace), span.start_s, span.end_s, told)
     for call in timeline.stage_calls:
         used.add(_STAGES)
         label = f"stage {call.stage}: {call.work.value} of micro-batch {call.micro_batch}"

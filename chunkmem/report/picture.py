@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle
+from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.report.clock import AGAIN, phases, recomputations
 from chunkmem.report.figure import new_figure, png_of
-from chunkmem.report.replay import replay, role_nbytes
-from chunkmem.report.run import Run, measured_nbytes
+from chunkmem.report.replay import role_nbytes
+from chunkmem.report.run import Run
 from chunkmem.report.summary import PlainPyTorch
 from chunkmem.report.text import plan_misses
 from chunkmem.sizes import format_nbytes
@@ -34,12 +35,12 @@ class _Columns:
     """What is drawn, in bytes by moment."""
 
     def __init__(self, run: Run) -> None:
-        machine, histories = run.plan.machine, replay(run.plan, run.trace)
-        self.roles = {tier: role_nbytes(histories, run.trace, tier) for tier in machine.tiers}
+        machine = run.plan.machine
+        self.roles = {tier: role_nbytes(run.histories, run.trace, tier) for tier in machine.tiers}
         self.non_model = [moment.non_model_peak_nbytes for moment in run.trace.moments]
         self.sampled = [moment.sampled_peak_nbytes for moment in run.trace.moments]
         self.predicted = run.predicted.device_nbytes
-        self.measured = measured_nbytes(run)
+        self.measured = run.measured_nbytes
         self.caps = machine.cap_nbytes
         self.is_charged = machine.charges_non_model
         """The cap on DEVICE covers non-model data, too."""
@@ -185,8 +186,8 @@ def _draw_device(axes: Axes, columns: _Columns, *, is_apart: bool) -> None:
     edge = panel.roles(columns, Tier.DEVICE)
     if not is_apart:
         panel.stack(columns.non_model, _NON_MODEL, _NON_MODEL_COLOR, on=edge)
-    if columns.measured:
-        measured = [columns.measured.get(moment, float("nan")) for moment in range(len(columns.non_model))]
+    measured = [nan if nbytes is None else nbytes for nbytes in columns.measured]
+    if not all(map(isnan, measured)):
         panel.line(measured, color=_MEASURED_COLOR, linewidth=2.4, label=_MEASURED)
     # Above the measured one, and thinner: where they agree both are seen.
     panel.line(columns.predicted, color="black", linewidth=0.7, label=_PREDICTED)

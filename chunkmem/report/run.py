@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from chunkmem.errors import PlanError, TraceError
 from chunkmem.plan.model import DIRECTIONS, Lane, Plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Span, Timeline
-from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import Tier
+from chunkmem.report.replay import ChunkHistory, replay
+from chunkmem.trace.model import Kind, Trace
+from chunkmem.types import ChunkId, Tier
 
 LANE_NAMES = {
     Lane.COMPUTE: "compute",
@@ -37,6 +39,22 @@ class Run:
     def name(self) -> str:
         """The directory's own name, also where it was given as a dot."""
         return os.path.basename(os.path.abspath(self.path)) or str(self.path)
+
+    @cached_property
+    def histories(self) -> dict[ChunkId, ChunkHistory]:
+        """Where each chunk was, if the plan was followed."""
+        return replay(self.plan, self.trace)
+
+    @cached_property
+    def measured_nbytes(self) -> list[int | None]:
+        """Chunk bytes on DEVICE by moment, as they were; None where nobody wrote them down, or it never came."""
+        nbytes, num_moments = self.happened.device_nbytes, len(self.trace.moments)
+        if len(nbytes) == num_moments:
+            return [*nbytes]
+        computed, found = visits(self.happened), dict[int, int]()
+        if len(computed) == len(nbytes):  # after a plan miss some moments never came
+            found = {span.moment: n for span, n in zip(computed, nbytes, strict=True)}
+        return [found.get(at) for at in range(num_moments)]
 
 
 def load_run(path: Path) -> Run:
@@ -77,9 +95,9 @@ def load_run(path: Path) -> Run:
     return Run(path, trace, plan, happened, predicted)
 
 
-def label_of(span: Span, moment: Moment) -> str:
+def label_of(span: Span, trace: Trace) -> str:
     """Return what a span is called; in a step that was recorded, and not followed, moments had no names yet."""
-    return span.label or str(moment)
+    return span.label or str(trace.moments[max(0, span.moment)])
 
 
 def lane_of(span: Span, run: Run) -> Lane:
@@ -95,18 +113,6 @@ def visits(timeline: Timeline) -> list[Span]:
     """Return the spans of moments, in the order in which they were computed."""
     spans = [span for span in timeline.spans if span.lane is Lane.COMPUTE and not span.is_stall]
     return sorted(spans, key=lambda span: span.start_s)
-
-
-def measured_nbytes(run: Run) -> dict[int, int]:
-    """Return the chunk bytes on DEVICE by moment, as they were; empty if nobody wrote them down."""
-    nbytes = run.happened.device_nbytes
-    if len(nbytes) == len(run.trace.moments):
-        return dict(enumerate(nbytes))
-    # After a plan miss some moments never came.
-    computed = visits(run.happened)
-    if len(computed) == len(nbytes):
-        return {span.moment: n for span, n in zip(computed, nbytes, strict=True)}
-    return {}
 
 
 def _other_step(trace: Trace, timeline: Timeline) -> str:

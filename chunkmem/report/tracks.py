@@ -148,8 +148,7 @@ def lane_tracks(run: Run, timeline: Timeline) -> list[Track]:
 
 
 def _span(span: Span, lane: Lane, trace: Trace, phase_of: Sequence[str], *, name: str) -> Slice:
-    start, end, moment = _ns(span.start_s), _ns(span.end_s), trace.moments[max(0, span.moment)]
-    label = label_of(span, moment)
+    start, end, label = _ns(span.start_s), _ns(span.end_s), label_of(span, trace)
     lines = [moment_line(trace, span.moment)]
     if span.nbytes:
         speed = f", {span.nbytes / (end - start):.2f} GB/s" if end > start else ""
@@ -167,7 +166,7 @@ def _span(span: Span, lane: Lane, trace: Trace, phase_of: Sequence[str], *, name
 
 
 def _stall(span: Span, trace: Trace) -> Slice:
-    label = label_of(span, trace.moments[max(0, span.moment)])
+    label = label_of(span, trace)
     lines = [*([f"for {span.chunk}"] if span.chunk else []), moment_line(trace, span.moment)]
     return Slice(_ns(span.start_s), _ns(span.end_s), STALL, Tip(f"stall: {label}", rest="\n".join(lines)))
 

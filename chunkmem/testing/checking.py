@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from chunkmem.assembly.parts import DTYPES
 from chunkmem.config import Config
 from chunkmem.errors import CapacityError, ChunkmemError, ConfigError
 from chunkmem.estimate.models import model_and_loss
@@ -24,7 +25,7 @@ from chunkmem.runtime.events import Lanes
 from chunkmem.testing.comparison import AGAIN, FIRST, SMALLEST, CheckReport, Comparison
 from chunkmem.testing.difference import Train, first_difference, located
 from chunkmem.testing.lanes import AdversarialLanes
-from chunkmem.testing.plain import DTYPES, Plain
+from chunkmem.testing.plain import Plain
 from chunkmem.testing.reasons import Observed, observing, reason_not_repeated, reason_of_difference, reason_of_error
 from chunkmem.testing.training import Chunked, Side, TrainingResult, Workload, train
 
@@ -92,11 +93,12 @@ def check(
     class_named(optimizer)
     build, run = _model_and_step(make, step)
     compute = ComputeDevice.default()
-    settings = _Settings(steps, precision, seed, num_orders, device_nbytes, host_nbytes, disk, chunk_numel)
     workload = Workload(
         build, run, seed=seed, lr=lr, optimizer=optimizer, device=compute.device, on_step=lambda _: None
     )
-    return _Check(workload, settings, compute, on_step or (lambda *_: None)).report()
+    return _Check(
+        workload, compute, on_step, steps, precision, num_orders, device_nbytes, host_nbytes, disk, chunk_numel
+    ).report()
 
 
 def _model_and_step(
@@ -115,36 +117,27 @@ def _model_and_step(
     return build_only, step
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """The arguments of `check`."""
+@dataclass(eq=False)
+class _Check:
+    """One check under way; see the arguments of `check`."""
 
+    workload: Workload
+    compute: ComputeDevice
+    on_step: OnStep | None
     steps: int
     precision: str
-    seed: int
     num_orders: int
     device_nbytes: int | None
     host_nbytes: int | None
     disk: str | None
     chunk_numel: int | None
-
-
-class _Check:
-    """One check under way."""
-
-    def __init__(self, workload: Workload, settings: _Settings, compute: ComputeDevice, on_step: OnStep) -> None:
-        self._workload = workload
-        self._settings = settings
-        self._compute = compute
-        self._on_step = on_step
-        self._seen = Observed()
-        self._num_threads = torch.get_num_threads()
-        self._chunk_numel = settings.chunk_numel
-        self._memory: MemoryReport | None = None
-        """Of the training in chunks that was last."""
-        self._usual_warnings: tuple[str, ...] = ()
-        self._num_plain_updates = 0
-        """Of parameters, in the training in plain PyTorch that was last."""
+    seen: Observed = field(default_factory=Observed)
+    num_threads: int = field(default_factory=torch.get_num_threads)
+    memory: MemoryReport | None = None
+    """Of the training in chunks that was last."""
+    usual_warnings: tuple[str, ...] = ()
+    num_plain_updates: int = 0
+    """Of parameters, in the training in plain PyTorch that was last."""
 
     def report(self) -> CheckReport:
         """Train until one training is not equal."""
@@ -155,12 +148,12 @@ class _Check:
             if not comparison.is_equal:
                 break
         return CheckReport(
-            steps=self._settings.steps,
-            precision=self._settings.precision,
-            seed=self._settings.seed,
-            num_params=self._seen.num_params,
+            steps=self.steps,
+            precision=self.precision,
+            seed=self.workload.seed,
+            num_params=self.seen.num_params,
             num_tensors=self._plain.num_tensors,
-            chunk_numel=self._chunk_numel,
+            chunk_numel=self.chunk_numel,
             comparisons=tuple(comparisons),
         )
 
@@ -169,50 +162,50 @@ class _Check:
         yield self._with_room()
         smallest = self._smallest()
         yield smallest
-        for index in range(0 if self._compute.is_accelerator else self._settings.num_orders):
-            yield self._late(smallest, seed=self._settings.seed + index)
+        for index in range(0 if self.compute.is_accelerator else self.num_orders):
+            yield self._late(smallest, seed=self.workload.seed + index)
 
     def _plain_outcome(self) -> TrainingResult:
-        workload = observing(self._workload, self._seen, dtype=DTYPES[self._settings.precision])
+        workload = observing(self.workload, self.seen, dtype=DTYPES[self.precision])
         try:
-            outcome = self._in_plain(FIRST, self._settings.steps, workload)
+            outcome = self._in_plain(FIRST, self.steps, workload)
         except ConfigError:
             raise
         except Exception as error:  # the user's code may raise anything
             raise ConfigError(
-                f"plain PyTorch, in {self._settings.precision}, raised {type(error).__name__}: {error} "
+                f"plain PyTorch, in {self.precision}, raised {type(error).__name__}: {error} "
                 f"({place_of(error)}); take a model that plain PyTorch trains"
             ) from error
         for step, loss in enumerate(outcome.losses):
             if not bool(loss.isfinite()):
                 raise ConfigError(
                     f"in plain PyTorch the loss of step {step} is {loss.item()}, and what follows would be equal for "
-                    f"that reason alone; lower lr, which is {self._workload.lr}, or take fewer steps"
+                    f"that reason alone; lower lr, which is {self.workload.lr}, or take fewer steps"
                 )
-        if not self._num_plain_updates:
+        if not self.num_plain_updates:
             raise ConfigError(
-                f"in plain PyTorch no parameter was updated in {self._settings.steps} steps, so equal bits would prove "
+                f"in plain PyTorch no parameter was updated in {self.steps} steps, so equal bits would prove "
                 "nothing; take more steps: in fp16 the first ones only lower the loss scale"
             )
         return outcome
 
     def _again(self) -> Comparison:
         comparison, _ = self._compared(AGAIN, partial(self._in_plain, AGAIN), sides=("a run", "the next"))
-        self._usual_warnings = comparison.warnings
+        self.usual_warnings = comparison.warnings
         reason = "" if comparison.is_equal else reason_not_repeated()
         return replace(comparison, reason=reason, warnings=())
 
     def _with_room(self) -> Comparison:
-        device_nbytes, name = self._settings.device_nbytes, "the given cap"
+        device_nbytes, name = self.device_nbytes, "the given cap"
         if device_nbytes is None:
             name = "ample room"
-            if not self._compute.is_accelerator:
-                device_nbytes = 2 * _MODEL_DATA_NBYTES * self._seen.num_params + _SLACK_NBYTES
+            if not self.compute.is_accelerator:
+                device_nbytes = 2 * _MODEL_DATA_NBYTES * self.seen.num_params + _SLACK_NBYTES
         return self._in_chunks(name, device_nbytes, is_guarded=True)[0]
 
     def _smallest(self) -> Comparison:
-        assert self._memory is not None
-        device_nbytes = self._memory.device.required_nbytes
+        assert self.memory is not None
+        device_nbytes = self.memory.device.required_nbytes
         for _ in range(_ATTEMPTS):
             comparison, error = self._in_chunks(SMALLEST, device_nbytes, was_equal_with_room=True)
             # Steps that read other parameters each time need more than what was seen; on an accelerator, activations.
@@ -243,19 +236,19 @@ class _Check:
         def train_in_chunks(steps: int) -> TrainingResult:
             with ChunkManager(self._config(device_nbytes), make_lanes=make_lanes) as manager:
                 outcome = self._train(name, Chunked(manager, is_guarded=is_guarded), steps)
-                self._memory = manager.memory()
+                self.memory = manager.memory()
             return outcome
 
         comparison, error = self._compared(name, train_in_chunks, sides=("plain PyTorch", "chunks"))
-        moved = None if self._memory is None or error is not None else self._memory.moved
+        moved = None if self.memory is None or error is not None else self.memory.moved
         reason = "" if error is None else reason_of_error(error)
         if comparison.difference is not None:
             reason = reason_of_difference(
                 comparison.difference,
-                self._seen,
+                self.seen,
                 was_equal_with_room=was_equal_with_room,
                 is_late=make_lanes is not None,
-                precision=self._settings.precision,
+                precision=self.precision,
             )
         moved_nbytes = 0 if moved is None else moved.h2d_nbytes + moved.d2h_nbytes
         return replace(comparison, device_nbytes=device_nbytes, moved_nbytes=moved_nbytes, reason=reason), error
@@ -264,7 +257,7 @@ class _Check:
         self, name: str, train_steps: Train, *, sides: tuple[str, str]
     ) -> tuple[Comparison, Exception | None]:
         """Compare one training with the first one in plain PyTorch; what it raised comes back too."""
-        steps = self._settings.steps
+        steps = self.steps
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
@@ -279,25 +272,25 @@ class _Check:
         return Comparison(name, difference=difference, warnings=self._new(caught)), None
 
     def _in_plain(self, name: str, steps: int, workload: Workload | None = None) -> TrainingResult:
-        side = Plain(self._compute.device, Config.from_dict({"precision": self._settings.precision}))
+        side = Plain(self.compute.device, Config.from_dict({"precision": self.precision}))
         outcome = self._train(name, side, steps, workload)
-        self._num_plain_updates = side.num_updates
+        self.num_plain_updates = side.num_updates
         return outcome
 
     def _train(self, name: str, side: Side, steps: int, workload: Workload | None = None) -> TrainingResult:
         # The order of sums depends on it, and a model may have changed it.
-        torch.set_num_threads(self._num_threads)
-        workload = replace(workload or self._workload, on_step=partial(self._on_step, name))
+        torch.set_num_threads(self.num_threads)
+        workload = replace(workload or self.workload, on_step=partial(self.on_step or (lambda *_: None), name))
         return train(workload, side, steps=steps)
 
     def _config(self, device_nbytes: int | None) -> Config:
-        if self._chunk_numel is None:
-            self._chunk_numel = self._searched_chunk_numel()
-        memory: dict[str, Any] = {"device": device_nbytes, "host": self._settings.host_nbytes}
-        if self._settings.disk is not None:
-            capacity = 2 * _MODEL_DATA_NBYTES * self._seen.num_params + _SLACK_NBYTES
-            memory["disk"] = {"path": self._settings.disk, "capacity": capacity}
-        values = {"memory": memory, "default_chunk_size": self._chunk_numel, "precision": self._settings.precision}
+        if self.chunk_numel is None:
+            self.chunk_numel = self._searched_chunk_numel()
+        memory: dict[str, Any] = {"device": device_nbytes, "host": self.host_nbytes}
+        if self.disk is not None:
+            capacity = 2 * _MODEL_DATA_NBYTES * self.seen.num_params + _SLACK_NBYTES
+            memory["disk"] = {"path": self.disk, "capacity": capacity}
+        values = {"memory": memory, "default_chunk_size": self.chunk_numel, "precision": self.precision}
         return Config.from_dict(values)
 
     def _searched_chunk_numel(self) -> int:
@@ -305,12 +298,12 @@ class _Check:
 
         Ample room has room for large chunks, of which a small model would have one, and nothing would move.
         """
-        specs = self._seen.specs
-        cap_nbytes = self._settings.device_nbytes or sum(spec.nbytes for spec in specs)
+        specs = self.seen.specs
+        cap_nbytes = self.device_nbytes or sum(spec.nbytes for spec in specs)
         slab_nbytes = search_slab_nbytes(specs, device_cap_nbytes=cap_nbytes)
-        return max(1, slab_nbytes // DTYPES[self._settings.precision].itemsize)
+        return max(1, slab_nbytes // DTYPES[self.precision].itemsize)
 
     def _new(self, caught: list[warnings.WarningMessage]) -> tuple[str, ...]:
         """Return the messages that plain PyTorch does not bring forth too."""
         messages = dict.fromkeys(str(warning.message) for warning in caught)
-        return tuple(message for message in messages if message not in self._usual_warnings)
+        return tuple(message for message in messages if message not in self.usual_warnings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from chunkmem.testing.difference import Difference
@@ -38,25 +38,10 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data for JSON."""
-        difference = self.difference
-        return {
-            "name": self.name,
-            "equal": self.is_equal,
-            "device_nbytes": self.device_nbytes,
-            "moved_nbytes": self.moved_nbytes,
-            "difference": None
-            if difference is None
-            else {
-                "step": difference.step,
-                "kind": difference.kind,
-                "name": difference.name,
-                "detail": difference.detail,
-                "num_others": difference.num_others,
-            },
-            "error": self.error or None,
-            "reason": self.reason or None,
-            "warnings": list(self.warnings),
-        }
+        data = asdict(self) | {"equal": self.is_equal, "error": self.error or None, "reason": self.reason or None}
+        if self.difference is not None:
+            del data["difference"]["is_nan"]
+        return data
 
 
 @dataclass(frozen=True)
@@ -86,17 +71,9 @@ class CheckReport:
 
     def to_dict(self) -> Mapping[str, Any]:
         """Return it as plain data for JSON."""
-        return {
-            "equal": self.is_equal,
-            "precision": self.precision,
-            "steps": self.steps,
-            "seed": self.seed,
-            "num_params": self.num_params,
-            "num_tensors": self.num_tensors,
-            "chunk_numel": self.chunk_numel,
-            "smallest_nbytes": self.smallest_nbytes,
-            "comparisons": [comparison.to_dict() for comparison in self.comparisons],
-        }
+        comparisons = [comparison.to_dict() for comparison in self.comparisons]
+        own = {"equal": self.is_equal, "smallest_nbytes": self.smallest_nbytes, "comparisons": comparisons}
+        return asdict(self) | own
 
     def __str__(self) -> str:
         if self.is_equal:

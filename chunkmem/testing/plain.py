@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from chunkmem.assembly.parts import DTYPES
 from chunkmem.config import Config
 from chunkmem.estimate.optimizers import BUILT_IN, Trained
 from chunkmem.nn.borders import Borders
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.packing.precision import precision_of
-from chunkmem.testing.training import Stepped
-
-DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
+from chunkmem.testing.training import Side, Stepped
 
 
-class Plain:
+class Plain(Side):
     """Classes of torch.optim, Adam's with `fused=True`; in bf16 and fp16 over fp32 copies, rounded to weights."""
 
     def __init__(self, device: torch.device, config: Config) -> None:
@@ -36,9 +33,6 @@ class Plain:
     def num_updates(self) -> int:
         """How often a parameter was updated, over all parameters and steps."""
         return 0 if self._optimizer is None else self._optimizer.num_updates
-
-    def building(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def fit(self, model: nn.Module) -> None:
         model.to(self._device)
@@ -63,9 +57,6 @@ class Plain:
         masters = None if self._dtype is torch.float32 else [self._masters.get(param, param) for param in params]
         self._optimizer = _Optimizers(made, params, masters, self._scaler)
         return self._optimizer
-
-    def watching(self, index: int) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
         (loss if self._scaler is None else loss.float() * self._scaler.loss_scale).backward()

@@ -80,11 +80,11 @@ class Side(Protocol):
 
     def building(self) -> AbstractContextManager[object]:
         """Surround the building of the model."""
-        ...
+        return nullcontext()
 
     def fit(self, model: nn.Module) -> None:
         """Make a model that was built ready to be trained."""
-        ...
+        return
 
     def optimizer(self, name: str, trained: list[Trained]) -> Stepped:
         """Return the optimizer of a name, which numbers parameters as `trained` does."""
@@ -92,7 +92,7 @@ class Side(Protocol):
 
     def watching(self, index: int) -> AbstractContextManager[object]:
         """Surround forward and backward of step `index`."""
-        ...
+        return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward."""
@@ -103,7 +103,7 @@ class Side(Protocol):
         ...
 
 
-class Chunked:
+class Chunked(Side):
     """Training in the chunks of a manager. Freed slabs are filled with NaN, so that a late read of one shows."""
 
     def __init__(self, manager: ChunkManager, *, is_guarded: bool) -> None:
@@ -116,9 +116,6 @@ class Chunked:
     def building(self) -> AbstractContextManager[object]:
         return self.manager.init()
 
-    def fit(self, model: nn.Module) -> None:
-        pass
-
     def optimizer(self, name: str, trained: list[Trained]) -> Stepped:
         if name not in BUILT_IN:
             return Optimizer(trained, manager=self.manager)
@@ -127,7 +124,7 @@ class Chunked:
 
     def watching(self, index: int) -> AbstractContextManager[object]:
         if not self._is_guarded:
-            return nullcontext()
+            return super().watching(index)
         return AccessGuard(
             self.manager.runtime.modules.declared.undeclared,
             lambda: f"step {index}, {self.manager.runtime.entry_points.phase or 'outside of any module'}",

@@ -85,7 +85,7 @@ def test_the_smallest_host_is_what_an_update_touches() -> None:
     less = replace(tight, host_nbytes=4 * CHUNK - 1)
     assert not fits(less, rehearsal)
     assert disk_need(less, rehearsal) is None
-    change = raised_caps(less, rehearsal, lambda asked: asked.rehearse())
+    change = raised_caps(less, Question.rehearse)
     assert fits(change.question, rehearsal)
 
 

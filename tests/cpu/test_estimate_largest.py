@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from chunkmem.cli.main import main
-from chunkmem.estimate.families import family_of
+from chunkmem.estimate.families import Family
 from chunkmem.estimate.gpt import GPT, shape_of
 from chunkmem.estimate.hardware import HARDWARE
 from chunkmem.estimate.largest import MOST_LAYERS, largest
@@ -48,7 +48,7 @@ def test_one_layer_more_does_not_fit(
     assert said["limit"]["layers"] == layers + 1
     assert said["limit"]["needed_nbytes"] > said["limit"]["cap_nbytes"]
     assert said["step_s"] > 0
-    family, start = family_of(TOWER, seq=None), question(device_nbytes=device_nbytes, host_nbytes=host_nbytes)
+    family, start = Family(TOWER, None), question(device_nbytes=device_nbytes, host_nbytes=host_nbytes)
     for count, expected in ((layers, True), (layers + 1, False)):
         one = Question(**{**vars(start), "model": family.sized(0, count)})
         assert fits(one, one.rehearse()) is expected
@@ -66,7 +66,7 @@ def test_times_are_those_of_the_blocks_that_training_would_recompute(capsys: pyt
 
 
 def test_more_memory_never_fits_less() -> None:
-    family, found = family_of(TOWER, seq=None), []
+    family, found = Family(TOWER, None), []
     for num_blocks in (6, 9, 12, 18):
         tight = question(device_nbytes=12 * BLOCK_NBYTES, host_nbytes=4 * BLOCK_NBYTES * num_blocks)
         best = largest(family, tight, note=lambda tried: None).fitting
@@ -79,7 +79,7 @@ def test_more_memory_never_fits_less() -> None:
 def test_few_tries_are_needed() -> None:
     tries: list[int] = []
     ample = question(device_nbytes=16 * BLOCK_NBYTES, host_nbytes=4 * BLOCK_NBYTES * 60)
-    found = largest(family_of(TOWER, seq=None), ample, note=lambda tried: tries.append(tried.layers))
+    found = largest(Family(TOWER, None), ample, note=lambda tried: tries.append(tried.layers))
     assert found.fitting is not None
     assert found.fitting.layers > 50
     assert len(tries) == found.num_tried <= 12, tries
@@ -180,9 +180,7 @@ def test_what_is_wrong_is_one_line(case: str, capsys: pytest.CaptureFixture[str]
 def test_the_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chunkmem.estimate.largest.MOST_LAYERS", 5)
     assert MOST_LAYERS == 1000
-    found = largest(
-        family_of(TOWER, seq=None), question(device_nbytes=1 << 30, host_nbytes=1 << 30), note=lambda t: None
-    )
+    found = largest(Family(TOWER, None), question(device_nbytes=1 << 30, host_nbytes=1 << 30), note=lambda t: None)
     assert found.beyond is None
     assert found.fitting is not None
     assert found.fitting.layers == 5
