@@ -15,7 +15,6 @@ import torch
 from chunkmem.checkpoints.directory import MANIFEST, standing
 from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.metadata import TRUST
-from chunkmem.checkpoints.odd_files import said
 from chunkmem.checkpoints.pretrained import shards_of, write_weights
 from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.checkpoints.safetensors_files import open_safetensors
@@ -23,7 +22,7 @@ from chunkmem.checkpoints.saved_objects import damaged_member, load_saved
 from chunkmem.checkpoints.saving import save_now
 from chunkmem.checkpoints.unfinished import Unfinished, in_one_line, sync, written
 from chunkmem.comm.ranks import open_ranks
-from chunkmem.errors import CheckpointError
+from chunkmem.errors import CheckpointError, said
 from chunkmem.nn.lazy_tensor import LazyTensor
 
 

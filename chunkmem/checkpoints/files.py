@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from chunkmem.checkpoints.checksums import checksum, entry_name, write_checksums
 from chunkmem.checkpoints.directory import MANIFEST
-from chunkmem.checkpoints.odd_files import parse_json, said
+from chunkmem.checkpoints.odd_files import parse_json
 from chunkmem.checkpoints.unfinished import naming
-from chunkmem.errors import CheckpointError
+from chunkmem.errors import CheckpointError, said
 from chunkmem.nn.lazy_tensor import LazyTensor, Piece
 
 EXTRA = "extra"

@@ -26,10 +26,9 @@ import torch
 from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.checkpoints.odd_files import said
 from chunkmem.checkpoints.safetensors_files import DTYPES, INDEX, open_safetensors
 from chunkmem.checkpoints.unfinished import Unfinished, alone_in, in_one_line, make_folder, naming, sync, written
-from chunkmem.errors import CheckpointError, ChunkmemError, TierIOError
+from chunkmem.errors import CheckpointError, ChunkmemError, TierIOError, said
 from chunkmem.nn.lazy_tensor import LazyTensor
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

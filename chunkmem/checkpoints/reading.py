@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from chunkmem.checkpoints.checksums import checksum, entry_name, read_checksums
 from chunkmem.checkpoints.directory import MANIFEST, standing
 from chunkmem.checkpoints.metadata import read_metadata
-from chunkmem.checkpoints.odd_files import opened, read_all, said
+from chunkmem.checkpoints.odd_files import opened, read_all
 from chunkmem.checkpoints.saved_objects import damaged_member, load_saved
 from chunkmem.checkpoints.stored_values import PIECE_NBYTES, StoredValues, describe, find_values
-from chunkmem.errors import CheckpointError
+from chunkmem.errors import CheckpointError, said
 from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Source
 from chunkmem.runtime.device import give_back_freed_ram
 

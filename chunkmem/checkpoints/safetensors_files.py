@@ -10,9 +10,9 @@ from types import MappingProxyType
 
 import torch
 
-from chunkmem.checkpoints.odd_files import opened, parse_json, path_in, read_all, read_at, said
+from chunkmem.checkpoints.odd_files import opened, parse_json, path_in, read_all, read_at
 from chunkmem.checkpoints.stored_values import PIECE_NBYTES, StoredValues
-from chunkmem.errors import CheckpointError
+from chunkmem.errors import CheckpointError, said
 from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Source
 
 DTYPES = MappingProxyType({

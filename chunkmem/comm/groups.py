@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -62,14 +62,8 @@ class GlooGroups:
         return closed
 
 
-class Waiting(Protocol):
-    """How all ranks wait for an exchange, see `Members`."""
-
-    def __call__(self, label: str, *, is_own: bool = False) -> AbstractContextManager[None]: ...
-
-
 class RankGroup:
-    """Some of the ranks, which exchange with each other; what fails among them, all ranks fail with."""
+    """The ranks that exchange with each other: all of them, or some; what fails among them, all ranks fail with."""
 
     def __init__(
         self,
@@ -78,9 +72,17 @@ class RankGroup:
         *,
         in_ram: dist.ProcessGroup | None,
         elsewhere: dist.ProcessGroup | None,
-        waiting: Waiting,
+        waiting: Callable[..., AbstractContextManager[None]],
     ) -> None:
-        """Exchange in RAM over one group, and on accelerators over another; see `Members`."""
+        """Exchange in RAM over one group, and on accelerators over another.
+
+        Args:
+            rank: this one, among them.
+            size: of the group.
+            in_ram: which nothing else uses; None: this is one rank alone.
+            elsewhere: the user's, or one of a mesh.
+            waiting: see `Connection.waiting`.
+        """
         self.rank = rank
         self.size = size
         self.waiting = waiting
@@ -88,7 +90,7 @@ class RankGroup:
         self._elsewhere = elsewhere
 
     def group(self, device: torch.device) -> dist.ProcessGroup:
-        """Return the group to exchange chunks on a device over.
+        """Return the group to exchange chunks on a device over; all ranks issue the same on it, in one order.
 
         Raises:
             StateError: this is one rank alone, or `close` was called.

@@ -34,7 +34,6 @@ import torch.distributed as dist
 
 from chunkmem.comm.exchange import (
     Exchange,
-    Members,
     PendingWork,
     Shard,
     Traffic,
@@ -43,6 +42,7 @@ from chunkmem.comm.exchange import (
     require_exchangeable,
     sum_dtype,
 )
+from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import ConfigError, StateError
 
@@ -102,7 +102,7 @@ class ExchangeMethod(ABC):
     its own: whatever a call sends or receives has to be issued in it.
     """
 
-    def __init__(self, ranks: Members) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         """Exchange between `ranks`."""
         self.traffic = Traffic()
         self.rank = ranks.rank

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.connection import Connection, group_of, within
-from chunkmem.comm.exchange import Members
 from chunkmem.comm.failure_detector import named
 from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.mesh import Mesh
@@ -54,9 +53,9 @@ class Ranks:
         """Among these ranks, counted from 0."""
         self.size = connection.size
         self._everyone: Ranks | None = None
-        self.shard: Members = connection
+        self.shard = connection.all_ranks
         """Those that chunks are sharded over, this rank's replica; counted within it."""
-        self.replicate: Members | None = None
+        self.replicate: RankGroup | None = None
         """Those that have the same shard; None if there is one replica."""
         self.num_local = 1
         """Ranks on this machine, those of other stages and this one included."""
@@ -158,7 +157,7 @@ class Ranks:
     def close(self) -> None:
         """Give the groups back. The second time, do nothing."""
         for part in (self.connection, self.shard, self.replicate, self.stages, self._everyone):
-            if isinstance(part, Connection | RankGroup | Ranks):
+            if part is not None:
                 part.close()
 
     @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.connection import Connection
 from chunkmem.comm.exchange import PendingWork, Shard, Traffic, Work, sum_dtype
+from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.ranks import Ranks
 
 
@@ -18,6 +19,7 @@ class Unison(Connection):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(None, timeout_s=1.0)
         self.rank, self.size = rank, size
+        self.all_ranks = RankGroup(rank, size, in_ram=None, elsewhere=None, waiting=self.waiting)
 
     def begin(self, operation: Operation) -> bool:
         """Tell whether all can do it: they are all in the same place of the program."""
@@ -89,4 +91,4 @@ class CountedExchange:
             self._on_buffer(by_nbytes)
 
         change(nbytes)
-        return PendingWork(self._ranks.connection, label, [], finish=lambda: change(-nbytes))
+        return PendingWork(self._ranks.shard, label, [], finish=lambda: change(-nbytes))
