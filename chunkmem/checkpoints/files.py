@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,15 @@ class ChunkPlanner(DefaultSavePlanner):
             return None
         return next(piece for piece in value.pieces if piece.offsets == tuple(index.offset or piece.offsets))
 
+    def contents(self) -> Iterator[tuple[WriteItem, torch.Tensor | io.BytesIO]]:
+        """Read what this rank writes, chunk after chunk."""
+
+        def place(item: WriteItem) -> str:
+            piece = self.piece_of(item)
+            return "" if piece is None else piece.source.place
+
+        return ((item, self.resolve_data(item)) for item in sorted(self.plan.items, key=place))
+
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Read what an item writes."""
         piece = self.piece_of(write_item)
@@ -192,6 +201,24 @@ class ItemFiles:
             raise _first_cause(error, Path(file.name)) from error
         self.results.append(Written(written.index, written.size_in_bytes, written.storage_data, checksum(data)))
 
+    def write_all(self, contents: Iterable[tuple[WriteItem, torch.Tensor | io.BytesIO]]) -> Iterator[bool]:
+        """Write items with what is in them, and have all on the disk; yield True after each step.
+
+        Nothing stays open after an error.
+
+        Raises:
+            OSError: one cannot be written.
+        """
+        try:
+            for item, data in contents:
+                self.write(item, data)
+                del data  # before the next one is read
+                yield True
+            while self.sync_first():
+                yield True
+        finally:
+            self.close()
+
     def _begin(self) -> None:
         if self._open:
             with naming(Path(self._open[-1].name)):
@@ -232,28 +259,6 @@ class ChunkWriter(FileSystemWriter):
         """Write to a folder, files whose names begin with `generation`."""
         super().__init__(folder, single_file_per_rank=True, overwrite=True)
         self.generation = generation
-
-    def write_in_steps(self, plan: SavePlan, planner: ChunkPlanner) -> Generator[None, None, list[Written]]:
-        """Write the items of a plan, one a step; return what was written.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        files = ItemFiles(self, plan.storage_data.prefix)
-
-        def place(item: WriteItem) -> str:
-            piece = planner.piece_of(item)
-            return "" if piece is None else piece.source.place
-
-        try:
-            for item in sorted(plan.items, key=place):
-                files.write(item, planner.resolve_data(item))
-                yield
-            while files.sync_first():
-                yield
-        finally:
-            files.close()
-        return files.results
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[Written]]) -> list[str]:  # type: ignore[override]
         """Write what makes the checkpoint complete; return the names of the files with values.
