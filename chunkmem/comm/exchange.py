@@ -167,6 +167,19 @@ def require_exchangeable(shards: Sequence[Shard], ranks: RankGroup, label: str) 
             )
 
 
+def by_owner(shards: Sequence[Shard], nbytes: Sequence[int], rank: int) -> tuple[int, int]:
+    """Return the bytes of the shards that a rank owns, and of the others, of which these are each one's."""
+    owned_nbytes = sum(n for shard, n in zip(shards, nbytes, strict=True) if shard.owner == rank)
+    return owned_nbytes, sum(nbytes) - owned_nbytes
+
+
+def has_one_of_each(shards: Sequence[Shard], size: int) -> bool:
+    """Tell whether shards are one of each of so many ranks, all alike."""
+    owners = sorted(shard.owner for shard in shards)
+    kinds = {(shard.flat.numel(), shard.flat.dtype) for shard in shards}
+    return owners == list(range(size)) and len(kinds) == 1
+
+
 def hand_over(ranks: RankGroup, shard: Shard, to: int, *, label: str) -> Work:
     """Begin to copy the content of a chunk in RAM from its owner to one other rank; these two alone call it.
 

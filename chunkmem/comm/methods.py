@@ -38,6 +38,8 @@ from chunkmem.comm.exchange import (
     Shard,
     Traffic,
     Work,
+    by_owner,
+    has_one_of_each,
     mean_in_order,
     require_exchangeable,
     sum_dtype,
@@ -157,7 +159,7 @@ class ExchangeMethod(ABC):
             return PendingWork(self._ranks, label, [])
         with self._ranks.waiting(label):
             transfers = self.all_gather(shards)
-        owned_nbytes, other_nbytes = self._by_owner(shards, [shard.flat.nbytes for shard in shards])
+        owned_nbytes, other_nbytes = by_owner(shards, [shard.flat.nbytes for shard in shards], self.rank)
         self._count(transfers, sent=owned_nbytes * (self.size - 1), received=other_nbytes)
         return PendingWork(self._ranks, label, transfers, held=shards)
 
@@ -171,7 +173,7 @@ class ExchangeMethod(ABC):
             buffers = self.buffers(shards)
         with self._ranks.waiting(label):
             transfers = self.reduce_scatter(shards, buffers)
-        owned_nbytes, other_nbytes = self._by_owner(shards, list(map(self.sent_nbytes, shards)))
+        owned_nbytes, other_nbytes = by_owner(shards, list(map(self.sent_nbytes, shards)), self.rank)
         self._count(transfers, sent=other_nbytes, received=owned_nbytes * (self.size - 1))
         nbytes = sum(buffer.nbytes for buffer in buffers)
         self.traffic.buffer(nbytes)
@@ -181,11 +183,6 @@ class ExchangeMethod(ABC):
             self.traffic.buffer(-nbytes)
 
         return PendingWork(self._ranks, label, transfers, finish=finish, held=shards)
-
-    def _by_owner(self, shards: Sequence[Shard], nbytes: Sequence[int]) -> tuple[int, int]:
-        """Return the bytes of the shards that this rank owns, and of the others."""
-        owned_nbytes = sum(n for shard, n in zip(shards, nbytes, strict=True) if self.owns(shard))
-        return owned_nbytes, sum(nbytes) - owned_nbytes
 
     def _count(self, transfers: Sequence[dist.Work], *, sent: int, received: int) -> None:
         self.traffic.num_operations += len(transfers)
@@ -265,7 +262,7 @@ class Grouped(Chunkwise):
     """Collectives of as many equal chunks as there are ranks, one owned by each; others go chunk by chunk."""
 
     def all_gather(self, shards: Sequence[Shard]) -> list[dist.Work]:
-        if not self._is_whole(shards):
+        if not has_one_of_each(shards, self.size):
             return super().all_gather(shards)
         flats = _by_rank(shards, [shard.flat for shard in shards])
         options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
@@ -273,17 +270,12 @@ class Grouped(Chunkwise):
         return [self.group(flats[0].device).allgather([flats], [flats[self.rank]], options)]
 
     def reduce_scatter(self, shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> list[dist.Work]:
-        if not self._is_whole(shards):
+        if not has_one_of_each(shards, self.size):
             return super().reduce_scatter(shards, buffers)
         totals = _by_rank(shards, _summed(shards, buffers))
         options = dist.ReduceScatterOptions()
         options.asyncOp = True
         return [self.group(totals[0].device).reduce_scatter([totals[self.rank]], [totals], options)]
-
-    def _is_whole(self, shards: Sequence[Shard]) -> bool:
-        owners = sorted(shard.owner for shard in shards)
-        kinds = {(shard.flat.numel(), shard.flat.dtype) for shard in shards}
-        return owners == list(range(self.size)) and len(kinds) == 1
 
 
 def _summed(shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -327,17 +327,14 @@ class Ranks:
         self._all_values((0.0,), label)
 
     def _all_values(self, values: Sequence[float], label: str) -> list[torch.Tensor]:
-        return self._all_tensors(torch.tensor(values, dtype=torch.float64, device="cpu"), label)
+        if self.size > 1:
+            self.connection.begin(Operation(label, f"{len(values)} numbers"))
+        return self.connection.exchange(torch.tensor(values, dtype=torch.float64, device="cpu"), label)
 
     def _all_bytes(self, data: bytes, label: str) -> list[bytes]:
         if self.size > 1:
             self.connection.begin(Operation(label))
         return self.connection.all_bytes(data, label)
-
-    def _all_tensors(self, mine: torch.Tensor, label: str) -> list[torch.Tensor]:
-        if self.size > 1:
-            self.connection.begin(Operation(label, f"{mine.numel()} numbers"))
-        return self.connection.exchange(mine, label)
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

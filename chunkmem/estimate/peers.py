@@ -8,7 +8,7 @@ import torch
 
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.connection import Connection
-from chunkmem.comm.exchange import PendingWork, Shard, Traffic, Work, sum_dtype
+from chunkmem.comm.exchange import PendingWork, Shard, Traffic, Work, by_owner, has_one_of_each, sum_dtype
 from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.ranks import Ranks
 
@@ -49,7 +49,7 @@ class CountedExchange:
         """Count a gather."""
         self.traffic.num_gathers += 1
         nbytes = [shard.flat.nbytes for shard in shards]
-        owned, others = self._by_owner(shards, nbytes)
+        owned, others = by_owner(shards, nbytes, self._ranks.rank)
         self._count(nbytes, sent=owned * (self._ranks.size - 1), received=others)
         return self._buffered(sum(nbytes) if self._is_grouped(shards) else 0, label)
 
@@ -57,7 +57,7 @@ class CountedExchange:
         """Count a reduction."""
         self.traffic.num_reductions += 1
         nbytes = [self._summed_nbytes(shard.flat) for shard in shards]
-        owned, others = self._by_owner(shards, nbytes)
+        owned, others = by_owner(shards, nbytes, self._ranks.rank)
         self._count(nbytes, sent=others, received=owned * (self._ranks.size - 1))
         if not self._is_accelerator:
             return self._buffered(owned * (self._ranks.size - 1), label)
@@ -70,13 +70,7 @@ class CountedExchange:
 
     def _is_grouped(self, shards: Sequence[Shard]) -> bool:
         """Tell whether the library gets one chunk of each rank, all alike, which it copies."""
-        alike = {(shard.flat.numel(), shard.flat.dtype) for shard in shards}
-        owners = sorted(shard.owner for shard in shards)
-        return self._is_accelerator and len(alike) == 1 and owners == list(range(self._ranks.size))
-
-    def _by_owner(self, shards: Sequence[Shard], nbytes: Sequence[int]) -> tuple[int, int]:
-        owned = sum(n for shard, n in zip(shards, nbytes, strict=True) if shard.owner == self._ranks.rank)
-        return owned, sum(nbytes) - owned
+        return self._is_accelerator and has_one_of_each(shards, self._ranks.size)
 
     def _count(self, nbytes: Sequence[int], *, sent: int, received: int) -> None:
         """Count bytes of content: messages as they go; in libraries every rank passes on all but one rank's part."""
