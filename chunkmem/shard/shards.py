@@ -8,6 +8,8 @@ from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
+import torch
+
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.exchange import Exchange, Shard, Work
 from chunkmem.comm.ranks import Ranks
@@ -336,6 +338,22 @@ class ShardStore:
     def from_owner(self, group: int, read: Callable[[], T], *, reader: str) -> T:
         """Return what `read` returns on the rank that owns a group, as `pickle` copies it. All ranks call it."""
         return self.ranks.broadcast_object(read() if self.owns(group) else None, label=reader, source=self.owner(group))  # type: ignore[return-value]
+
+    def values_from_owner(
+        self, group: int, read: Callable[[], torch.Tensor], into: torch.Tensor, *, reader: str
+    ) -> torch.Tensor:
+        """Write what `read` returns on the rank that owns a group to `into` on all, a dense tensor in RAM; return that.
+
+        All ranks call it.
+        """
+        self.ranks.connection.begin(Operation(reader))
+        own = read() if self.owns(group) else None
+        with runtime_mode():
+            if own is not None:
+                into.copy_(own)
+            flat = into.as_strided((into.numel(),), (1,)).view(torch.uint8)
+            self.ranks.connection.broadcast(flat, self.owner(group), reader)
+        return into
 
     def _shards(self, chunks: Iterable[Chunk]) -> list[Shard]:
         return [Shard(c.id.group, self.owner(c.id.group), c.replicas[c.compute_tier].flat) for c in chunks]
