@@ -11,6 +11,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -26,8 +27,8 @@ from chunkmem.comm.agreement import (
     unpacked,
     verdict,
 )
-from chunkmem.comm.failure_detector import RankStatus, collect_statuses, said_by_torch
-from chunkmem.comm.groups import GlooGroups, RankGroup
+from chunkmem.comm.failure_detector import RankStatus, collect_statuses, hang_up, said_by_torch
+from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.same_code import require_same_code
 from chunkmem.errors import ChunkmemError, ConfigError, RankError, StateError, said
 
@@ -81,10 +82,9 @@ class Connection:
         self.timeout_s = timeout_s
         self.process_group = group
         """What was given, or the default group; None: this process alone, or `close` was called."""
-        self.all_ranks = RankGroup(self.rank, self.size, in_ram=None, elsewhere=None, waiting=self.waiting)
-        """All of them, as those that exchange chunks with each other."""
         self._numbers: dist.ProcessGroup | None = None
-        self._groups: GlooGroups | None = None
+        self._opened: list[tuple[dist.ProcessGroup, Sequence[int]]] = []
+        """Groups over gloo that nothing else uses, and who are in each."""
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._failure: RankError | None = None
@@ -108,29 +108,30 @@ class Connection:
         timeout_s = self.timeout_s - self._detection_s
         with self.waiting("comparing versions of chunkmem (an older one does not answer)"):
             require_same_code(self._store, self.rank, self.names, timeout_s=timeout_s)
-        self._groups = GlooGroups(self._store, self.rank, timeout_s=timeout_s)
-        self.all_ranks = self._part("chunks", range(self.size), group)
         self._numbers = self._gloo("numbers", range(self.size))
 
     def _gloo(self, name: str, members: Sequence[int]) -> dist.ProcessGroup:
-        assert self._groups is not None
+        """Return a new group over `members`, who all call it."""
+        assert self._store is not None
+        timeout = timedelta(seconds=self.timeout_s - self._detection_s)
         with self.waiting("opening the process groups"):
-            return self._groups.open(name, members)
+            group = dist.ProcessGroupGloo(within(self._store, name), members.index(self.rank), len(members), timeout)
+        # By itself, not as part of a group of several backends; it is used in the same way.
+        self._opened.append((cast(dist.ProcessGroup, group), members))
+        return self._opened[-1][0]
 
-    def part(self, members: Sequence[int], elsewhere: dist.ProcessGroup | None) -> RankGroup:
+    def part(self, name: str, members: Sequence[int], elsewhere: dist.ProcessGroup | None) -> RankGroup:
         """Return some of these ranks, this one included, as a group of their own; all of them call it.
 
         Args:
+            name: what for; the same members may have several.
             members: their ranks among these.
             elsewhere: the group to exchange chunks over that are on accelerators.
 
         Raises:
             RankError: a rank did not come.
         """
-        return self._part(f"chunks of {members}", members, elsewhere)
-
-    def _part(self, name: str, members: Sequence[int], elsewhere: dist.ProcessGroup | None) -> RankGroup:
-        in_ram = self._gloo(name, members) if len(members) > 1 else None
+        in_ram = self._gloo(f"{name} of {members}", members) if len(members) > 1 else None
         rank, size = members.index(self.rank), len(members)
         return RankGroup(rank, size, in_ram=in_ram, elsewhere=elsewhere, waiting=self.waiting)
 
@@ -145,8 +146,8 @@ class Connection:
 
     def close(self) -> None:
         """Give the groups back. The second time, do nothing."""
-        self.all_ranks.close()
-        self._numbers = self.process_group = self._groups = None
+        self._numbers = self.process_group = None
+        self._opened = []
 
     # Agreement: see the note in `chunkmem.comm.agreement`.
 
@@ -268,9 +269,12 @@ class Connection:
             return self._failure
 
     def _hang_up(self) -> set[int]:
-        """Return the ranks whose connections to this one were closed before."""
+        """Close this rank's connections; return the ranks whose connections to it were closed before."""
         time.sleep(_LINGER_SHARE * self._detection_s)
-        return set() if self._groups is None else self._groups.hang_up()
+        closed = set()
+        for group, members in self._opened:
+            closed |= {members[peer] for peer in hang_up(group, members.index(self.rank), len(members))}
+        return closed
 
     def _give_up(self, label: str, waited_s: float, error: Exception) -> RankError:
         # Several threads may be waiting when a rank is lost: the first of them asks for all.

@@ -1,65 +1,14 @@
-"""The gloo groups of a rank, which nothing else uses, and parts of the ranks as groups of their own."""
+"""Ranks that exchange chunks with each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 
-from chunkmem.comm.failure_detector import hang_up
 from chunkmem.errors import StateError
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-
-@dataclass(frozen=True, eq=False)
-class _Opened:
-    group: dist.ProcessGroup
-    members: Sequence[int]
-    """Their ranks among all that are connected."""
-
-
-class GlooGroups:
-    """Groups over some or all of the ranks that met in one store."""
-
-    def __init__(self, met_in: Store, rank: int, *, timeout_s: float) -> None:
-        """Begin with none.
-
-        Args:
-            met_in: used for these groups alone.
-            rank: this one, among all.
-            timeout_s: of every exchange.
-        """
-        self._met_in = met_in
-        self._rank = rank
-        self._timeout = timedelta(seconds=timeout_s)
-        self._opened: list[_Opened] = []
-
-    def open(self, name: str, members: Sequence[int]) -> dist.ProcessGroup:
-        """Return a new group over `members`, who all call it.
-
-        Raises:
-            RuntimeError: a rank did not come.
-        """
-        store: Store = dist.PrefixStore(name, self._met_in)  # type: ignore[attr-defined]
-        group = dist.ProcessGroupGloo(store, members.index(self._rank), len(members), self._timeout)
-        # By itself, not as part of a group of several backends; it is used in the same way.
-        self._opened.append(_Opened(cast(dist.ProcessGroup, group), members))
-        return self._opened[-1].group
-
-    def hang_up(self) -> set[int]:
-        """Close this rank's connections; return the ranks whose connections to it were closed before."""
-        closed = set()
-        for opened in self._opened:
-            peers = hang_up(opened.group, opened.members.index(self._rank), len(opened.members))
-            closed |= {opened.members[peer] for peer in peers}
-        return closed
 
 
 class RankGroup:

@@ -53,7 +53,9 @@ class Ranks:
         """Among these ranks, counted from 0."""
         self.size = connection.size
         self._everyone: Ranks | None = None
-        self.shard = connection.all_ranks
+        self.all_ranks = connection.part("chunks", range(self.size), connection.process_group)
+        """All of them, as those that exchange with each other."""
+        self.shard = self.all_ranks
         """Those that chunks are sharded over, this rank's replica; counted within it."""
         self.replicate: RankGroup | None = None
         """Those that have the same shard; None if there is one replica."""
@@ -150,13 +152,13 @@ class Ranks:
         num_shards = len(mesh.rows[0])
         row, column = divmod(self.rank, num_shards)
         part = self.connection.part
-        self.shard = part(range(row * num_shards, (row + 1) * num_shards), mesh.shard_group)
+        self.shard = part("shard", range(row * num_shards, (row + 1) * num_shards), mesh.shard_group)
         if len(mesh.rows) > 1:
-            self.replicate = part(range(column, self.size, num_shards), mesh.replicate_group)
+            self.replicate = part("replicate", range(column, self.size, num_shards), mesh.replicate_group)
 
     def close(self) -> None:
         """Give the groups back. The second time, do nothing."""
-        for part in (self.connection, self.shard, self.replicate, self.stages, self._everyone):
+        for part in (self.connection, self.all_ranks, self.shard, self.replicate, self.stages, self._everyone):
             if part is not None:
                 part.close()
 

@@ -19,7 +19,10 @@ class Unison(Connection):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(None, timeout_s=1.0)
         self.rank, self.size = rank, size
-        self.all_ranks = RankGroup(rank, size, in_ram=None, elsewhere=None, waiting=self.waiting)
+
+    def part(self, name: str, members: Sequence[int], elsewhere: object) -> RankGroup:
+        """Return all of them, who exchange nothing."""
+        return RankGroup(self.rank, self.size, in_ram=None, elsewhere=None, waiting=self.waiting)
 
     def begin(self, operation: Operation) -> bool:
         """Tell whether all can do it: they are all in the same place of the program."""
