@@ -191,18 +191,18 @@ class _Writing:
 
     def run(self) -> None:
         """Write, and say how it has ended."""
-        problem, files = "", self._planned.files
+        problem, results = "", self._planned.writer.results
         try:
-            for _ in files.write_all(self._contents()):
+            for _ in self._planned.writer.write_all(self._contents(), self._planned.planner.plan):
                 """Nobody is told meanwhile."""
         except BaseException as error:
             self._snapshot.give_up(error)
             problem = f"rank {self._notes.rank}: {in_one_line(error)}"
         try:
             if self._notes.rank == 0:
-                problem = self._complete(problem, files.results)
+                problem = self._complete(problem, results)
             else:
-                problem = self._report(problem, files.results)
+                problem = self._report(problem, results)
         except BaseException as error:
             problem = problem or in_one_line(error)
         self._outcome.problem = problem

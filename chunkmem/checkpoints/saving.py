@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.by_rank import OwnNames, divide
-from chunkmem.checkpoints.files import EXTRA, ChunkPlanner, ChunkWriter, ItemFiles, Written
+from chunkmem.checkpoints.files import EXTRA, ChunkPlanner, ChunkWriter, Written
 from chunkmem.checkpoints.names import named_state
 from chunkmem.checkpoints.replacing import Replacement, replacing, told_to_all
 from chunkmem.comm.ranks import Ranks
@@ -79,8 +79,9 @@ def save_now(state: dict[str, Any], path: Path, ranks: Ranks) -> None:
     with replacing(path, everyone) as replacement:
         planned = plan_save(state, replacement, ranks)
         with told_to_all(path, everyone):
-            _write_together(planned.files.write_all(planned.planner.contents()), everyone)
-        rows = everyone.gather_to_first(planned.files.results, label=_LABEL)
+            planner = planned.planner
+            _write_together(planned.writer.write_all(planner.contents(), planner.plan), everyone)
+        rows = everyone.gather_to_first(planned.writer.results, label=_LABEL)
         with told_to_all(path, everyone):
             if rows is not None:
                 planned.finish(rows)
@@ -93,8 +94,6 @@ class PlannedSave:
     planner: ChunkPlanner
     writer: ChunkWriter
     replacement: Replacement
-    files: ItemFiles
-    """Of this rank."""
     metadata: Metadata | None
     """On the rank that completes the checkpoint."""
 
@@ -134,9 +133,8 @@ def plan_save(state: dict[str, Any], replacement: Replacement, ranks: Ranks) -> 
         if gathered is not None:
             plans, metadata = planner.create_global_plan(gathered)
             plans = writer.prepare_global_plan(plans)
-    plan = planner.finish_plan(everyone.scatter_from_first(plans, label=_LABEL))
-    files = ItemFiles(writer, plan.storage_data.prefix)
-    return PlannedSave(planner, writer, replacement, files, metadata)
+    planner.finish_plan(everyone.scatter_from_first(plans, label=_LABEL))
+    return PlannedSave(planner, writer, replacement, metadata)
 
 
 def _write_together(steps: Iterator[bool], ranks: Ranks) -> None:
