@@ -8,7 +8,7 @@ import io
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from chunkmem.checkpoints.directory import MANIFEST, standing
 from chunkmem.checkpoints.metadata import read_metadata
 from chunkmem.checkpoints.odd_files import opened, read_all
 from chunkmem.checkpoints.saved_objects import damaged_member, load_saved
-from chunkmem.checkpoints.stored_values import PIECE_NBYTES, FilePart, FileSource, StoredValues, find_values
+from chunkmem.checkpoints.stored_values import FilePart, FileSource, StoredValues, find_values
 from chunkmem.errors import CheckpointError, said
 from chunkmem.nn.lazy_tensor import Extent, LazyTensor
 from chunkmem.runtime.device import give_back_freed_ram
@@ -71,10 +71,6 @@ class CheckpointFiles:
         """Where the values are of parts that have their checksums; None: torch has to read them."""
         self._alone = threading.Lock()
         """Whose is the memory that it takes to have torch read a part."""
-
-    @cached_property
-    def _buffer(self) -> bytearray:
-        return bytearray(PIECE_NBYTES)
 
     @property
     def has_checksums(self) -> bool:
@@ -235,7 +231,7 @@ class CheckpointFiles:
                 part.copy_(narrow_tensor_by_index(self._load(index), start, item.lengths))
                 continue
             try:
-                found.read_into(start, part, self._buffer)
+                found.read_into(start, part)
             except (OSError, EOFError) as error:
                 raise self._unreadable(index, error) from None
 

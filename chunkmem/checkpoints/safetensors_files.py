@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 
 from chunkmem.checkpoints.odd_files import opened, parse_json, path_in, read_all, read_at
-from chunkmem.checkpoints.stored_values import PIECE_NBYTES, FileSource, StoredValues
+from chunkmem.checkpoints.stored_values import FileSource, StoredValues
 from chunkmem.errors import CheckpointError, said
 from chunkmem.nn.lazy_tensor import Extent, LazyTensor
 
@@ -39,7 +39,7 @@ class StoredTensor(FileSource):
 
     def read_into(self, start: Extent, into: torch.Tensor) -> None:
         try:
-            self.values.read_into(start, into, bytearray(PIECE_NBYTES))
+            self.values.read_into(start, into)
         except (OSError, EOFError) as error:
             raise CheckpointError(f"{self.values.path} cannot be read where {self._name} is: {said(error)}") from None
 

@@ -17,7 +17,7 @@ import struct
 import sys
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,25 +69,46 @@ class StoredValues:
                 found = checksum(piece, found)
         return found
 
-    def read_into(self, start: Extent, into: torch.Tensor, buffer: bytearray) -> None:
+    def read_into(self, start: Extent, into: torch.Tensor) -> None:
         """Write a part of them to `into`, which may be of another dtype or on another device.
+
+        Where it is as the file is, it is read straight there; else some rows at a time are read and copied.
 
         Args:
             start: offsets of the part, which has the shape of `into`.
             into: tensor of as many dimensions.
-            buffer: of `PIECE_NBYTES`. It is used where `into` is not as the file is.
 
         Raises:
             OSError, EOFError: the file cannot be read, or ends before they do; some may have been written.
         """
         if not into.numel():
             return
+        if not self.shape:
+            replace(self, shape=(1,)).read_into((0,), into.view(1))
+            return
+        row_shape = self.shape[1:]
+        row_nbytes = self.dtype.itemsize * torch.Size(row_shape).numel()
+        offset = self.offset + start[0] * row_nbytes
         with opened(self.path) as descriptor:
-            reader = _Reader(descriptor, self.dtype, buffer)
-            if self.shape:
-                reader.fill(into, self.offset, self.shape, start)
-            else:
-                reader.fill(into.view(1), self.offset, (1,), (0,))
+            if tuple(into.shape[1:]) == row_shape and self._is_as_stored(into):
+                read_at(descriptor, offset, _memory_of(into))
+                if not into.is_inference():
+                    torch.autograd.graph.increment_version(into)
+                return
+            wanted = (slice(None), *(slice(at, at + size) for at, size in zip(start[1:], into.shape[1:], strict=True)))
+            num_rows = min(len(into), max(1, PIECE_NBYTES // row_nbytes))
+            piece = torch.empty((num_rows, *row_shape), dtype=self.dtype, device="cpu")
+            for at in range(0, len(into), num_rows):
+                target = into[at : at + num_rows]
+                rows = piece[: len(target)]
+                read_at(descriptor, offset + at * row_nbytes, _memory_of(rows))
+                target.copy_(rows[wanted])
+
+    def _is_as_stored(self, into: torch.Tensor) -> bool:
+        """Tell whether `into` is memory that the file's bytes can be read to as they are."""
+        if type(into) not in (torch.Tensor, nn.Parameter) or not into.is_cpu or into.is_conj() or into.is_neg():
+            return False
+        return into.dtype is self.dtype and into.layout is torch.strided and into.is_contiguous()
 
 
 class FileSource(Source):
@@ -154,42 +175,6 @@ def _described(archive: zipfile.ZipFile, records: Mapping[str, zipfile.ZipInfo])
     unpickler.persistent_load = storage
     found: torch.Tensor = unpickler.load()
     return found
-
-
-class _Reader:
-    """Reads parts of tensors from an open file."""
-
-    def __init__(self, descriptor: int, dtype: torch.dtype, buffer: bytearray) -> None:
-        self._descriptor = descriptor
-        self._dtype = dtype
-        self._buffer = memoryview(buffer)
-
-    def fill(self, into: torch.Tensor, offset: int, shape: Extent, start: Extent) -> None:
-        """Write to `into` what a tensor has from `start` on, which lies at `offset` and has `shape`: (rows, ...)."""
-        row_nbytes = self._dtype.itemsize * torch.Size(shape[1:]).numel()
-        offset += start[0] * row_nbytes
-        if tuple(into.shape[1:]) == tuple(shape[1:]) and self._is_as_stored(into):
-            read_at(self._descriptor, offset, _memory_of(into))
-            if not into.is_inference():
-                torch.autograd.graph.increment_version(into)
-        elif row_nbytes > len(self._buffer):
-            for at in range(len(into)):
-                self.fill(into[at], offset + at * row_nbytes, shape[1:], start[1:])
-        else:
-            wanted = (slice(None), *(slice(at, at + size) for at, size in zip(start[1:], into.shape[1:], strict=True)))
-            num_rows = len(self._buffer) // row_nbytes
-            for at in range(0, len(into), num_rows):
-                target = into[at : at + num_rows]
-                piece = self._buffer[: len(target) * row_nbytes]
-                read_at(self._descriptor, offset + at * row_nbytes, piece)
-                rows = torch.frombuffer(piece, dtype=torch.uint8).view(self._dtype).view(len(target), *shape[1:])
-                target.copy_(rows[wanted])
-
-    def _is_as_stored(self, into: torch.Tensor) -> bool:
-        """Tell whether `into` is memory that the file's bytes can be read to as they are."""
-        if type(into) not in (torch.Tensor, nn.Parameter) or not into.is_cpu or into.is_conj() or into.is_neg():
-            return False
-        return into.dtype is self._dtype and into.layout is torch.strided and into.is_contiguous()
 
 
 class FilePart(io.RawIOBase):
