@@ -342,15 +342,16 @@ class ShardStore:
     def values_from_owner(
         self, group: int, read: Callable[[], torch.Tensor], into: torch.Tensor, *, reader: str
     ) -> torch.Tensor:
-        """Write what `read` returns on the rank that owns a group to `into` on all, a dense tensor in RAM; return that.
+        """Return on all ranks what `read` does on the one that owns a group, in the dtype and strides of `into`.
 
-        All ranks call it.
+        All ranks call it. `into` is a dense tensor in RAM, which may be written to, and be what is returned.
         """
         self.ranks.connection.begin(Operation(reader))
         own = read() if self.owns(group) else None
         with runtime_mode():
-            if own is not None:
-                into.copy_(own)
+            if own is not None:  # as it is, if it is laid out alike: a second copy of a large weight would not be free
+                is_alike = (own.dtype, own.stride()) == (into.dtype, into.stride())
+                into = own if is_alike else into.copy_(own)
             flat = into.as_strided((into.numel(),), (1,)).view(torch.uint8)
             self.ranks.connection.broadcast(flat, self.owner(group), reader)
         return into
