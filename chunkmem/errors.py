@@ -74,3 +74,9 @@ class RankError(ChunkmemError):
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+def said(error: BaseException) -> str:
+    """Return what kind of error it is and what it says, in one line."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -425,7 +425,11 @@ def _reading_a_copy(
 
 def _read(pager: Pager, sharding: Sharding, updater: GroupUpdater, managed: ManagedParameter) -> torch.Tensor:
     require_open(pager)
-    return sharding.from_owner(managed, lambda: updater.read_weight(managed).to(managed.built_dtype))
+    read, shards = partial(updater.read_weight, managed), sharding.shards
+    if shards is None:
+        return read().to(managed.built_dtype)
+    values = torch.empty_strided(managed.shape, managed.stride, dtype=managed.built_dtype, device="cpu")
+    return shards.values_from_owner(managed.group, read, values, reader=managed.name)
 
 
 def _lazy(pager: Pager, sharding: Sharding, updater: GroupUpdater, managed: ManagedParameter) -> LazyTensor:

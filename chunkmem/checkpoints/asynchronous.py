@@ -12,7 +12,7 @@ import threading
 import uuid
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from torch.distributed.checkpoint.planner import WriteItem
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.checkpoints.files import ItemFiles, Written, results_as_json, results_of_json
+from chunkmem.checkpoints.files import Written, results_as_json, results_of_json
 from chunkmem.checkpoints.odd_files import read_all
 from chunkmem.checkpoints.replacing import not_written, replacing, told_to_all
 from chunkmem.checkpoints.saving import PlannedSave, plan_save
@@ -119,7 +119,7 @@ class _Part:
     def of(cls, planned: PlannedSave, order: Mapping[int, int]) -> _Part:
         """Find it in a plan; chunks in an `order` of groups, those that have none there last."""
         part, lazy = cls(), dict[Chunk, list[tuple[WriteItem, Piece]]]()
-        for item in planned.plan.items:
+        for item in planned.planner.plan.items:
             piece = planned.planner.piece_of(item)
             if piece is None:
                 part.ready.append((item, planned.planner.resolve_data(item)))
@@ -191,9 +191,10 @@ class _Writing:
 
     def run(self) -> None:
         """Write, and say how it has ended."""
-        problem, results = "", list[Written]()
+        problem, results = "", self._planned.writer.results
         try:
-            results = self._write()
+            for _ in self._planned.writer.write_all(self._contents(), self._planned.planner.plan):
+                """Nobody is told meanwhile."""
         except BaseException as error:
             self._snapshot.give_up(error)
             problem = f"rank {self._notes.rank}: {in_one_line(error)}"
@@ -206,20 +207,14 @@ class _Writing:
             problem = problem or in_one_line(error)
         self._outcome.problem = problem
 
-    def _write(self) -> list[Written]:
-        files = ItemFiles(self._planned.writer, self._planned.plan.storage_data.prefix)
-        try:
-            while self._part.ready:
-                files.write(*self._part.ready.pop())
-            while (taken := self._snapshot.take()) is not None:
-                for item, piece in self._part.lazy.pop(taken.chunk):
-                    source = _slot(piece)
-                    files.write(item, source.part_of(taken.slots[source.position], piece.start, piece.shape))
-            while files.sync_first():
-                pass
-        finally:
-            files.close()
-        return files.results
+    def _contents(self) -> Iterator[tuple[WriteItem, Any]]:
+        """Copy what this rank writes, chunk after chunk."""
+        while self._part.ready:
+            yield self._part.ready.pop()
+        while (taken := self._snapshot.take()) is not None:
+            for item, piece in self._part.lazy.pop(taken.chunk):
+                source = _slot(piece)
+                yield item, source.part_of(taken.slots[source.position], piece.start, piece.shape)
 
     # Over ranks.
 

@@ -15,15 +15,14 @@ import torch
 from chunkmem.checkpoints.directory import MANIFEST, standing
 from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.metadata import TRUST
-from chunkmem.checkpoints.odd_files import said
-from chunkmem.checkpoints.pretrained import shards_of, write_weights
+from chunkmem.checkpoints.pretrained import shards_of, untied, write_weights
 from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.checkpoints.safetensors_files import open_safetensors
 from chunkmem.checkpoints.saved_objects import damaged_member, load_saved
 from chunkmem.checkpoints.saving import save_now
 from chunkmem.checkpoints.unfinished import Unfinished, in_one_line, sync, written
 from chunkmem.comm.ranks import open_ranks
-from chunkmem.errors import CheckpointError
+from chunkmem.errors import CheckpointError, said
 from chunkmem.nn.lazy_tensor import LazyTensor
 
 
@@ -154,9 +153,7 @@ def tensors_in(prefix: str, value: Any) -> list[tuple[str, torch.Tensor]]:
 
 def _write_safetensors(state: Mapping[str, Any], target: Path, *, max_shard_nbytes: int) -> Converted:
     weights = state.get("model", state)
-    kept = dict(tensors_in("", weights))
-    unique = {id(value): name for name, value in reversed(kept.items())}
-    kept = {name: value for name, value in kept.items() if unique[id(value)] == name}
+    kept = untied(dict(tensors_in("", weights)))
     read = (value.read() if isinstance(value, LazyTensor) else value.clone() for value in kept.values())
     try:
         write_weights(target, shards_of(kept, max_nbytes=max_shard_nbytes), read)

@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from chunkmem.checkpoints.checksums import checksum, entry_name, write_checksums
 from chunkmem.checkpoints.directory import MANIFEST
-from chunkmem.checkpoints.odd_files import parse_json, said
+from chunkmem.checkpoints.odd_files import parse_json
 from chunkmem.checkpoints.unfinished import naming
-from chunkmem.errors import CheckpointError
+from chunkmem.errors import CheckpointError, said
 from chunkmem.nn.lazy_tensor import LazyTensor, Piece
 
 EXTRA = "extra"
@@ -103,6 +103,15 @@ class ChunkPlanner(DefaultSavePlanner):
             return None
         return next(piece for piece in value.pieces if piece.offsets == tuple(index.offset or piece.offsets))
 
+    def contents(self) -> Iterator[tuple[WriteItem, torch.Tensor | io.BytesIO]]:
+        """Read what this rank writes, chunk after chunk."""
+
+        def place(item: WriteItem) -> str:
+            piece = self.piece_of(item)
+            return "" if piece is None else piece.source.place
+
+        return ((item, self.resolve_data(item)) for item in sorted(self.plan.items, key=place))
+
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Read what an item writes."""
         piece = self.piece_of(write_item)
@@ -161,38 +170,58 @@ def results_of_json(content: bytes, path: Path) -> list[Written]:
         raise CheckpointError(f"{path} is no {what}: {said(error)}") from None
 
 
-class ItemFiles:
-    """The files of one rank, written item by item: each has 32 MiB at most, or one larger tensor."""
+class ChunkWriter(FileSystemWriter):
+    """Writes small files, chunk after chunk: each has 32 MiB at most, or one larger tensor."""
 
-    def __init__(self, writer: ChunkWriter, prefix: str) -> None:
-        """Begin with none; `prefix` begins their names."""
-        self._writer = writer
-        self._prefix = f"{writer.generation}{prefix}"
+    def __init__(self, folder: Path, *, generation: str) -> None:
+        """Write to a folder, files whose names begin with `generation`."""
+        super().__init__(folder, single_file_per_rank=True, overwrite=True)
+        self._generation = generation
         self._count = 0
         self._open: list[io.BufferedWriter] = []
         """Not on the disk yet; the last one is being written."""
         self.results: list[Written] = []
-        """What was written."""
+        """What this rank has written."""
 
-    def write(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> None:
-        """Write an item.
+    def write_all(
+        self, contents: Iterable[tuple[WriteItem, torch.Tensor | io.BytesIO]], plan: SavePlan
+    ) -> Iterator[bool]:
+        """Write items with what is in them, and have all on the disk; yield True after each step.
+
+        Nothing stays open after an error.
+
+        Args:
+            contents: of all items.
+            plan: of this rank, which says how the names of its files differ from those of others.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: one cannot be written.
         """
+        try:
+            for item, data in contents:
+                self._write(item, data, f"{self._generation}{plan.storage_data.prefix}")
+                del data  # before the next one is read
+                yield True
+            while self._open:
+                self._sync_first()
+                yield True
+        finally:
+            while self._open:
+                with contextlib.suppress(OSError):
+                    self._open.pop().close()
+
+    def _write(self, item: WriteItem, data: torch.Tensor | io.BytesIO, prefix: str) -> None:
         nbytes = data.nbytes if isinstance(data, torch.Tensor) else data.getbuffer().nbytes
         if not self._open or (self._open[-1].tell() and self._open[-1].tell() + nbytes > _FILE_NBYTES):
-            self._begin()
-        file, writer = self._open[-1], self._writer
+            self._begin(prefix)
+        file = self._open[-1]
         try:
-            written = _write_item(
-                writer.transforms, file, data, item, Path(file.name).name, writer.serialization_format
-            )
+            written = _write_item(self.transforms, file, data, item, Path(file.name).name, self.serialization_format)
         except Exception as error:
             raise _first_cause(error, Path(file.name)) from error
         self.results.append(Written(written.index, written.size_in_bytes, written.storage_data, checksum(data)))
 
-    def _begin(self) -> None:
+    def _begin(self, prefix: str) -> None:
         if self._open:
             with naming(Path(self._open[-1].name)):
                 self._open[-1].flush()
@@ -200,60 +229,16 @@ class ItemFiles:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._open[-1].fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if len(self._open) == _MAX_OPEN:
-            self.sync_first()
-        self._open.append((Path(self._writer.path) / f"{self._prefix}{self._count}.distcp").open("wb"))
+            self._sync_first()
+        self._open.append((Path(self.path) / f"{prefix}{self._count}.distcp").open("wb"))
         self._count += 1
 
-    def sync_first(self) -> bool:
-        """Have the one on the disk that was begun first; return whether there was one.
-
-        Raises:
-            OSError: it is not.
-        """
-        if not self._open:
-            return False
+    def _sync_first(self) -> None:
+        """Have the one on the disk that was begun first."""
         file = self._open.pop(0)
         with naming(Path(file.name)), file:
             file.flush()
             os.fsync(file.fileno())
-        return True
-
-    def close(self) -> None:
-        """Close what is open yet, as after an error."""
-        while self._open:
-            with contextlib.suppress(OSError):
-                self._open.pop().close()
-
-
-class ChunkWriter(FileSystemWriter):
-    """Writes small files, chunk after chunk."""
-
-    def __init__(self, folder: Path, *, generation: str) -> None:
-        """Write to a folder, files whose names begin with `generation`."""
-        super().__init__(folder, single_file_per_rank=True, overwrite=True)
-        self.generation = generation
-
-    def write_in_steps(self, plan: SavePlan, planner: ChunkPlanner) -> Generator[None, None, list[Written]]:
-        """Write the items of a plan, one a step; return what was written.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        files = ItemFiles(self, plan.storage_data.prefix)
-
-        def place(item: WriteItem) -> str:
-            piece = planner.piece_of(item)
-            return "" if piece is None else piece.source.place
-
-        try:
-            for item in sorted(plan.items, key=place):
-                files.write(item, planner.resolve_data(item))
-                yield
-            while files.sync_first():
-                yield
-        finally:
-            files.close()
-        return files.results
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[Written]]) -> list[str]:  # type: ignore[override]
         """Write what makes the checkpoint complete; return the names of the files with values.

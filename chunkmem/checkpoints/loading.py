@@ -14,10 +14,10 @@ from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.by_rank import OwnNames, OwnParts
 from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.names import indexed_state
-from chunkmem.checkpoints.odd_files import checkpoint_path, said
+from chunkmem.checkpoints.odd_files import checkpoint_path
 from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.checkpoints.saving import require_own
-from chunkmem.errors import CheckpointError, ChunkmemError, RankError
+from chunkmem.errors import CheckpointError, ChunkmemError, RankError, said
 from chunkmem.nn.lazy_tensor import LazyTensor
 from chunkmem.nn.registry import check_fits
 from chunkmem.optim.ema import EMA

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from chunkmem.checkpoints.odd_files import path_in, said
-from chunkmem.errors import CheckpointError
+from chunkmem.checkpoints.odd_files import path_in
+from chunkmem.errors import CheckpointError, said
 
 TRUST = "if you trust its author, pass trust=True (chunkmem convert: --trust)"
 _MAX_DEPTH = 64

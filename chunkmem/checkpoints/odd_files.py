@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
-from chunkmem.errors import CheckpointError
+from chunkmem.errors import CheckpointError, said
 from chunkmem.schema import with_unique_keys
 
 
@@ -103,9 +103,3 @@ def parse_json(content: bytes, path: Path, what: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is no {what}: it has a {type(found).__name__}; copy it again")
     return found
-
-
-def said(error: BaseException) -> str:
-    """Return what kind of error it is and what it says, in one line."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -26,10 +26,9 @@ import torch
 from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.checkpoints.odd_files import said
 from chunkmem.checkpoints.safetensors_files import DTYPES, INDEX, open_safetensors
 from chunkmem.checkpoints.unfinished import Unfinished, alone_in, in_one_line, make_folder, naming, sync, written
-from chunkmem.errors import CheckpointError, ChunkmemError, TierIOError
+from chunkmem.errors import CheckpointError, ChunkmemError, TierIOError, said
 from chunkmem.nn.lazy_tensor import LazyTensor
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -43,7 +42,8 @@ def save_pretrained(runtime: Runtime, folder: Path, model: nn.Module | None, *, 
     with runtime.together("manager.save_pretrained()"):
         runtime.entry_points.ordinary.follow()
         state = runtime.modules.surface.state_dict(root, lazily=True)
-    here = {name: value for name, value in _untied(root, state).items() if not value.is_meta}
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    here = {name: value for name, value in untied(tensors, root).items() if not value.is_meta}
     stages = ranks.stages
     forms = {
         name: (torch.empty(value.shape, dtype=value.dtype, device="meta"), stages and stages.rank)
@@ -95,14 +95,16 @@ def _save_config(root: Any, folder: Path) -> None:
         root.generation_config.save_pretrained(folder)
 
 
-def _untied(root: nn.Module, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return one name of each tensor: safetensors has no ties. It is one that transformers does not derive."""
+def untied(state: Mapping[str, torch.Tensor], root: nn.Module | None = None) -> dict[str, torch.Tensor]:
+    """Return one name of each tensor: safetensors has no ties. It is one that transformers does not derive.
+
+    Where a state has lazy tensors, the parameters of `root` tell what is tied.
+    """
     patterns = tuple(getattr(root, "_tied_weights_keys", None) or ())
-    params = dict(root.named_parameters(remove_duplicate=False))
+    params = {} if root is None else dict(root.named_parameters(remove_duplicate=False))
     names: dict[int, list[str]] = {}
     for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            names.setdefault(id(params.get(name, value)), []).append(name)
+        names.setdefault(id(params.get(name, value)), []).append(name)
     kept = {min(same, key=lambda name: any(re.search(each, name) for each in patterns)) for same in names.values()}
     return {name: value for name, value in state.items() if name in kept}
 

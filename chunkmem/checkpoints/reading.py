@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,29 +16,29 @@ import psutil
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from chunkmem.checkpoints.checksums import checksum, entry_name, read_checksums
 from chunkmem.checkpoints.directory import MANIFEST, standing
 from chunkmem.checkpoints.metadata import read_metadata
-from chunkmem.checkpoints.odd_files import opened, read_all, said
+from chunkmem.checkpoints.odd_files import opened, read_all
 from chunkmem.checkpoints.saved_objects import damaged_member, load_saved
-from chunkmem.checkpoints.stored_values import PIECE_NBYTES, StoredValues, describe, find_values
-from chunkmem.errors import CheckpointError
-from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Source
+from chunkmem.checkpoints.stored_values import FilePart, FileSource, StoredValues, find_values
+from chunkmem.errors import CheckpointError, said
+from chunkmem.nn.lazy_tensor import Extent, LazyTensor
 from chunkmem.runtime.device import give_back_freed_ram
 
 _T = TypeVar("_T")
 _KEPT_NBYTES = 48 << 20
 """By which the process may grow before freed memory is given back: new memory for each tensor is slow to touch."""
+_NO_ITEM: Any = None
+"""No transform of torch's looks at what it is of."""
 _MAX_THREADS = 4
 """That verify files: more of them wait for memory."""
 
@@ -62,17 +63,14 @@ class CheckpointFiles:
         self.digest = hashlib.sha256(manifest + repr(sorted(self._checksums.items())).encode()).hexdigest()
         """What tells two checkpoints apart, as far as their contents are listed."""
         self.metadata = read_metadata(manifest, path / MANIFEST, trust=trust)
-        self._reader = FileSystemReader(path)
-        self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+        self._transforms = _StorageReaderTransforms()
         self._process = psutil.Process()
         self._least_nbytes = self._process.memory_info().rss
         """What the process had when freed memory was given back."""
         self._found: dict[MetadataIndex, StoredValues | None] = {}
         """Where the values are of parts that have their checksums; None: torch has to read them."""
-
-    @cached_property
-    def _buffer(self) -> bytearray:
-        return bytearray(PIECE_NBYTES)
+        self._alone = threading.Lock()
+        """Whose is the memory that it takes to have torch read a part."""
 
     @property
     def has_checksums(self) -> bool:
@@ -103,7 +101,8 @@ class CheckpointFiles:
             if keys[: len(prefix)] != prefix:
                 continue
             if isinstance(form, TensorStorageMetadata):
-                value: Any = LazyTensor.of(_FileSource(self, name), tuple(form.size), form.properties.dtype)
+                dtype = form.properties.dtype
+                value: Any = LazyTensor.of(_StoredTensor(self, name, dtype), tuple(form.size), dtype)
             elif with_objects:
                 value = self.object(MetadataIndex(name))
             else:
@@ -123,7 +122,7 @@ class CheckpointFiles:
         forms = self.metadata.state_dict_metadata.items()
         tensors = ((name, form) for name, form in forms if isinstance(form, TensorStorageMetadata))
         found = [MetadataIndex(name, part.offsets, at) for name, form in tensors for at, part in enumerate(form.chunks)]
-        return sorted(found, key=lambda index: (self._file(index), self._storage(index).offset))
+        return sorted(found, key=lambda index: (self._path(index), self._storage(index).offset))
 
     def objects(self) -> list[MetadataIndex]:
         """Return all that is no tensor."""
@@ -148,59 +147,71 @@ class CheckpointFiles:
             for index, (found, error) in zip(indices, threads.map(partial(tried, self._find), indices), strict=True):
                 if error is None:
                     self._found[index] = found
-                    if found is None:
-                        _, error = tried(self._verify_by_torch, index)
                 yield index, error
         finally:
             threads.shutdown(cancel_futures=True)
 
-    def _verify_by_torch(self, index: MetadataIndex) -> None:
-        part = self._part(index)
-        values = self.read(index.fqn, tuple(part.offsets), tuple(part.sizes))
-        if self._written(index) not in (None, checksum(values)):
-            raise self._changed(index)
-
     def _find(self, index: MetadataIndex) -> StoredValues | None:
-        """Return where the values of a part are, if they have its checksum; None: torch has to read the part.
+        """Return where the values of a part are, once they have their checksum; None: torch has to read the part.
 
         Raises:
-            CheckpointError: another program has written it, and it has changed since.
+            CheckpointError: it cannot be read, has changed since it was written, or is not what the metadata say.
+        """
+        storage, written, like = self._storage(index), self._written(index), self._expected(index)
+        with contextlib.suppress(Exception):  # a damaged file raises anything; torch says what is wrong
+            if not storage.transform_descriptors:
+                where = {"offset": storage.offset, "nbytes": storage.length}
+                found = find_values(self._path(index), **where, like=None if written is None else like)
+                if found is not None and (found.shape, found.dtype) == (tuple(like.shape), like.dtype):
+                    crc = found.archived_crc if written is None else written
+                    if found.checksum() == crc or crc is None:
+                        return found
+        with self._alone:
+            self._load(index)
+        return None
+
+    def _load(self, index: MetadataIndex) -> torch.Tensor:
+        """Have torch read a part, which takes the memory of two. Raises what `_find` does."""
+        self._give_back()
+        stream, like = self._saved(index), self._expected(index)
+        try:
+            values: torch.Tensor = torch.load(stream, map_location="cpu", weights_only=True)
+            crc, is_expected = checksum(values), (values.shape, values.dtype) == (like.shape, like.dtype)
+        except Exception as error:  # a damaged file raises anything
+            raise self._unreadable(index, error) from None
+        if not is_expected:
+            raise CheckpointError(
+                f"{self._path(index)} has {values.dtype} of shape {tuple(values.shape)} where {index.fqn} is, and "
+                f".metadata says {like.dtype} of shape {tuple(like.shape)}"
+            )
+        if self._written(index) not in (None, crc):
+            raise self._changed(index)
+        return values
+
+    def _expected(self, index: MetadataIndex) -> torch.Tensor:
+        """Return what the metadata say that a part is, without values."""
+        dtype = self._form(index.fqn).properties.dtype
+        return torch.empty(self._part(index).sizes, dtype=dtype, device="meta")
+
+    def _saved(self, index: MetadataIndex) -> io.BytesIO:
+        """Return what `torch.save` has written of a part of a tensor, or of an object.
+
+        Raises:
+            CheckpointError: it cannot be read; or another program has written it, and it has changed since.
         """
         storage = self._storage(index)
-        if storage.transform_descriptors:
-            return None
-        part, dtype, written = self._part(index), self._form(index.fqn).properties.dtype, self._written(index)
-        path, where = self.path / storage.relative_path, {"offset": storage.offset, "nbytes": storage.length}
         try:
-            found = find_values(path, **where, shape=tuple(part.sizes), dtype=dtype)
-            crc = None if found is None else found.checksum()
-            description = describe(path, **where) if written is None else None
+            with opened(self._path(index)) as descriptor:
+                raw: Any = io.BufferedReader(FilePart(descriptor, storage.offset, storage.length))
+                transforms = storage.transform_descriptors or ()
+                stream = io.BytesIO(self._transforms.transform_load_stream(_NO_ITEM, transforms, raw).read())
+            is_whole = self._written(index) is not None or damaged_member(stream) is None
         except Exception as error:  # a damaged file raises anything
-            if written is None:
-                raise self._unreadable(index, error) from None
-            return None  # torch reads it again, and says what is wrong
-        if description is None:
-            return found if crc == written else None
-        if found is not None and found.archived_crc not in (None, crc):
+            raise self._unreadable(index, error) from None
+        if not is_whole:
             raise self._changed(index)
-        tensor, is_in_order = description
-        if (tensor.shape, tensor.dtype) != (part.sizes, dtype):
-            raise CheckpointError(
-                f"{path} has {tensor.dtype} of shape {tuple(tensor.shape)} where {index.fqn} is, and .metadata says "
-                f"{dtype} of shape {tuple(part.sizes)}"
-            )
-        return found if is_in_order else None
-
-    def read(self, name: str, start: Extent, shape: Extent) -> torch.Tensor:
-        """Return a part of a tensor.
-
-        Raises:
-            CheckpointError: its file cannot be read, or has changed since it was written.
-        """
-        values = torch.empty(shape, dtype=self._form(name).properties.dtype, device="cpu")
-        self._give_back()
-        self.read_into(name, start, values)
-        return values
+        stream.seek(0)
+        return stream
 
     def read_into(self, name: str, start: Extent, into: torch.Tensor) -> None:
         """Write a part of a tensor to `into`, which has its shape, of any dtype and device.
@@ -208,25 +219,20 @@ class CheckpointFiles:
         Raises:
             CheckpointError: its file cannot be read, or has changed since it was written; some may have been written.
         """
+        self._give_back()
         wanted = ChunkStorageMetadata(offsets=torch.Size(start), sizes=into.shape)
         for item in create_read_items_for_chunk_list(name, self._form(name), [wanted]):
             index = item.storage_index
             if index not in self._found:  # another rank has verified it, maybe of another copy; or nobody has
                 self._found[index] = self._find(index)
-                if self._found[index] is None and self._written(index) is not None:
-                    self._verify_by_torch(index)
-            found = self._found[index]
+            found, start = self._found[index], tuple(item.storage_offsets)
+            part = narrow_tensor_by_index(into, item.dest_offsets, item.lengths)
+            if found is None:
+                part.copy_(narrow_tensor_by_index(self._load(index), start, item.lengths))
+                continue
             try:
-                if found is None:
-                    self._give_back()
-                    self._read_by_torch(item, _Into(into))
-                else:
-                    found.read_into(
-                        tuple(item.storage_offsets),
-                        narrow_tensor_by_index(into, item.dest_offsets, item.lengths),
-                        self._buffer,
-                    )
-            except Exception as error:  # a damaged file raises anything
+                found.read_into(start, part)
+            except (OSError, EOFError) as error:
                 raise self._unreadable(index, error) from None
 
     def _give_back(self) -> None:
@@ -237,7 +243,7 @@ class CheckpointFiles:
 
     def file_of(self, name: str) -> str:
         """Return the file that a tensor begins in."""
-        return self._file(MetadataIndex(name, self._form(name).chunks[0].offsets))
+        return str(self._path(MetadataIndex(name, self._form(name).chunks[0].offsets)))
 
     def object(self, index: MetadataIndex) -> Any:
         """Return what was saved and is no tensor.
@@ -245,23 +251,10 @@ class CheckpointFiles:
         Raises:
             CheckpointError: its file cannot be read, has changed since it was written, or needs trust.
         """
-        into = _Into(torch.empty(0))
-        item = ReadItem(LoadItemType.BYTE_IO, index, torch.Size((0,)), index, torch.Size((0,)), torch.Size((0,)))
-        written = self._written(index)
-        try:
-            self._read_by_torch(item, into)
-            is_whole = damaged_member(into.stream) is None if written is None else checksum(into.stream) == written
-        except Exception as error:  # a damaged file raises anything
-            raise self._unreadable(index, error) from None
-        if not is_whole:
+        stream = self._saved(index)
+        if self._written(index) not in (None, checksum(stream)):
             raise self._changed(index)
-        into.stream.seek(0)
-        return load_saved(into.stream, f"{index.fqn} in {self.path / self._file(index)}", trust=self._trust)
-
-    def _read_by_torch(self, item: ReadItem, into: _Into) -> None:
-        with opened(self.path / self._file(item.storage_index)):
-            """It is a regular file."""
-        self._reader.read_data(LoadPlan([item]), into)
+        return load_saved(stream, f"{index.fqn} in {self._path(index)}", trust=self._trust)
 
     def _written(self, index: MetadataIndex) -> int | None:
         """Return the checksum that `manager.save` has kept; None: another program has written the checkpoint."""
@@ -269,11 +262,11 @@ class CheckpointFiles:
 
     def _changed(self, index: MetadataIndex) -> CheckpointError:
         return CheckpointError(
-            f"{self.path / self._file(index)} has changed since it was written: {index.fqn} has not its checksum"
+            f"{self._path(index)} has changed since it was written: {index.fqn} has not its checksum"
         )
 
     def _unreadable(self, index: MetadataIndex, error: Exception) -> CheckpointError:
-        return CheckpointError(f"{self.path / self._file(index)} cannot be read where {index.fqn} is: {said(error)}")
+        return CheckpointError(f"{self._path(index)} cannot be read where {index.fqn} is: {said(error)}")
 
     def _form(self, name: str) -> TensorStorageMetadata:
         form = self.metadata.state_dict_metadata[name]
@@ -288,46 +281,24 @@ class CheckpointFiles:
         assert self.metadata.storage_data is not None
         return self.metadata.storage_data[index]
 
-    def _file(self, index: MetadataIndex) -> str:
-        return str(self._storage(index).relative_path)
+    def _path(self, index: MetadataIndex) -> Path:
+        return self.path / str(self._storage(index).relative_path)
 
 
-class _FileSource(Source):
+class _StoredTensor(FileSource):
     """A tensor in a checkpoint's files."""
 
-    def __init__(self, files: CheckpointFiles, name: str) -> None:
+    def __init__(self, files: CheckpointFiles, name: str, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
         self._files = files
         self._name = name
-
-    @property
-    def is_here(self) -> bool:
-        return True
 
     @property
     def place(self) -> str:
         return self._files.file_of(self._name)
 
-    def read_here(self, start: Extent, shape: Extent) -> torch.Tensor:
-        return self._files.read(self._name, start, shape)
-
     def read_into(self, start: Extent, into: torch.Tensor) -> None:
         self._files.read_into(self._name, start, into)
-
-
-class _Into(DefaultLoadPlanner):
-    """Puts what is read into one tensor, or keeps an object."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        super().__init__()
-        self._values = values
-        self.stream = io.BytesIO()
-        """Of the object."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.stream = value
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self._values
 
 
 def tried(read: Callable[[MetadataIndex], _T], index: MetadataIndex) -> tuple[_T | None, CheckpointError | None]:

@@ -10,10 +10,10 @@ from types import MappingProxyType
 
 import torch
 
-from chunkmem.checkpoints.odd_files import opened, parse_json, path_in, read_all, read_at, said
-from chunkmem.checkpoints.stored_values import PIECE_NBYTES, StoredValues
-from chunkmem.errors import CheckpointError
-from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Source
+from chunkmem.checkpoints.odd_files import opened, parse_json, path_in, read_all, read_at
+from chunkmem.checkpoints.stored_values import FileSource, StoredValues
+from chunkmem.errors import CheckpointError, said
+from chunkmem.nn.lazy_tensor import Extent, LazyTensor
 
 DTYPES = MappingProxyType({
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -25,28 +25,23 @@ _MAX_HEADER_NBYTES = 100_000_000
 INDEX = "model.safetensors.index.json"
 
 
-class StoredTensor(Source):
+class StoredTensor(FileSource):
     """A tensor in a file."""
 
     def __init__(self, name: str, values: StoredValues) -> None:
+        super().__init__(values.dtype)
         self._name = name
         self.values = values
-
-    @property
-    def is_here(self) -> bool:
-        return True
 
     @property
     def place(self) -> str:
         return self.values.path.name
 
-    def read_here(self, start: Extent, shape: Extent) -> torch.Tensor:
-        found = torch.empty(shape, dtype=self.values.dtype, device="cpu")
+    def read_into(self, start: Extent, into: torch.Tensor) -> None:
         try:
-            self.values.read_into(start, found, bytearray(PIECE_NBYTES))
+            self.values.read_into(start, into)
         except (OSError, EOFError) as error:
             raise CheckpointError(f"{self.values.path} cannot be read where {self._name} is: {said(error)}") from None
-        return found
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:

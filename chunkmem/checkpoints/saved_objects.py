@@ -13,8 +13,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from chunkmem.checkpoints.metadata import TRUST
-from chunkmem.checkpoints.odd_files import said
-from chunkmem.errors import CheckpointError
+from chunkmem.errors import CheckpointError, said
 
 
 class UntrustedError(CheckpointError):

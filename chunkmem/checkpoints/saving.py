@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
 
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.by_rank import OwnNames, divide
@@ -80,8 +79,9 @@ def save_now(state: dict[str, Any], path: Path, ranks: Ranks) -> None:
     with replacing(path, everyone) as replacement:
         planned = plan_save(state, replacement, ranks)
         with told_to_all(path, everyone):
-            results = _write_together(planned.writer.write_in_steps(planned.plan, planned.planner), everyone)
-        rows = everyone.gather_to_first(results, label=_LABEL)
+            planner = planned.planner
+            _write_together(planned.writer.write_all(planner.contents(), planner.plan), everyone)
+        rows = everyone.gather_to_first(planned.writer.results, label=_LABEL)
         with told_to_all(path, everyone):
             if rows is not None:
                 planned.finish(rows)
@@ -94,8 +94,6 @@ class PlannedSave:
     planner: ChunkPlanner
     writer: ChunkWriter
     replacement: Replacement
-    plan: SavePlan
-    """Of this rank."""
     metadata: Metadata | None
     """On the rank that completes the checkpoint."""
 
@@ -135,28 +133,24 @@ def plan_save(state: dict[str, Any], replacement: Replacement, ranks: Ranks) -> 
         if gathered is not None:
             plans, metadata = planner.create_global_plan(gathered)
             plans = writer.prepare_global_plan(plans)
-    plan = planner.finish_plan(everyone.scatter_from_first(plans, label=_LABEL))
-    return PlannedSave(planner, writer, replacement, plan, metadata)
+    planner.finish_plan(everyone.scatter_from_first(plans, label=_LABEL))
+    return PlannedSave(planner, writer, replacement, metadata)
 
 
-def _write_together(steps: Generator[None, None, list[Written]], ranks: Ranks) -> list[Written]:
-    """Write until all ranks have, and return what this one has written.
+def _write_together(steps: Iterator[bool], ranks: Ranks) -> None:
+    """Write, step by step, until all ranks have.
 
     Meanwhile they tell each other, now and then, that they are still writing: who does is not lost, however long it
     takes. What goes wrong is raised when the others have ended, too.
     """
-    results: list[Written] = []
     problem: BaseException | None = None
     is_writing = True
     while ranks.any_text("writes" if is_writing else "", label=_LABEL):
         until_s = time.monotonic() + min(_WORD_S, _WORD_SHARE * ranks.connection.timeout_s)
         while is_writing and time.monotonic() < until_s:
             try:
-                next(steps)
-            except StopIteration as end:
-                results, is_writing = end.value, False
+                is_writing = next(steps, False)
             except BaseException as error:  # what cannot be pickled raises anything
                 problem, is_writing = error, False
     if problem is not None:
         raise problem
-    return results

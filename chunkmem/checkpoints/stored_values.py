@@ -16,7 +16,8 @@ import os
 import struct
 import sys
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,10 @@ from torch import _weights_only_unpickler, nn
 from chunkmem.checkpoints.checksums import checksum
 from chunkmem.checkpoints.odd_files import opened, read_at
 from chunkmem.checkpoints.saved_objects import open_archive
-from chunkmem.nn.lazy_tensor import Extent
+from chunkmem.nn.lazy_tensor import Extent, Source
 
 PIECE_NBYTES = 1 << 20
 """What goes through a buffer at a time: it stays in a cache of the processor."""
-_MEMBER = "/data/0"
 _MAX_DESCRIPTION_NBYTES = 1 << 20
 """Of what an archive says of a tensor, which is some hundred bytes; that of a member that is compressed may be any."""
 _LENGTHS = struct.Struct("<26xHH")
@@ -69,75 +69,101 @@ class StoredValues:
                 found = checksum(piece, found)
         return found
 
-    def read_into(self, start: Extent, into: torch.Tensor, buffer: bytearray) -> None:
+    def read_into(self, start: Extent, into: torch.Tensor) -> None:
         """Write a part of them to `into`, which may be of another dtype or on another device.
+
+        Where it is as the file is, it is read straight there; else some rows at a time are read and copied.
 
         Args:
             start: offsets of the part, which has the shape of `into`.
             into: tensor of as many dimensions.
-            buffer: of `PIECE_NBYTES`. It is used where `into` is not as the file is.
 
         Raises:
             OSError, EOFError: the file cannot be read, or ends before they do; some may have been written.
         """
         if not into.numel():
             return
+        if not self.shape:
+            replace(self, shape=(1,)).read_into((0,), into.view(1))
+            return
+        row_shape = self.shape[1:]
+        row_nbytes = self.dtype.itemsize * torch.Size(row_shape).numel()
+        offset = self.offset + start[0] * row_nbytes
         with opened(self.path) as descriptor:
-            reader = _Reader(descriptor, self.dtype, buffer)
-            if self.shape:
-                reader.fill(into, self.offset, self.shape, start)
-            else:
-                reader.fill(into.view(1), self.offset, (1,), (0,))
+            if tuple(into.shape[1:]) == row_shape and self._is_as_stored(into):
+                read_at(descriptor, offset, _memory_of(into))
+                if not into.is_inference():
+                    torch.autograd.graph.increment_version(into)
+                return
+            wanted = (slice(None), *(slice(at, at + size) for at, size in zip(start[1:], into.shape[1:], strict=True)))
+            num_rows = min(len(into), max(1, PIECE_NBYTES // row_nbytes))
+            piece = torch.empty((num_rows, *row_shape), dtype=self.dtype, device="cpu")
+            for at in range(0, len(into), num_rows):
+                target = into[at : at + num_rows]
+                rows = piece[: len(target)]
+                read_at(descriptor, offset + at * row_nbytes, _memory_of(rows))
+                target.copy_(rows[wanted])
+
+    def _is_as_stored(self, into: torch.Tensor) -> bool:
+        """Tell whether `into` is memory that the file's bytes can be read to as they are."""
+        if type(into) not in (torch.Tensor, nn.Parameter) or not into.is_cpu or into.is_conj() or into.is_neg():
+            return False
+        return into.dtype is self.dtype and into.layout is torch.strided and into.is_contiguous()
 
 
-def find_values(path: Path, *, offset: int, nbytes: int, shape: Extent, dtype: torch.dtype) -> StoredValues | None:
-    """Return where the values are in an archive of `torch.save`; None: it has others, or compressed ones.
+class FileSource(Source):
+    """A tensor in files, which each rank reads by itself."""
 
-    Only a checksum, or `describe`, tells whether they are in the order of their indices.
+    is_here = True
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Take the dtype of its values."""
+        self._dtype = dtype
+
+    def read_here(self, start: Extent, shape: Extent) -> torch.Tensor:
+        """Return a part of it, which is read to memory of its own."""
+        found = torch.empty(shape, dtype=self._dtype, device="cpu")
+        self.read_into(start, found)
+        return found
+
+
+def find_values(path: Path, *, offset: int, nbytes: int, like: torch.Tensor | None = None) -> StoredValues | None:
+    """Return where the values of a tensor are in an archive of `torch.save`; None: torch has to read them.
+
+    That is so if they are compressed, or not in the order of their indices, without gaps, and in this machine's byte
+    order. The archive says that, at ten times the cost of finding them.
 
     Args:
         path: of the file.
         offset: of the archive in it.
         nbytes: of the archive.
-        shape: of the tensor.
-        dtype: of the tensor.
+        like: has the tensor's shape and dtype, and order: only the checksum of what is found tells whether that is so.
 
     Raises:
         OSError, EOFError: the file cannot be read.
         Exception: anything, where it is damaged.
     """
     with opened(path) as descriptor:
-        with open_archive(_Part(descriptor, offset, nbytes)) as archive:
-            members = [member for member in archive.infolist() if member.filename.endswith(_MEMBER)]
-        if len(members) != 1 or members[0].compress_type != zipfile.ZIP_STORED:
-            return None
+        with open_archive(FilePart(descriptor, offset, nbytes)) as archive:
+            records = {Path(record.filename).name: record for record in archive.infolist()}
+            tensor = _described(archive, records) if like is None else like
+        values = records["0"]
         header = bytearray(_LENGTHS.size)
-        read_at(descriptor, offset + members[0].header_offset, memoryview(header))
-    begin = members[0].header_offset + _LENGTHS.size + sum(_LENGTHS.unpack(header))
-    found = StoredValues(path, offset + begin, shape, dtype, getattr(members[0], "CRC", None))
-    return found if found.nbytes == members[0].file_size and begin + found.nbytes <= nbytes else None
+        read_at(descriptor, offset + values.header_offset, memoryview(header))
+    begin = values.header_offset + _LENGTHS.size + sum(_LENGTHS.unpack(header))
+    is_there = values.compress_type == zipfile.ZIP_STORED and values.file_size == tensor.nbytes <= nbytes - begin
+    if not is_there or tensor.storage_offset() or not tensor.is_contiguous():
+        return None
+    return StoredValues(path, offset + begin, tuple(tensor.shape), tensor.dtype, getattr(values, "CRC", None))
 
 
-def describe(path: Path, *, offset: int, nbytes: int) -> tuple[torch.Tensor, bool]:
-    """Return the tensor of an archive on the meta device, and whether its values lie in the order of their indices,
-    without gaps, and in this machine's byte order; they are not read.
-
-    Raises:
-        OSError: the file cannot be read.
-        Exception: anything, where it is damaged.
-    """
-    with opened(path) as descriptor, open_archive(_Part(descriptor, offset, nbytes)) as archive:
-        records = {Path(name).name: name for name in archive.namelist()}
-        is_native = "byteorder" not in records or archive.read(records["byteorder"]).decode() == sys.byteorder
-        described = archive.getinfo(records["data.pkl"])
-        if described.file_size > _MAX_DESCRIPTION_NBYTES:
-            raise zipfile.BadZipFile(f"{described.filename} would have {described.file_size} bytes")
-        tensor = _described(archive.read(described))
-    return tensor, is_native and not tensor.storage_offset() and tensor.is_contiguous()
-
-
-def _described(pickled: bytes) -> torch.Tensor:
-    """Return the tensor that `torch.save` has pickled, without its values."""
+def _described(archive: zipfile.ZipFile, records: Mapping[str, zipfile.ZipInfo]) -> torch.Tensor:
+    """Return the tensor that an archive has, without its values, which are not read."""
+    if "byteorder" in records and archive.read(records["byteorder"]).decode() != sys.byteorder:
+        raise ValueError(f"the values are not {sys.byteorder}-endian")
+    pickled = records["data.pkl"]
+    if pickled.file_size > _MAX_DESCRIPTION_NBYTES:
+        raise zipfile.BadZipFile(f"{pickled.filename} would have {pickled.file_size} bytes")
 
     def storage(saved: Any) -> Any:
         _, kind, _, _, numel = saved
@@ -145,52 +171,17 @@ def _described(pickled: bytes) -> torch.Tensor:
         memory = torch.UntypedStorage(nbytes, device="meta")
         return torch.storage.TypedStorage(wrap_storage=memory, dtype=kind.dtype, _internal=True)
 
-    unpickler: Any = _weights_only_unpickler.Unpickler(io.BytesIO(pickled), encoding="utf-8")
+    unpickler: Any = _weights_only_unpickler.Unpickler(io.BytesIO(archive.read(pickled)), encoding="utf-8")
     unpickler.persistent_load = storage
     found: torch.Tensor = unpickler.load()
     return found
 
 
-class _Reader:
-    """Reads parts of tensors from an open file."""
-
-    def __init__(self, descriptor: int, dtype: torch.dtype, buffer: bytearray) -> None:
-        self._descriptor = descriptor
-        self._dtype = dtype
-        self._buffer = memoryview(buffer)
-
-    def fill(self, into: torch.Tensor, offset: int, shape: Extent, start: Extent) -> None:
-        """Write to `into` what a tensor has from `start` on, which lies at `offset` and has `shape`: (rows, ...)."""
-        row_nbytes = self._dtype.itemsize * torch.Size(shape[1:]).numel()
-        offset += start[0] * row_nbytes
-        if tuple(into.shape[1:]) == tuple(shape[1:]) and self._is_as_stored(into):
-            read_at(self._descriptor, offset, _memory_of(into))
-            if not into.is_inference():
-                torch.autograd.graph.increment_version(into)
-        elif row_nbytes > len(self._buffer):
-            for at in range(len(into)):
-                self.fill(into[at], offset + at * row_nbytes, shape[1:], start[1:])
-        else:
-            wanted = (slice(None), *(slice(at, at + size) for at, size in zip(start[1:], into.shape[1:], strict=True)))
-            num_rows = len(self._buffer) // row_nbytes
-            for at in range(0, len(into), num_rows):
-                target = into[at : at + num_rows]
-                piece = self._buffer[: len(target) * row_nbytes]
-                read_at(self._descriptor, offset + at * row_nbytes, piece)
-                rows = torch.frombuffer(piece, dtype=torch.uint8).view(self._dtype).view(len(target), *shape[1:])
-                target.copy_(rows[wanted])
-
-    def _is_as_stored(self, into: torch.Tensor) -> bool:
-        """Tell whether `into` is memory that the file's bytes can be read to as they are."""
-        if type(into) not in (torch.Tensor, nn.Parameter) or not into.is_cpu or into.is_conj() or into.is_neg():
-            return False
-        return into.dtype is self._dtype and into.layout is torch.strided and into.is_contiguous()
-
-
-class _Part(io.RawIOBase):
+class FilePart(io.RawIOBase):
     """A part of a file as a file of its own, to read from."""
 
     def __init__(self, descriptor: int, offset: int, nbytes: int) -> None:
+        """Have so many bytes from an offset on."""
         self._descriptor = descriptor
         self._offset = offset
         self._nbytes = nbytes

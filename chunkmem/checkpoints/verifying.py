@@ -10,11 +10,10 @@ from pathlib import Path
 from chunkmem.checkpoints.checksums import NAME
 from chunkmem.checkpoints.converting import Format, format_of, load_torch, tensors_in
 from chunkmem.checkpoints.directory import standing
-from chunkmem.checkpoints.odd_files import said
 from chunkmem.checkpoints.reading import CheckpointFiles, tried
 from chunkmem.checkpoints.safetensors_files import StoredTensor, open_safetensors
 from chunkmem.checkpoints.saved_objects import UntrustedError
-from chunkmem.errors import CheckpointError
+from chunkmem.errors import CheckpointError, said
 
 Progress = Callable[[int, int], object]
 """Is told how many bytes were looked at since the last time, and how many there are in all."""

@@ -11,6 +11,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -26,10 +27,10 @@ from chunkmem.comm.agreement import (
     unpacked,
     verdict,
 )
-from chunkmem.comm.failure_detector import RankStatus, collect_statuses, said
-from chunkmem.comm.groups import GlooGroups, RankGroup
+from chunkmem.comm.failure_detector import RankStatus, collect_statuses, hang_up, said_by_torch
+from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.same_code import require_same_code
-from chunkmem.errors import ChunkmemError, ConfigError, RankError, StateError
+from chunkmem.errors import ChunkmemError, ConfigError, RankError, StateError, said
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -81,9 +82,9 @@ class Connection:
         self.timeout_s = timeout_s
         self.process_group = group
         """What was given, or the default group; None: this process alone, or `close` was called."""
-        self._chunks: dist.ProcessGroup | None = None
         self._numbers: dist.ProcessGroup | None = None
-        self._groups: GlooGroups | None = None
+        self._opened: list[tuple[dist.ProcessGroup, Sequence[int]]] = []
+        """Groups over gloo that nothing else uses, and who are in each."""
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._failure: RankError | None = None
@@ -107,25 +108,30 @@ class Connection:
         timeout_s = self.timeout_s - self._detection_s
         with self.waiting("comparing versions of chunkmem (an older one does not answer)"):
             require_same_code(self._store, self.rank, self.names, timeout_s=timeout_s)
-        self._groups = GlooGroups(self._store, self.rank, timeout_s=timeout_s)
-        self._chunks, self._numbers = (self._gloo(name, range(self.size)) for name in ("chunks", "numbers"))
+        self._numbers = self._gloo("numbers", range(self.size))
 
     def _gloo(self, name: str, members: Sequence[int]) -> dist.ProcessGroup:
-        assert self._groups is not None
+        """Return a new group over `members`, who all call it."""
+        assert self._store is not None
+        timeout = timedelta(seconds=self.timeout_s - self._detection_s)
         with self.waiting("opening the process groups"):
-            return self._groups.open(name, members)
+            group = dist.ProcessGroupGloo(within(self._store, name), members.index(self.rank), len(members), timeout)
+        # By itself, not as part of a group of several backends; it is used in the same way.
+        self._opened.append((cast(dist.ProcessGroup, group), members))
+        return self._opened[-1][0]
 
-    def part(self, members: Sequence[int], elsewhere: dist.ProcessGroup | None) -> RankGroup:
+    def part(self, name: str, members: Sequence[int], elsewhere: dist.ProcessGroup | None) -> RankGroup:
         """Return some of these ranks, this one included, as a group of their own; all of them call it.
 
         Args:
+            name: what for; the same members may have several.
             members: their ranks among these.
             elsewhere: the group to exchange chunks over that are on accelerators.
 
         Raises:
             RankError: a rank did not come.
         """
-        in_ram = self._gloo(f"chunks of {members}", members) if len(members) > 1 else None
+        in_ram = self._gloo(f"{name} of {members}", members) if len(members) > 1 else None
         rank, size = members.index(self.rank), len(members)
         return RankGroup(rank, size, in_ram=in_ram, elsewhere=elsewhere, waiting=self.waiting)
 
@@ -138,22 +144,10 @@ class Connection:
     def _detection_s(self) -> float:
         return min(_MAX_DETECTION_S, _DETECTION_SHARE * self.timeout_s)
 
-    def group(self, device: torch.device) -> dist.ProcessGroup:
-        """Return the group to exchange chunks over that are on a device; all ranks issue the same on it, in one order.
-
-        In RAM it is one that nobody else uses; elsewhere the one that was given, or the default one.
-
-        Raises:
-            StateError: this is one rank alone, or `close` was called.
-        """
-        group = self._chunks if device.type == "cpu" else self.process_group
-        if group is None or self._chunks is None:
-            raise StateError("there is no process group to exchange chunks over: this is one rank alone, or was closed")
-        return group
-
     def close(self) -> None:
         """Give the groups back. The second time, do nothing."""
-        self._chunks = self._numbers = self.process_group = self._groups = None
+        self._numbers = self.process_group = None
+        self._opened = []
 
     # Agreement: see the note in `chunkmem.comm.agreement`.
 
@@ -203,7 +197,7 @@ class Connection:
         """Have the others say what this rank raises, if it does not take part in what they do next."""
         if self.size == 1 or self._failure is not None or isinstance(error, RankError):
             return
-        self._set_raised(_first_line(error))
+        self._set_raised(said(error))
 
     def _set_raised(self, text: str) -> None:
         self._raised = text
@@ -268,16 +262,19 @@ class Connection:
         """Have the others hear at once what this rank raises, who may be waiting for it."""
         with self._lock:
             if self._failure is None:
-                self._set_raised(_first_line(error) + where)
+                self._set_raised(said(error) + where)
                 self._hang_up()
                 number = self.names[self.rank]
                 self._failure = RankError(f"{label}: rank {number} raised {self._raised}", (number,))
             return self._failure
 
     def _hang_up(self) -> set[int]:
-        """Return the ranks whose connections to this one were closed before."""
+        """Close this rank's connections; return the ranks whose connections to it were closed before."""
         time.sleep(_LINGER_SHARE * self._detection_s)
-        return set() if self._groups is None else self._groups.hang_up()
+        closed = set()
+        for group, members in self._opened:
+            closed |= {members[peer] for peer in hang_up(group, members.index(self.rank), len(members))}
+        return closed
 
     def _give_up(self, label: str, waited_s: float, error: Exception) -> RankError:
         # Several threads may be waiting when a rank is lost: the first of them asks for all.
@@ -285,7 +282,7 @@ class Connection:
             if self._failure is None:
                 assert self._store is not None
                 closed = self._hang_up()
-                answer = RankStatus(label, waited_s, said(error), sorted(closed))
+                answer = RankStatus(label, waited_s, said_by_torch(error), sorted(closed))
                 # Stores may take longer to run out of time than they are told.
                 limit_s = min(self._detection_s, self.timeout_s - waited_s) - _LINGER_SHARE * self._detection_s
                 self._failure = collect_statuses(self._store, self.rank, self.names, answer, limit_s=limit_s)
@@ -310,20 +307,21 @@ class Connection:
         return tensor
 
     def all_bytes(self, data: bytes, label: str) -> list[bytes]:
-        own_length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-        lengths = [int(row) for row in self.exchange(own_length, label)]
-        padded = torch.tensor([*data.ljust(max(1, *lengths), b"\0")], dtype=torch.uint8, device="cpu")
-        rows = zip(self.exchange(padded, label), lengths, strict=True)
-        return [bytes(row[:length].tolist()) for row, length in rows]
+        lengths = self._lengths(data, label)
+        return _cut(self.exchange(_padded(data, max(lengths)), label), lengths)
+
+    def _lengths(self, data: bytes, label: str) -> list[int]:
+        """Return how many bytes each rank passes."""
+        return [int(row) for row in self.exchange(torch.tensor([len(data)], device="cpu"), label)]
 
     def gather(self, data: bytes, label: str) -> list[bytes]:
         """Return what all ranks pass, on rank 0; elsewhere nothing."""
-        lengths = [int(row) for row in self.exchange(torch.tensor([len(data)], device="cpu"), label)]
+        lengths = self._lengths(data, label)
         mine = _padded(data, max(lengths))
         rows = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else []
         with self.waiting(label):
             self._open_numbers(label).gather([rows] if rows else [], [mine], dist.GatherOptions()).wait()
-        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=False)]
+        return _cut(rows, lengths)
 
     def scatter(self, parts: Sequence[bytes], label: str) -> bytes:
         """Return this rank's part of what rank 0 passes."""
@@ -352,8 +350,8 @@ def _padded(data: bytes, length: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data.ljust(max(1, length), b"\0")), dtype=torch.uint8)
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+def _cut(rows: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[bytes]:
+    return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=False)]
 
 
 def group_of(process_group: Any) -> dist.ProcessGroup | None:

@@ -14,33 +14,17 @@ on each rank in another one: whatever an exchange sends or receives was issued w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from chunkmem.comm.groups import RankGroup
 from chunkmem.errors import StateError
 
 _BLOCK_NUMEL = 1 << 16
 """Elements of a mean that a CPU works out at a time: they stay in its cache, and no whole chunk in fp32 is needed."""
-
-
-class Members(Protocol):
-    """The ranks that exchange with each other: all of them, or those of one dimension of a mesh."""
-
-    rank: int
-    """This one, from 0."""
-    size: int
-
-    def group(self, device: torch.device) -> dist.ProcessGroup:
-        """Return the group to exchange chunks on a device over."""
-        ...
-
-    def waiting(self, label: str, *, is_own: bool = False) -> AbstractContextManager[None]:
-        """Turn what is raised inside into a `RankError`; `is_own`: nothing inside depends on other ranks."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +122,7 @@ class Exchange(Protocol):
 class PendingWork:
     """What torch.distributed was asked for, and what is left to do when it is done."""
 
-    ranks: Members
+    ranks: RankGroup
     label: str
     transfers: Sequence[dist.Work]
     finish: Callable[[], None] | None = None
@@ -163,7 +147,7 @@ class PendingWork:
         self.transfers, self.finish, self.held = [], None, ()
 
 
-def require_exchangeable(shards: Sequence[Shard], ranks: Members, label: str) -> None:
+def require_exchangeable(shards: Sequence[Shard], ranks: RankGroup, label: str) -> None:
     """Refuse shards that cannot be exchanged.
 
     Raises:
@@ -183,7 +167,14 @@ def require_exchangeable(shards: Sequence[Shard], ranks: Members, label: str) ->
             )
 
 
-def hand_over(ranks: Members, shard: Shard, to: int, *, label: str) -> Work:
+def has_one_of_each(shards: Sequence[Shard], size: int) -> bool:
+    """Tell whether shards are one of each of so many ranks, all alike."""
+    owners = sorted(shard.owner for shard in shards)
+    kinds = {(shard.flat.numel(), shard.flat.dtype) for shard in shards}
+    return owners == list(range(size)) and len(kinds) == 1
+
+
+def hand_over(ranks: RankGroup, shard: Shard, to: int, *, label: str) -> Work:
     """Begin to copy the content of a chunk in RAM from its owner to one other rank; these two alone call it.
 
     Raises:

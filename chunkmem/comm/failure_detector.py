@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from chunkmem.errors import RankError
+from chunkmem.errors import RankError, said
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -153,10 +153,9 @@ def named(ranks: Sequence[int], numbers: Sequence[int]) -> str:
     return f"rank {words[0]}" if len(words) == 1 else f"ranks {', '.join(words[:-1])} and {words[-1]}"
 
 
-def said(error: Exception) -> str:
-    """Return the first line of an error; torch's own are RuntimeErrors."""
-    words = str(error).partition("\n")[0]
-    return words if type(error) is RuntimeError else f"{type(error).__name__}: {words}"
+def said_by_torch(error: Exception) -> str:
+    """Return what an error says in one line; torch's own are RuntimeErrors, which goes without saying."""
+    return said(error).removeprefix("RuntimeError: ")
 
 
 def _disagreement(answers: Mapping[int, RankStatus], numbers: Sequence[int]) -> str:

@@ -54,25 +54,35 @@ def mesh_of(given: object, *, process_group: object = None) -> Mesh | None:
         raise ConfigError("process_group and mesh were given, which both say what the ranks are; pass one of them")
     if not isinstance(given, DeviceMesh):
         raise ConfigError(f"mesh is a {type(given).__name__}; pass a torch.distributed.device_mesh.DeviceMesh")
-    names = given.mesh_dim_names or _DATA_PARALLEL[-given.ndim :]
+    names = _names(given)
     if len(names) != given.ndim or not set(names) <= set(_DIMENSIONS):
         named = "without names" if given.mesh_dim_names is None else ", ".join(names)
         raise ConfigError(f"mesh has {given.ndim} dimensions, {named}; {_NEXT}")
     coordinate = given.get_coordinate()
     if coordinate is None:
         raise ConfigError("this process is not one of the ranks of mesh; pass it on its ranks only")
-    sizes = dict(zip(names, given.mesh.shape, strict=True))
     own = dict(zip(names, coordinate, strict=True))
-    order = sorted(range(given.ndim), key=lambda index: _DIMENSIONS.index(names[index]))
-    table = given.mesh.permute(order).reshape([sizes.get(name, 1) for name in _DIMENSIONS])
+    table = _table(given)
     rows = table[own.get("stage", 0)].tolist()
     stages = table[:, own.get("replicate", 0), own.get("shard", 0)].tolist()
     # Process groups count their ranks in ascending order, whatever a mesh says.
     for members in (*rows, *map(list, zip(*rows, strict=True)), stages):
         if members != sorted(members):
             raise ConfigError(f"mesh has ranks {members} in one dimension; list them in ascending order")
-    groups = {name: given.get_group(index) for index, name in enumerate(names) if sizes[name] > 1}
+    groups = {name: given.get_group(index) for index, name in enumerate(names) if given.size(index) > 1}
     return Mesh(tuple(map(tuple, rows)), *(groups.get(name) for name in ("shard", "replicate", "stage")))
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or _DATA_PARALLEL[-mesh.ndim :]
+
+
+def _table(mesh: DeviceMesh) -> torch.Tensor:
+    """Return the ranks of a mesh by stage, replica and shard."""
+    names = _names(mesh)
+    sizes = dict(zip(names, mesh.mesh.shape, strict=True))
+    order = sorted(range(mesh.ndim), key=lambda index: _DIMENSIONS.index(names[index]))
+    return mesh.mesh.permute(order).reshape([sizes.get(name, 1) for name in _DIMENSIONS])
 
 
 def ranks_by_stage(given: object, num_stages: int) -> torch.Tensor:
@@ -95,9 +105,8 @@ def ranks_by_stage(given: object, num_stages: int) -> torch.Tensor:
             "only the ranks of a mesh can be divided into another number of stages: make the manager with "
             "ChunkManager(config, mesh=init_device_mesh(...)), with the dimensions " + ", ".join(_DIMENSIONS)
         )
-    names = given.mesh_dim_names or _DATA_PARALLEL[-given.ndim :]
-    sizes = dict(zip(names, given.mesh.shape, strict=True))
-    stages, replicas, shards = (sizes.get(name, 1) for name in _DIMENSIONS)
+    table = _table(given)
+    stages, replicas, shards = table.shape
     width = stages * shards
     if width % num_stages:
         possible = ", ".join(str(number) for number in range(1, width + 1) if width % number == 0)
@@ -110,8 +119,6 @@ def ranks_by_stage(given: object, num_stages: int) -> torch.Tensor:
             f"the mesh has {given.mesh.numel()} of {dist.get_world_size()} ranks; only all ranks of a job together can "
             "be divided into another number of stages"
         )
-    order = sorted(range(given.ndim), key=lambda index: _DIMENSIONS.index(names[index]))
-    table = given.mesh.permute(order).reshape(stages, replicas, shards)
     by_replica = table.permute(1, 0, 2).reshape(replicas, width).sort(dim=1).values
     return by_replica.reshape(replicas, num_stages, width // num_stages).permute(1, 0, 2).contiguous()
 

@@ -34,15 +34,16 @@ import torch.distributed as dist
 
 from chunkmem.comm.exchange import (
     Exchange,
-    Members,
     PendingWork,
     Shard,
     Traffic,
     Work,
+    has_one_of_each,
     mean_in_order,
     require_exchangeable,
     sum_dtype,
 )
+from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import ConfigError, StateError
 
@@ -102,7 +103,7 @@ class ExchangeMethod(ABC):
     its own: whatever a call sends or receives has to be issued in it.
     """
 
-    def __init__(self, ranks: Members) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         """Exchange between `ranks`."""
         self.traffic = Traffic()
         self.rank = ranks.rank
@@ -265,7 +266,7 @@ class Grouped(Chunkwise):
     """Collectives of as many equal chunks as there are ranks, one owned by each; others go chunk by chunk."""
 
     def all_gather(self, shards: Sequence[Shard]) -> list[dist.Work]:
-        if not self._is_whole(shards):
+        if not has_one_of_each(shards, self.size):
             return super().all_gather(shards)
         flats = _by_rank(shards, [shard.flat for shard in shards])
         options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
@@ -273,17 +274,12 @@ class Grouped(Chunkwise):
         return [self.group(flats[0].device).allgather([flats], [flats[self.rank]], options)]
 
     def reduce_scatter(self, shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> list[dist.Work]:
-        if not self._is_whole(shards):
+        if not has_one_of_each(shards, self.size):
             return super().reduce_scatter(shards, buffers)
         totals = _by_rank(shards, _summed(shards, buffers))
         options = dist.ReduceScatterOptions()
         options.asyncOp = True
         return [self.group(totals[0].device).reduce_scatter([totals[self.rank]], [totals], options)]
-
-    def _is_whole(self, shards: Sequence[Shard]) -> bool:
-        owners = sorted(shard.owner for shard in shards)
-        kinds = {(shard.flat.numel(), shard.flat.dtype) for shard in shards}
-        return owners == list(range(self.size)) and len(kinds) == 1
 
 
 def _summed(shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:

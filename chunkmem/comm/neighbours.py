@@ -68,7 +68,7 @@ class Neighbours:
             return operations
         self.settle(up_to=self._ranks.size - 1)
         with self._ranks.connection.waiting(message.label):
-            group = self._ranks.connection.group(self._device)
+            group = self._ranks.all_ranks.group(self._device)
             works = [group.send([tensor.contiguous()], message.peer, message.tag) for tensor in tensors]
         self._sent.append((works, message.label, done))
         return []
@@ -78,7 +78,7 @@ class Neighbours:
         if not self._in_ram:
             return self._operations(dist.irecv, tensors, message)
         with self._ranks.connection.waiting(message.label):
-            group = self._ranks.connection.group(self._device)
+            group = self._ranks.all_ranks.group(self._device)
             works = [group.recv([tensor], message.peer, message.tag) for tensor in tensors]
         self._received[message.tag] = works, message.label
         return []

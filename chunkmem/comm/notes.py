@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from chunkmem.comm.failure_detector import said_by_torch
 from chunkmem.errors import RankError
 
 if TYPE_CHECKING:
@@ -75,5 +76,6 @@ class Notes:
 
 
 def _store_error(name: str, error: RuntimeError) -> RankError:
-    said = str(error).partition("\n")[0]
-    return RankError(f"{name}: the store that the ranks met in is gone ({said}); its rank has ended", (0,))
+    return RankError(
+        f"{name}: the store that the ranks met in is gone ({said_by_torch(error)}); its rank has ended", (0,)
+    )

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.connection import Connection, group_of, within
-from chunkmem.comm.exchange import Members
 from chunkmem.comm.failure_detector import named
 from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.mesh import Mesh
@@ -54,9 +53,11 @@ class Ranks:
         """Among these ranks, counted from 0."""
         self.size = connection.size
         self._everyone: Ranks | None = None
-        self.shard: Members = connection
+        self.all_ranks = connection.part("chunks", range(self.size), connection.process_group)
+        """All of them, as those that exchange with each other."""
+        self.shard = self.all_ranks
         """Those that chunks are sharded over, this rank's replica; counted within it."""
-        self.replicate: Members | None = None
+        self.replicate: RankGroup | None = None
         """Those that have the same shard; None if there is one replica."""
         self.num_local = 1
         """Ranks on this machine, those of other stages and this one included."""
@@ -151,14 +152,14 @@ class Ranks:
         num_shards = len(mesh.rows[0])
         row, column = divmod(self.rank, num_shards)
         part = self.connection.part
-        self.shard = part(range(row * num_shards, (row + 1) * num_shards), mesh.shard_group)
+        self.shard = part("shard", range(row * num_shards, (row + 1) * num_shards), mesh.shard_group)
         if len(mesh.rows) > 1:
-            self.replicate = part(range(column, self.size, num_shards), mesh.replicate_group)
+            self.replicate = part("replicate", range(column, self.size, num_shards), mesh.replicate_group)
 
     def close(self) -> None:
         """Give the groups back. The second time, do nothing."""
-        for part in (self.connection, self.shard, self.replicate, self.stages, self._everyone):
-            if isinstance(part, Connection | RankGroup | Ranks):
+        for part in (self.connection, self.all_ranks, self.shard, self.replicate, self.stages, self._everyone):
+            if part is not None:
                 part.close()
 
     @contextlib.contextmanager
@@ -328,17 +329,14 @@ class Ranks:
         self._all_values((0.0,), label)
 
     def _all_values(self, values: Sequence[float], label: str) -> list[torch.Tensor]:
-        return self._all_tensors(torch.tensor(values, dtype=torch.float64, device="cpu"), label)
+        if self.size > 1:
+            self.connection.begin(Operation(label, f"{len(values)} numbers"))
+        return self.connection.exchange(torch.tensor(values, dtype=torch.float64, device="cpu"), label)
 
     def _all_bytes(self, data: bytes, label: str) -> list[bytes]:
         if self.size > 1:
             self.connection.begin(Operation(label))
         return self.connection.all_bytes(data, label)
-
-    def _all_tensors(self, mine: torch.Tensor, label: str) -> list[torch.Tensor]:
-        if self.size > 1:
-            self.connection.begin(Operation(label, f"{mine.numel()} numbers"))
-        return self.connection.exchange(mine, label)
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

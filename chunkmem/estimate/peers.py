@@ -9,7 +9,8 @@ import torch
 
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.connection import Connection
-from chunkmem.comm.exchange import PendingWork, Shard
+from chunkmem.comm.exchange import PendingWork, Shard, has_one_of_each
+from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.methods import ExchangeMethod, Grouped, PointToPoint
 
 
@@ -19,6 +20,10 @@ class Unison(Connection):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(None, timeout_s=1.0)
         self.rank, self.size = rank, size
+
+    def part(self, name: str, members: Sequence[int], elsewhere: object) -> RankGroup:
+        """Return all of them, who exchange nothing."""
+        return RankGroup(self.rank, self.size, in_ram=None, elsewhere=None, waiting=self.waiting)
 
     def begin(self, operation: Operation) -> bool:
         """Tell whether all can do it: they are all in the same place of the program."""
@@ -57,13 +62,13 @@ class CountedOverLibrary(_Counted, Grouped):
     def gather(self, shards: Sequence[Shard], *, label: str) -> PendingWork:
         """Count a gather."""
         super().gather(shards, label=label)
-        nbytes = sum(shard.flat.nbytes for shard in shards) if self._is_whole(shards) else 0
+        nbytes = sum(shard.flat.nbytes for shard in shards) if has_one_of_each(shards, self.size) else 0
         self.traffic.buffer(nbytes)
         return PendingWork(self._ranks, label, [], finish=lambda: self.traffic.buffer(-nbytes))
 
     def buffers(self, shards: Sequence[Shard]) -> list[torch.Tensor]:
         """Return what a reduction takes in all."""
-        copied = shards if self._is_whole(shards) else ()
+        copied = shards if has_one_of_each(shards, self.size) else ()
         return [
             *super().buffers(shards),
             *(torch.empty(self.sent_nbytes(shard), dtype=torch.uint8, device="meta") for shard in copied),

@@ -138,8 +138,6 @@ class PackingAgain:
         after.memory.store.moved.update(before.memory.store.moved)
         after.memory.pager.required_nbytes.update(before.memory.pager.required_nbytes)
         after.controller.timelines.take_over(before.controller.timelines)
-        if before.sharding.shards is not None and after.sharding.shards is not None:
-            after.sharding.shards.own_as(before.sharding.shards)
         built = PutOff(strides, slab_nbytes=slab_nbytes, masters=self._masters)
         after.built.add(change.added.roots, change.added.excluded, kept=change.added.kept, built=built)
         change.claim(after)

@@ -55,7 +55,7 @@ class ModuleSurface:
             saving: surrounds what a module does to put its parameters into a `state_dict`.
         """
         self._saving = saving
-        self._read = read
+        self.read = read
         self._lazy = lazy
         self.write = write
         self._loaded: dict[nn.Module, list[str]] = {}
@@ -160,7 +160,7 @@ class ModuleSurface:
                     continue
                 copy = copies.get(managed)
                 if copy is None:
-                    copy = copies[managed] = (self._lazy if self._lazily else self._read)(managed)
+                    copy = copies[managed] = (self._lazy if self._lazily else self.read)(managed)
                 state[prefix + name] = copy
                 if self._copies is None:
                     self._given.append(_Given(prefix + name, copy))

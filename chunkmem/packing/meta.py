@@ -16,8 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from chunkmem.comm.agreement import Operation
-from chunkmem.comm.exchange import Shard
 from chunkmem.errors import LayoutError
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.awaited import AwaitedValues
@@ -75,7 +73,7 @@ class BuiltOnMeta(Built):
             roots: the models.
             built: where the values of the others are.
             shards: which rank owns what; None with one rank.
-            read: returns a CPU copy of a parameter's values, which this rank has.
+            read: returns a CPU copy of a parameter's values, as it was built. All ranks call it.
             write: sets them, if this rank is to have them.
             initialisers: what the user wants.
         """
@@ -169,7 +167,7 @@ class BuiltOnMeta(Built):
                     root,
                     managed,
                     self._params.keys() & managed.keys(),
-                    read=self._from_owner,
+                    read=self._read,
                     write=self._write,
                     keeps=not self._initialisers.skip_init,
                 )
@@ -178,25 +176,6 @@ class BuiltOnMeta(Built):
                         if not self._initialisers.skip_init or call.module in self._with_unsaved:
                             lender.run(call)
                 self._check_all(root, lender.incomplete, made)
-
-    def _from_owner(self, managed: ManagedParameter) -> torch.Tensor:
-        """Return the values of a parameter, as it was built. All ranks call it.
-
-        Raises:
-            RankError: a rank is missing, or somewhere else.
-        """
-        shards = self._shards
-        if shards is None:
-            return self._read(managed).to(managed.built_dtype)
-        label = f"initialising: reading {managed.name}"
-        shards.ranks.connection.begin(Operation(label))
-        if shards.owns(managed.group):
-            flat = self._read(managed).to(managed.built_dtype).reshape(-1)
-        else:
-            flat = torch.empty(managed.shape.numel(), dtype=managed.built_dtype)
-        with runtime_mode():
-            shards.exchange.gather([Shard(managed.group, shards.owner(managed.group), flat)], label=label).wait()
-        return flat.view(managed.shape)
 
     def _make_ordinary(self) -> set[int]:
         """Give memory to what no chunk holds; return the identities of the tensors that have it."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import TypeVar
+
+import torch
 
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.exchange import Exchange, Shard, Work
@@ -16,21 +17,12 @@ from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.runtime.timestamps import Timestamp
-from chunkmem.shard.ownership import Ownership, RoundRobin
 from chunkmem.types import ChunkId, Role, Tier
 
 T = TypeVar("T")
 _MEASURING = "measuring the links between ranks"
 _JOINING = "taking part in what other ranks exchange"
 _NUM_TRIALS = 3
-
-
-@dataclass(frozen=True, eq=False)
-class _Transfer:
-    chunks: list[Chunk]
-    work: Work
-    issued: Timestamp
 
 
 class ShardStore:
@@ -40,8 +32,6 @@ class ShardStore:
         """Share nothing yet; the first of `exchanges` is used until `measure` has compared them."""
         self.ranks = ranks
         self.exchange = exchanges[0]
-        self.ownership: Ownership = RoundRobin(ranks.shard.size)
-        """Which rank owns which group; to be replaced before anything is packed, if at all."""
         self._exchanges = exchanges
         self._pager = pager
         self._store: ChunkStore = pager.store
@@ -49,12 +39,8 @@ class ShardStore:
         """By group: how often it is held. The same on all ranks."""
         self._present: set[int] = set()
         """Held groups that were sent since they are. The same on all ranks."""
-        self._under_way: dict[int, _Transfer] = {}
-        """By group: a gather that has not been waited for."""
-
-    def own_as(self, other: ShardStore) -> None:
-        """Have each rank own what it owns there; nothing is packed yet."""
-        self.ownership = other.ownership
+        self._under_way: dict[int, tuple[list[Chunk], Callable[..., None]]] = {}
+        """By group: what is gathered with it, and what waits for that."""
 
     @property
     def buffered_nbytes(self) -> tuple[int, int]:
@@ -63,8 +49,8 @@ class ShardStore:
         return sum(t.buffered_nbytes for t in traffics), max(t.peak_buffered_nbytes for t in traffics)
 
     def owner(self, group: int) -> int:
-        """Return the rank that keeps a group and updates it, counted within its replica."""
-        return self.ownership.owner(group)
+        """Return the rank that keeps a group and updates it, counted within its replica: see `owner_of`."""
+        return owner_of(group, self.ranks.shard.size)
 
     def owns(self, group: int) -> bool:
         """Tell whether this rank does."""
@@ -177,27 +163,44 @@ class ShardStore:
 
     def _issue(self, together: Sequence[int], *, reader: object) -> None:
         chunks = [self._store.weights(group) for group in together]
+        label = f"{reader}: {chunks[0].label}"
+        wait = self._begin(self.exchange.gather, chunks, reader=reader, label=label, then=self._bind)
+        self._under_way.update(dict.fromkeys(together, (chunks, wait)))
+
+    def _begin(
+        self,
+        exchange: Callable[..., Work],
+        chunks: Sequence[Chunk],
+        *,
+        reader: object,
+        label: str,
+        then: Callable[[Sequence[Chunk]], None] = lambda chunks: None,
+    ) -> Callable[..., None]:
+        """Begin an exchange of chunks that are pinned; return what waits for it, given a `reader`, and does `then`."""
         self._pager.exchange(chunks, reader=reader)
         issued = self._store.clock.timestamp()
         with runtime_mode():
-            work = self.exchange.gather(self._shards(chunks), label=f"{reader}: {chunks[0].label}")
-        self._under_way.update(dict.fromkeys(together, _Transfer(chunks, work, issued)))
+            work = exchange(self._shards(chunks), label=label)
+
+        def finish() -> None:
+            work.wait()
+            then(chunks)
+
+        return partial(self._pager.arrive, chunks, finish, issued=issued)
 
     def arrive(self, groups: Iterable[int], *, reader: object) -> None:
         """Wait for what `send` has begun; raises what it does."""
         for group in sorted(set(groups)):
-            transfer = self._under_way.get(group)
-            if transfer is not None:
-                for chunk in transfer.chunks:
+            if group in self._under_way:
+                chunks, wait = self._under_way[group]
+                for chunk in chunks:
                     del self._under_way[chunk.id.group]
-                self._pager.arrive(
-                    transfer.chunks, partial(self._finish, transfer), reader=reader, issued=transfer.issued
-                )
+                wait(reader=reader)
 
     @staticmethod
-    def _finish(transfer: _Transfer) -> None:
-        transfer.work.wait()
-        for chunk in transfer.chunks:
+    def _bind(chunks: Sequence[Chunk]) -> None:
+        """The owners' weights are there."""
+        for chunk in chunks:
             if chunk.is_remote:
                 chunk.replicas[Tier.DEVICE].version = chunk.version
                 assert chunk.home is not None
@@ -285,9 +288,7 @@ class ShardStore:
         """
         lists = [set(each) - set(always) for each in groups]
         pairs = [self._nbytes(one | other) + self._nbytes(one) for one, other in pairwise(lists)]
-        largest = max((chunk.nbytes for chunk in self._store.chunks.values()), default=0)
-        needed = max(pairs, default=0) + self._nbytes(always) + largest
-        fits = needed <= self._store.pools[Tier.DEVICE].ledger.cap_nbytes
+        fits = self._fits(max(pairs, default=0) + self._nbytes(always))
         return not any(self.ranks.max_over((float(not fits),), label="room to gather ahead"))
 
     def fits_together(self, lists: Sequence[Sequence[int]], *, always: Iterable[int]) -> bool:
@@ -299,9 +300,12 @@ class ShardStore:
         wanted = set().union(*lists)
         if set(lists[0]) <= self._present:
             return True
+        return self._fits(self._nbytes(wanted | set(always)) + 2 * max(map(self._nbytes, lists)))
+
+    def _fits(self, nbytes: int) -> bool:
+        """Tell whether so many bytes of weights and gradients fit this rank's DEVICE, and a gradient that lands."""
         largest = max((chunk.nbytes for chunk in self._store.chunks.values()), default=0)
-        needed = self._nbytes(wanted | set(always)) + 2 * max(map(self._nbytes, lists)) + largest
-        return needed <= self._store.pools[Tier.DEVICE].ledger.cap_nbytes
+        return nbytes + largest <= self._store.pools[Tier.DEVICE].ledger.cap_nbytes
 
     def _nbytes(self, groups: Iterable[int]) -> int:
         return sum(self._store.weights(group).nbytes for group in groups)
@@ -329,15 +333,28 @@ class ShardStore:
         Raises:
             RankError: a rank is missing, or somewhere else; what waits raises it, too.
         """
-        self._pager.exchange(chunks, reader=reader)
-        issued = self._store.clock.timestamp()
-        with runtime_mode():
-            work = self.exchange.reduce(self._shards(chunks), label=str(reader))
-        return lambda: self._pager.arrive(chunks, work.wait, reader=reader, issued=issued)
+        return partial(self._begin(self.exchange.reduce, chunks, reader=reader, label=str(reader)), reader=reader)
 
     def from_owner(self, group: int, read: Callable[[], T], *, reader: str) -> T:
         """Return what `read` returns on the rank that owns a group, as `pickle` copies it. All ranks call it."""
         return self.ranks.broadcast_object(read() if self.owns(group) else None, label=reader, source=self.owner(group))  # type: ignore[return-value]
+
+    def values_from_owner(
+        self, group: int, read: Callable[[], torch.Tensor], into: torch.Tensor, *, reader: str
+    ) -> torch.Tensor:
+        """Return on all ranks what `read` does on the one that owns a group, in the dtype and strides of `into`.
+
+        All ranks call it. `into` is a dense tensor in RAM, which may be written to, and be what is returned.
+        """
+        self.ranks.connection.begin(Operation(reader))
+        own = read() if self.owns(group) else None
+        with runtime_mode():
+            if own is not None:  # as it is, if it is laid out alike: a second copy of a large weight would not be free
+                is_alike = (own.dtype, own.stride()) == (into.dtype, into.stride())
+                into = own if is_alike else into.copy_(own)
+            flat = into.as_strided((into.numel(),), (1,)).view(torch.uint8)
+            self.ranks.connection.broadcast(flat, self.owner(group), reader)
+        return into
 
     def _shards(self, chunks: Iterable[Chunk]) -> list[Shard]:
         return [Shard(c.id.group, self.owner(c.id.group), c.replicas[c.compute_tier].flat) for c in chunks]
@@ -345,6 +362,12 @@ class ShardStore:
     def _is_on_host(self, group: int) -> bool:
         chunk = self._store.chunks.get(ChunkId(Role.PARAM, group))
         return chunk is not None and chunk.compute_tier is Tier.HOST
+
+
+def owner_of(group: int, num_ranks: int) -> int:
+    """Return which of some ranks owns a group: they are dealt out in turn, so that those of one unit belong to as many
+    ranks as possible. The same on all ranks, and always the same."""
+    return group % num_ranks
 
 
 def _listed(chunks: Iterable[Chunk]) -> str:

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import chunkmem
@@ -39,15 +38,15 @@ class Image(nn.Module):
 
 @pytest.fixture
 def read_by_torch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the tensors that torch's reader has read."""
+    """Names of the tensors that torch has read."""
     names: list[str] = []
-    real = FileSystemReader.read_data
+    real = CheckpointFiles._load
 
-    def read_data(self: FileSystemReader, plan: Any, planner: Any) -> Any:
-        names.extend(item.storage_index.fqn for item in plan.items if item.type is LoadItemType.TENSOR)
-        return real(self, plan, planner)
+    def load(self: CheckpointFiles, index: MetadataIndex) -> torch.Tensor:
+        names.append(index.fqn)
+        return real(self, index)
 
-    monkeypatch.setattr(FileSystemReader, "read_data", read_data)
+    monkeypatch.setattr(CheckpointFiles, "_load", load)
     return names
 
 

@@ -514,7 +514,7 @@ def come_late(rank: int) -> str:
     if rank == 3:
         # Until the other one has given up, which ends this connection.
         with pytest.raises(RuntimeError, match="Connection closed by peer"):
-            ranks.connection.group(torch.device("cpu")).recv([torch.empty(1)], 0, 12345).wait(
+            ranks.all_ranks.group(torch.device("cpu")).recv([torch.empty(1)], 0, 12345).wait(
                 timedelta(seconds=TIMEOUT_S)
             )
     with pytest.raises(RankError) as caught:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 import chunkmem
-from chunkmem.comm.exchange import Members, Shard, Work, hand_over
+from chunkmem.comm.exchange import Shard, Work, hand_over
+from chunkmem.comm.groups import RankGroup
 from chunkmem.packing import released
 from chunkmem.packing.built import Built
 from chunkmem.packing.released import BuiltOverRanks
@@ -68,7 +69,7 @@ class Scales:
 
             return weighed_take
 
-        def weighed_hand_over(ranks: Members, shard: Shard, to: int, *, label: str) -> Work:
+        def weighed_hand_over(ranks: RankGroup, shard: Shard, to: int, *, label: str) -> Work:
             self.on_its_way_nbytes = shard.flat.nbytes if to == ranks.rank else 0
             self.weigh()
             self.on_its_way_nbytes = 0

@@ -210,7 +210,7 @@ def _max_over(ranks: Ranks, values: list[float]) -> tuple[float, ...]:
 
 def _broadcast_s(runtime: Runtime, ranks: Ranks, nbytes: int) -> float:
     """Return how long it takes to send so many bytes to all of some ranks, the way that chunks go."""
-    label, group = "resize: measuring exchanges", ranks.connection.group(runtime.device)
+    label, group = "resize: measuring exchanges", ranks.all_ranks.group(runtime.device)
     with runtime_mode():
         sent = torch.zeros(nbytes, dtype=torch.uint8, device=runtime.device)
     ranks.barrier(label=label)
