@@ -83,9 +83,9 @@ def make_program(problem: Problem, kept: frozenset[int], budget: Sequence[int], 
     stays = keep_slabs(problem, kept, stays, free)
     # While an evaluation runs, what never leaves DEVICE need not be on HOST: training will say whether it should.
     program = emit(problem, stays, home_residents=problem.trace.mode is Mode.TRAIN)
-    if program.below_peak_nbytes > machine.host_nbytes:
+    if program.peak_nbytes[Tier.HOST] > machine.host_nbytes:
         program = emit(problem, stays, home_residents=False)
-    if program.below_peak_nbytes > machine.host_nbytes and machine.tiers[-1] is Tier.HOST:
+    if program.peak_nbytes[Tier.HOST] > machine.host_nbytes and machine.tiers[-1] is Tier.HOST:
         other = emit(problem, stays, home_residents=False, rounds=True)
-        program = min(program, other, key=lambda each: each.below_peak_nbytes)
+        program = min(program, other, key=lambda each: each.peak_nbytes[Tier.HOST])
     return program

@@ -14,7 +14,7 @@ from chunkmem.errors import CapacityError, PlanError, TraceError
 from chunkmem.plan.ahead import advance_updates
 from chunkmem.plan.candidate import Candidate, PlanOptions, make_program
 from chunkmem.plan.choose import furthest_next_use, sweep
-from chunkmem.plan.disk import least_host_nbytes, offload_to_disk, too_small
+from chunkmem.plan.disk import least_nbytes, offload, too_small
 from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Lane, Plan
@@ -289,16 +289,16 @@ class Candidates:
         work = _MOMENT_WORK * len(self.trace.moments)
         machine = self.machine
         program = make_program(way.problem, kept, self.budget, machine)
-        if program.below_peak_nbytes > machine.host_nbytes and machine.disk_nbytes:
+        if program.peak_nbytes[Tier.HOST] > machine.host_nbytes and machine.disk_nbytes:
             return self._make_with_disk(way, program, name)
-        if program.below_peak_nbytes > machine.host_nbytes:
-            self._note_least(Tier.HOST, program.below_peak_nbytes)
+        if program.peak_nbytes[Tier.HOST] > machine.host_nbytes:
+            self._note_least(Tier.HOST, program.peak_nbytes[Tier.HOST])
             return work // 2, None
         return self._timed(way, program, name, limit_nbytes=self._log_nbytes(program))
 
     def _log_nbytes(self, program: Program) -> int:
         """Return the bytes that the shadow buffers may take."""
-        return min(self.machine.shadow_nbytes, self.machine.host_nbytes - program.below_peak_nbytes)
+        return min(self.machine.shadow_nbytes, self.machine.host_nbytes - program.peak_nbytes[Tier.HOST])
 
     def _timed(self, way: _Placed, program: Program, name: str, *, limit_nbytes: int) -> tuple[int, Candidate]:
         """Return the work done, and the faster of two ways to begin updates early, with so much for shadow buffers."""
@@ -322,21 +322,19 @@ class Candidates:
         for reserve, states_first in product(reserves, (False, True)):
             work += _MOMENT_WORK * len(self.trace.moments)
             reserve_nbytes = reserve * self.slab_nbytes
-            found = offload_to_disk(
-                self.trace, program, self.machine, reserve_nbytes=reserve_nbytes, states_first=states_first
-            )
+            found = offload(self.trace, program, self.machine, reserve_nbytes=reserve_nbytes, states_first=states_first)
             if found is None:
                 continue
             is_followable = True
-            if found.disk_peak_nbytes > self.machine.disk_nbytes:
-                self._note_least(Tier.DISK, found.disk_peak_nbytes)
+            if found.peak_nbytes[Tier.DISK] > self.machine.disk_nbytes:
+                self._note_least(Tier.DISK, found.peak_nbytes[Tier.DISK])
                 continue
             told = f"{name}, {reserve} set aside on HOST" + (", states first" if states_first else "")
             candidate = self._candidate(found, found.actions, way.placement, told)
             if best is None or candidate.step_s < best.step_s:
                 best = candidate
         if not is_followable:
-            self._note_least(Tier.HOST, least_host_nbytes(self.trace, program))
+            self._note_least(Tier.HOST, least_nbytes(self.trace, program))
         return work, best
 
     def _candidate(

@@ -1,4 +1,4 @@
-"""What of HOST goes to DISK, and when. Pure.
+"""What of HOST goes to DISK, and when; of any tier, to the one below it. Pure.
 
 [Note: One pair lower] A program for DEVICE and HOST says when each chunk is needed on HOST: where a copy reads or
 writes it there, and where its group is updated. Between those moments it may go to DISK, as between its uses on DEVICE
@@ -12,6 +12,7 @@ HOST or DISK. Several actions of a moment may each need another chunk, so each h
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +25,7 @@ from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Update
 from chunkmem.plan.program import Program
 from chunkmem.sizes import format_nbytes
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import ChunkId, Tier
+from chunkmem.types import PLACE, TIERS, ChunkId, Tier
 
 _LEAD = 1.5
 """Chunks are read this many times earlier than they would have to be, against jitter."""
@@ -32,49 +33,56 @@ _LEAD = 1.5
 
 @dataclass
 class _Life:
-    """Of one chunk on HOST, as a program has it."""
+    """Of one chunk on a tier, as a program has it."""
 
     uses: list[Use] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    """Slots in which its content, which HOST alone has, is given up."""
+    """Slots in which its content, which no tier above has, is given up."""
 
 
-def least_host_nbytes(trace: Trace, program: Program) -> int:
-    """Return the smallest cap on HOST with which a program can be followed if all else goes to DISK, in bytes."""
-    return max(_problem(trace, program, _slots(trace, program)).required, default=0)
+def least_nbytes(trace: Trace, program: Program, *, tier: Tier = Tier.HOST) -> int:
+    """Return the smallest cap on a tier with which a program can be followed if all else goes below it, in bytes."""
+    return max(_problem(trace, program, _slots(program, tier), tier).required, default=0)
 
 
-def too_small(tier: Tier, least_nbytes: int, machine: Machine) -> CapacityError:
-    """Return the error for HOST or DISK, of which every plan has at least so many bytes."""
+def too_small(tier: Tier, nbytes: int, machine: Machine) -> CapacityError:
+    """Return the error for a tier, of which every plan has at least so many bytes."""
     cap_nbytes = machine.cap_nbytes[tier]
     return CapacityError(
-        f"a plan would have {format_nbytes(least_nbytes)} on {tier.name}, which may hold {format_nbytes(cap_nbytes)}; "
-        f"raise {cap_key(tier)} to at least {format_nbytes(least_nbytes)} ({least_nbytes} bytes)",
-        needed_nbytes=least_nbytes,
+        f"a plan would have {format_nbytes(nbytes)} on {tier.name}, which may hold {format_nbytes(cap_nbytes)}; "
+        f"raise {cap_key(tier)} to at least {format_nbytes(nbytes)} ({nbytes} bytes)",
+        needed_nbytes=nbytes,
         cap_nbytes=cap_nbytes,
         tier=tier,
     )
 
 
-def offload_to_disk(
-    trace: Trace, program: Program, machine: Machine, *, reserve_nbytes: int, states_first: bool = False
+def offload(
+    trace: Trace,
+    program: Program,
+    machine: Machine,
+    *,
+    tier: Tier = Tier.HOST,
+    reserve_nbytes: int,
+    states_first: bool = False,
 ) -> Program | None:
-    """Return a program in which HOST stays within its cap, as what it need not have at a time is on DISK.
+    """Return a program in which a tier stays within its cap, as what it need not have at a time is on the one below.
 
     Args:
         trace: of the step.
-        program: for DEVICE and HOST; what HOST has by it is more than its cap.
-        machine: with a DISK.
-        reserve_nbytes: of HOST, that nothing stays in over a gap: room to read ahead and to write behind.
+        program: for this tier and those above; what it has here is more than the cap.
+        machine: with a tier below.
+        tier: which one.
+        reserve_nbytes: of it, that nothing stays in over a gap: room to read ahead and to write behind.
         states_first: weights and gradients stay for as long as there are states that can go in their place; see
             [Note: States first].
 
     Returns:
-        What it has on DISK may be more than its cap. None: a moment needs more of HOST than there is.
+        What it has below may be more than the cap there. None: a moment needs more of `tier` than there is.
     """
-    slots = _slots(trace, program)
-    problem = _problem(trace, program, slots)
-    budget = [machine.host_nbytes] * len(problem.durations_s)
+    slots = _slots(program, tier)
+    problem = _problem(trace, program, slots, tier)
+    budget = [machine.cap_nbytes[tier]] * len(problem.durations_s)
     left = [have - need for have, need in zip(budget, problem.required, strict=True)]
     if min(left, default=0) < 0:
         return None
@@ -102,22 +110,24 @@ def _states_first(problem: Problem) -> Order:
     return order
 
 
-def _slots(trace: Trace, program: Program) -> list[range]:
-    """Return the slots of each moment: one for each action that needs chunks on HOST, or one."""
+def _slots(program: Program, tier: Tier) -> list[range]:
+    """Return the slots of each moment: one for each action that needs chunks on a tier, or one."""
     slots, first = [], 0
     for actions in program.actions:
-        num = max(1, sum(map(_needs_host, actions)))
+        num = max(1, sum(_needs(action, tier) for action in actions))
         slots.append(range(first, first + num))
         first += num
     return slots
 
 
-def _needs_host(action: Action) -> bool:
-    return isinstance(action, Copy) or (isinstance(action, Update) and action.tier is Tier.HOST)
+def _needs(action: Action, tier: Tier) -> bool:
+    if isinstance(action, Copy):
+        return tier in (action.source, action.target)
+    return isinstance(action, Update) and action.tier is tier
 
 
-def _problem(trace: Trace, program: Program, slots: Sequence[range]) -> Problem:
-    lives = _lives(trace, program, slots)
+def _problem(trace: Trace, program: Program, slots: Sequence[range], tier: Tier) -> Problem:
+    lives = _lives(trace, program, slots, tier)
     chunks = tuple(sorted(lives, key=lambda chunk: (chunk.group, chunk.role)))
     nbytes = tuple(trace.chunk_nbytes[chunk] for chunk in chunks)
     # A moment's actions are issued, and then it runs.
@@ -135,17 +145,20 @@ def _problem(trace: Trace, program: Program, slots: Sequence[range]) -> Problem:
     tiers: Mapping[int, Tier] = {}
     required = required_nbytes(n, nbytes, uses, ())
     return Problem(
-        trace, tiers, chunks, nbytes, uses, tuple(gaps), tuple(first_gap), required, tuple(durations_s), tier=Tier.HOST
+        trace, tiers, chunks, nbytes, uses, tuple(gaps), tuple(first_gap), required, tuple(durations_s), tier=tier
     )
 
 
-def _lives(trace: Trace, program: Program, slots: Sequence[range]) -> dict[ChunkId, _Life]:
-    """Read off a program when it needs which chunk on HOST."""
+def _lives(trace: Trace, program: Program, slots: Sequence[range], tier: Tier) -> dict[ChunkId, _Life]:
+    """Read off a program when it needs which chunk on a tier."""
     lives: dict[ChunkId, _Life] = {}
-    on_device = {placed.chunk for placed in program.start if placed.tier is Tier.DEVICE and placed.newest}
-    on_host = {placed.chunk for placed in program.start if placed.tier is Tier.HOST}
-    for chunk in on_host:
-        lives[chunk] = _Life()
+    where = defaultdict[ChunkId, set[Tier]](set)
+    """The tiers that have the content of a chunk, by the program."""
+    for placed in program.start:
+        if placed.tier is tier:
+            lives[placed.chunk] = _Life()
+        if placed.newest:
+            where[placed.chunk].add(placed.tier)
 
     def use(chunk: ChunkId, at: int, *, creates: bool = False, writes: bool = False) -> None:
         uses = lives.setdefault(chunk, _Life()).uses
@@ -159,31 +172,31 @@ def _lives(trace: Trace, program: Program, slots: Sequence[range]) -> dict[Chunk
     for moment, actions, own in zip(trace.moments, program.actions, slots, strict=True):
         at = own[0] - 1
         for action in actions:
-            at += _needs_host(action)
+            at += _needs(action, tier)
             if isinstance(action, Copy):
-                is_save = action.target is Tier.HOST
-                use(action.chunk, at, creates=is_save, writes=is_save)
-                (on_host if is_save else on_device).add(action.chunk)
+                is_save = action.target is tier
+                if _needs(action, tier):
+                    use(action.chunk, at, creates=is_save, writes=is_save)
+                where[action.chunk].add(action.target)
             elif isinstance(action, Free):
-                (on_host if action.tier is Tier.HOST else on_device).discard(action.chunk)
-            elif isinstance(action, Update) and action.tier is Tier.HOST:
+                where[action.chunk].discard(action.tier)
+            elif isinstance(action, Update) and action.tier is tier:
                 update = trace.update(action.group)
                 for chunk in update.chunks:
                     is_rounded = trace.is_rounded(chunk)
                     use(chunk, at, creates=is_rounded, writes=chunk in update.writes)
-                    on_host.add(chunk)
+                    where[chunk].add(tier)
         chunk = moment.chunk
         if moment.kind is Kind.CONSUME:
-            if chunk in on_host and chunk not in on_device:
+            tiers = where.pop(chunk, set())
+            if tier in tiers and tiers.isdisjoint(TIERS[: PLACE[tier]]):
                 life = lives[chunk]
                 if life.uses and life.uses[-1].start >= before:
                     life.uses[-1].stop = own[-1] + 1  # an update has read it: nothing is written to be used up
                 else:
                     life.ends.append(own[-1])
-            on_host.discard(chunk)
-            on_device.discard(chunk)
         elif moment.kind is Kind.CREATE or _is_updated_on_device(moment, actions):
-            on_device.add(chunk)
+            where[chunk].add(Tier.DEVICE)
         before = own[0]
     return lives
 
@@ -193,26 +206,24 @@ def _is_updated_on_device(moment: Moment, actions: Sequence[Action]) -> bool:
 
 
 class _Rewriter:
-    """Puts what DISK does into a program's actions."""
+    """Puts what the lower tier does into a program's actions."""
 
     def __init__(self, problem: Problem, stays: Stays, program: Program, slots: Sequence[range]) -> None:
         self.problem = problem
+        self.upper, self.lower = problem.tier, problem.below
         self.trace = problem.trace
         self.program = program
         self.slots = slots
         n = len(problem.durations_s)
         self.leaving, self.ending, self.fetching = stays.by_moment(n)
-        there = {placed.chunk for placed in program.start if placed.tier is Tier.HOST}
+        there = {placed.chunk for placed in program.start if placed.tier is self.upper}
         crossing = {stay.chunk for stay in stays.passing if stay.freed >= n or stay.issued < 0}
         staying = {problem.chunks[at] for at in stays.resident | crossing}
-        self.on_host = staying & there
-        self.on_disk = there - self.on_host
-        self.on_disk |= {chunk for chunk in there - staying | self._homes(stays) if chunk in there}
-        self.nbytes = {Tier.HOST: 0, Tier.DISK: 0}
-        self.peaks = dict(self.nbytes)
+        self.on = {self.upper: there & staying, self.lower: (there - staying) | (there & self._homes(stays))}
+        self._count()
 
     def _homes(self, stays: Stays) -> set[ChunkId]:
-        """Return the chunks that nothing writes, and that do not stay on HOST: DISK has a copy all the time."""
+        """Return the chunks that nothing writes, and that do not stay: the lower tier has a copy all the time."""
         problem = self.problem
         return {
             problem.chunks[at]
@@ -224,16 +235,11 @@ class _Rewriter:
         """Return the program."""
         for at in range(len(self.slots)):  # a first iteration only to see what is where when the next one begins
             self._list(at)
-        start = frozenset(
-            {placed for placed in self.program.start if placed.tier is not Tier.HOST}
-            | {Placed(chunk, Tier.HOST, True) for chunk in self.on_host}
-            | {Placed(chunk, Tier.DISK, True) for chunk in self.on_disk}
-        )
-        for tier, chunks in ((Tier.HOST, self.on_host), (Tier.DISK, self.on_disk)):
-            self.nbytes[tier] = sum(self.trace.chunk_nbytes[chunk] for chunk in chunks)
-        self.peaks = dict(self.nbytes)
+        others = (placed for placed in self.program.start if placed.tier is not self.upper)
+        start = {*others, *(Placed(chunk, tier, True) for tier, chunks in self.on.items() for chunk in chunks)}
+        self._count()
         actions = tuple(tuple(self._list(at)) for at in range(len(self.slots)))
-        return Program(start, actions, self.peaks[Tier.HOST], self.peaks[Tier.DISK])
+        return Program(frozenset(start), actions, {**self.program.peak_nbytes, **self.peaks})
 
     def _list(self, at: int) -> list[Action]:
         """Return the actions of a moment."""
@@ -242,11 +248,11 @@ class _Rewriter:
         self._begin(first, out)
         for action in self.program.actions[at]:
             self._act(action, out)
-            if _needs_host(action) and later:
+            if _needs(action, self.upper) and later:
                 self._begin(later.pop(0), out)
         moment = self.trace.moments[at]
         if moment.kind is Kind.CONSUME:
-            for tier in (Tier.HOST, Tier.DISK):
+            for tier in self.on:
                 self._leave(moment.chunk, tier, [])
         return out
 
@@ -254,48 +260,49 @@ class _Rewriter:
         chunks = self.problem.chunks
         for stay in self.leaving.get(slot, ()):
             chunk = chunks[stay.chunk]
-            if chunk in self.on_host:
-                self._enter(chunk, Tier.DISK, out)
-                out.append(Copy(chunk, Tier.HOST, Tier.DISK))
+            if chunk in self.on[self.upper]:
+                self._enter(chunk, self.lower, out)
+                out.append(Copy(chunk, self.upper, self.lower))
         for stay in self.ending.get(slot, ()):
-            self._leave(chunks[stay.chunk], Tier.HOST, out)
+            self._leave(chunks[stay.chunk], self.upper, out)
         for stay in self.fetching.get(slot, ()):
             chunk = chunks[stay.chunk]
-            if chunk in self.on_disk and chunk not in self.on_host:
-                self._enter(chunk, Tier.HOST, out)
-                out.append(Copy(chunk, Tier.DISK, Tier.HOST))
+            if chunk in self.on[self.lower] and chunk not in self.on[self.upper]:
+                self._enter(chunk, self.upper, out)
+                out.append(Copy(chunk, self.lower, self.upper))
 
     def _act(self, action: Action, out: list[Action]) -> None:
-        if isinstance(action, Alloc) and action.tier is Tier.HOST:
-            self._enter(action.chunk, Tier.HOST, out)
+        if isinstance(action, Alloc) and action.tier is self.upper:
+            self._enter(action.chunk, self.upper, out)
             return
-        if isinstance(action, Free) and action.tier is Tier.HOST:
-            self._leave(action.chunk, Tier.HOST, out)
-            self._leave(action.chunk, Tier.DISK, out)
+        if isinstance(action, Free) and action.tier is self.upper:
+            self._leave(action.chunk, self.upper, out)
+            self._leave(action.chunk, self.lower, out)
             return
-        if isinstance(action, Copy) and action.target is Tier.HOST:
-            self._enter(action.chunk, Tier.HOST, out)
-            self._leave(action.chunk, Tier.DISK, out)
-        elif isinstance(action, Update) and action.tier is Tier.HOST:
+        if isinstance(action, Copy) and action.target is self.upper:
+            self._enter(action.chunk, self.upper, out)
+            self._leave(action.chunk, self.lower, out)
+        elif isinstance(action, Update) and action.tier is self.upper:
             update = self.trace.update(action.group)
             for chunk in update.chunks:
-                self._enter(chunk, Tier.HOST, out)
+                self._enter(chunk, self.upper, out)
             for chunk in update.writes:
-                self._leave(chunk, Tier.DISK, out)
+                self._leave(chunk, self.lower, out)
         out.append(action)
 
-    def _on(self, tier: Tier) -> set[ChunkId]:
-        return self.on_host if tier is Tier.HOST else self.on_disk
+    def _count(self) -> None:
+        self.nbytes = {tier: sum(self.trace.chunk_nbytes[chunk] for chunk in on) for tier, on in self.on.items()}
+        self.peaks = dict(self.nbytes)
 
     def _enter(self, chunk: ChunkId, tier: Tier, out: list[Action]) -> None:
-        if chunk not in self._on(tier):
-            self._on(tier).add(chunk)
+        if chunk not in self.on[tier]:
+            self.on[tier].add(chunk)
             self.nbytes[tier] += self.trace.chunk_nbytes[chunk]
             self.peaks[tier] = max(self.peaks[tier], self.nbytes[tier])
             out.append(Alloc(chunk, tier))
 
     def _leave(self, chunk: ChunkId, tier: Tier, out: list[Action]) -> None:
-        if chunk in self._on(tier):
-            self._on(tier).remove(chunk)
+        if chunk in self.on[tier]:
+            self.on[tier].remove(chunk)
             self.nbytes[tier] -= self.trace.chunk_nbytes[chunk]
             out.append(Free(chunk, tier))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from math import inf, isfinite
 from typing import Annotated, Any
 
 from chunkmem.errors import PlanError
 from chunkmem.trace.codec import Mark, Seconds, Speed
 from chunkmem.trace.saved import Saved
-from chunkmem.types import LINKS, PLACE, TIERS, Link, Tier, UpdateForm
+from chunkmem.types import LINKS, MEMORY, TIERS, Link, Tier, UpdateForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,11 @@ def disk_links(*, read_Bps: float, write_Bps: float, latency_s: float = 0.0) -> 
 
 def cap_key(tier: Tier) -> str:
     """Return the key of the configuration that has a tier's cap."""
-    return "memory.disk.capacity" if tier is Tier.DISK else f"memory.{tier.value}"
+    return f"memory.{tier.value}" if tier in MEMORY else f"memory.{tier.value}.capacity"
 
 
+_CAPS = {tier: f"{tier.value}_nbytes" for tier in TIERS}
+"""The field that has the cap of a tier."""
 _SPEEDS = ("device_update_Bps", "host_update_Bps", "exchange_Bps", "host_memory_Bps", "duplex_Bps")
 
 
@@ -92,7 +95,7 @@ class Machine(
         speeds = {name: getattr(self, name) for name in _SPEEDS}
         for source, target in LINKS:
             name = f"the link from {source.name} to {target.name}"
-            if (source, target) not in self.links and Tier.DISK in (source, target) and not self.disk_nbytes:
+            if not {source, target} <= {*self.tiers} and (source, target) not in self.links:
                 continue
             if (source, target) not in self.links:
                 raise PlanError(f"machine: {name} has no speed; give one of each link between tiers that it has")
@@ -110,7 +113,7 @@ class Machine(
                     f"machine: {name} is {Bps} bytes/s, and nothing could ever arrive; measure again, or give a "
                     "speed above 0"
                 )
-        for name in ("device_nbytes", "host_nbytes", "shadow_nbytes", "disk_nbytes"):
+        for name in (*_CAPS.values(), "shadow_nbytes"):
             value = getattr(self, name)
             if value < 0 or not isfinite(value):
                 raise PlanError(f"machine: {name} is {value}; give a finite number, 0 or more")
@@ -129,17 +132,18 @@ class Machine(
     def _host_update_Bps(self) -> Mapping[UpdateForm, float]:
         return dict.fromkeys(UpdateForm, self.host_update_Bps) | dict(self.host_form_Bps)
 
-    @property
+    @cached_property
     def tiers(self) -> tuple[Tier, ...]:
-        """Those that there are: DISK may not be."""
-        return TIERS if self.disk_nbytes else TIERS[: PLACE[Tier.DISK]]
+        """Those that there are: of the chain, memory and what has a cap below it."""
+        below = takewhile(lambda tier: getattr(self, _CAPS[tier]), TIERS[len(MEMORY) :])
+        return (*MEMORY, *below)
 
     @cached_property
     def cap_nbytes(self) -> Mapping[Tier, int]:
         """The cap of each tier, 0 of one that is not there."""
-        return {Tier.DEVICE: self.device_nbytes, Tier.HOST: self.host_nbytes, Tier.DISK: self.disk_nbytes}
+        return {tier: getattr(self, name) for tier, name in _CAPS.items()}
 
     def with_caps(self, nbytes: Mapping[Tier, int]) -> Machine:
         """Return a machine as fast with other caps; tiers that are not among them are not there."""
-        caps: dict[str, Any] = {f"{tier.value}_nbytes": nbytes.get(tier, 0) for tier in TIERS}
+        caps: dict[str, Any] = {name: nbytes.get(tier, 0) for tier, name in _CAPS.items()}
         return replace(self, **caps)

@@ -32,7 +32,7 @@ from chunkmem.errors import PlanError
 from chunkmem.plan.machine import Machine
 from chunkmem.trace.codec import Integer, Mark
 from chunkmem.trace.saved import Saved
-from chunkmem.types import ChunkId, Link, Tier, neighbor
+from chunkmem.types import MEMORY, ChunkId, Link, Tier, neighbor
 
 
 class Lane(enum.Enum):
@@ -61,7 +61,7 @@ LINK_LANES: Mapping[Link, Lane] = MappingProxyType(
 LANE_LINKS: Mapping[Lane, Link] = MappingProxyType({lane: link for link, lane in LINK_LANES.items()})
 DIRECTIONS: Mapping[Lane, str] = MappingProxyType(
     {
-        lane: f"from {source.name}" if source is Tier.DISK else f"to {target.name}"
+        lane: f"from {source.name}" if source not in MEMORY else f"to {target.name}"
         for lane, (source, target) in LANE_LINKS.items()
     }
 )

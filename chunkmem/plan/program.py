@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chunkmem.plan.gaps import Problem
@@ -24,9 +25,8 @@ class Program:
 
     start: frozenset[Placed]
     actions: tuple[tuple[Action, ...], ...]
-    below_peak_nbytes: int
-    """Of the tier below DEVICE."""
-    disk_peak_nbytes: int = 0
+    peak_nbytes: Mapping[Tier, int]
+    """Of the tiers below DEVICE that it has chunks on."""
 
 
 def emit(problem: Problem, stays: Stays, *, home_residents: bool, rounds: bool = False) -> Program:
@@ -90,7 +90,7 @@ class _Emitter:
         actions: list[tuple[Action, ...]] = [()] * self.n
         for at in busy:
             actions[at] = tuple(self._list(at))
-        return Program(start, tuple(actions), self.below_peak_nbytes)
+        return Program(start, tuple(actions), {BELOW: self.below_peak_nbytes})
 
     def _busy(self) -> list[int]:
         """Return the moments that may have actions: in the others a chunk is held or released, and stays."""

@@ -14,7 +14,7 @@ from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.policy import SpeculativeUpdates
 from chunkmem.runtime.shortage import shortage_error
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.types import ChunkId, Tier, neighbor
+from chunkmem.types import PLACE, ChunkId, Tier, neighbor
 
 
 class Holder(Protocol):
@@ -124,7 +124,7 @@ class Evictor:
     def _passes_on(self, shortage: Shortage, tier: Tier) -> bool:
         """Have what is in the way on the tier below leave for the one below that; False if nothing was, or can."""
         below = self._below(tier)
-        is_gateway = below is Tier.HOST and self._store.host_is_gateway
+        is_gateway = PLACE[self._below(below)] > PLACE[below]
         return is_gateway and shortage.below_nbytes is not None and self.shrink(below, shortage.below_nbytes)
 
     def _below(self, tier: Tier) -> Tier:

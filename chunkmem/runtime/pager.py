@@ -25,7 +25,7 @@ from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.timestamps import Interval, Timestamp
 from chunkmem.runtime.writes import notice_writes
 from chunkmem.trace.model import Kind
-from chunkmem.types import TIERS, Tier
+from chunkmem.types import MEMORY, PLACE, TIERS, Tier
 
 
 class Pager:
@@ -371,7 +371,7 @@ class Pager:
         Raises: what `pin` does.
         """
         tier = chunk.newest_tier()
-        if tier is Tier.DISK:
+        if tier is not None and tier not in MEMORY:
             self._bring(chunk, Tier.HOST, reader, elastic=True)
             return Tier.HOST
         return tier
@@ -382,15 +382,15 @@ class Pager:
         Raises: what `pin` does.
         """
         self.in_memory(chunk, reader=reader)
-        if Tier.DISK in chunk.replicas:
+        for tier in chunk.replicas.keys() - {*MEMORY}:
             self.policy.before_demand()
-            self.store.drop(chunk, Tier.DISK)
+            self.store.drop(chunk, tier)
         return [tier for tier in TIERS if chunk.ready(tier)]
 
     @contextmanager
     def staying(self, chunk: Chunk) -> Iterator[None]:
         """Inside, the content of a chunk stays in the memory where it is, whatever else is brought there."""
-        tiers = [tier for tier in TIERS if tier is not Tier.DISK and chunk.ready(tier)]
+        tiers = [tier for tier in MEMORY if chunk.ready(tier)]
         for tier in tiers:
             self._pin(chunk, tier, elastic=True)
         try:
@@ -431,9 +431,9 @@ class Pager:
             )
         if source is None:
             raise lost_error(reader, chunk)
-        if source is Tier.DISK and tier is Tier.DEVICE:  # HOST is its gateway
-            self._bring(chunk, Tier.HOST, reader, elastic=True)
-            source = Tier.HOST
+        if PLACE[source] > PLACE[tier] + 1:  # the tier between is the gateway
+            source = TIERS[PLACE[tier] + 1]
+            self._bring(chunk, source, reader, elastic=True)
         if tier not in chunk.replicas:
             # The source must survive the making of room: it may look like a copy that the tier below can do without.
             chunk.replicas[source].pins += 1

@@ -206,7 +206,7 @@ class ChunkStore:
         other = chunk.newest_besides(tier)
         if other is None:
             return False
-        if flat.device.type != "cpu" or other is Tier.DISK:
+        if flat.device.type != "cpu" or other not in MEMORY:
             return True
         with runtime_mode():
             return not torch.equal(flat.view(torch.uint8), chunk.replicas[other].flat.view(torch.uint8))

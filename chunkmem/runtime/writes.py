@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.policy import StepPolicy
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.types import LINKS, TIERS, Tier
+from chunkmem.types import LINKS, PLACE, TIERS, Tier
 
 
 def notice_writes(
@@ -59,14 +59,15 @@ def _fill(chunk: Chunk, tier: Tier, store: ChunkStore) -> None:
     """Copy the newest version to a tier. What goes to DISK passes HOST; if that has no room, DISK has no copy then."""
     source = chunk.newest_tier()
     assert source is not None
-    passes_host = (source, tier) not in LINKS
-    is_guest = passes_host and Tier.HOST not in chunk.replicas
-    if is_guest and store.pools[Tier.HOST].ledger.free_nbytes < chunk.nbytes:
+    passes = (source, tier) not in LINKS
+    above = TIERS[PLACE[tier] - 1]
+    is_guest = passes and above not in chunk.replicas
+    if is_guest and store.pools[above].ledger.free_nbytes < chunk.nbytes:
         return
-    if passes_host and not chunk.ready(Tier.HOST):
-        _fill(chunk, Tier.HOST, store)
+    if passes and not chunk.ready(above):
+        _fill(chunk, above, store)
     if tier not in chunk.replicas:
         store.take_slab(chunk, tier)
-    store.copy(chunk, Tier.HOST if passes_host else source, tier)
+    store.copy(chunk, above if passes else source, tier)
     if is_guest:
-        store.drop(chunk, Tier.HOST)
+        store.drop(chunk, above)

@@ -10,7 +10,7 @@ import pytest
 
 from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.choose import furthest_next_use, sweep
-from chunkmem.plan.disk import least_host_nbytes, offload_to_disk
+from chunkmem.plan.disk import least_nbytes, offload
 from chunkmem.plan.disk_bound import DiskBound, disk_bound
 from chunkmem.plan.gaps import find_gaps
 from chunkmem.plan.intervals import find_stays, free_room, prefetch
@@ -190,16 +190,16 @@ def program_by_hand() -> Program:
     actions[6].append(Update(0, HOST))
     actions[8].append(Update(1, HOST))
     start = frozenset(Placed(chunk, HOST, True) for chunk in (W0, W1, M0, M1))
-    return Program(start, tuple(map(tuple, actions)), 24)
+    return Program(start, tuple(map(tuple, actions)), {HOST: 24})
 
 
 @pytest.mark.parametrize("host_nbytes", [12, 16, 20, 24])
 def test_a_program_is_rewritten_for_any_cap_that_holds_an_update(host_nbytes: int) -> None:
     program, machine = program_by_hand(), machine_of(8, host_nbytes)
-    assert least_host_nbytes(BY_HAND, program) == 12
-    found = offload_to_disk(BY_HAND, program, machine, reserve_nbytes=0)
+    assert least_nbytes(BY_HAND, program) == 12
+    found = offload(BY_HAND, program, machine, reserve_nbytes=0)
     assert found is not None
-    assert found.below_peak_nbytes <= host_nbytes
+    assert found.peak_nbytes[HOST] <= host_nbytes
     plan = Plan(
         BY_HAND.digest, machine, found.start, add_waits(BY_HAND, found.start, found.actions), {0: HOST, 1: HOST}
     )
@@ -209,12 +209,12 @@ def test_a_program_is_rewritten_for_any_cap_that_holds_an_update(host_nbytes: in
 
 
 def test_a_program_that_cannot_be_followed_with_so_little_is_none() -> None:
-    assert offload_to_disk(BY_HAND, program_by_hand(), machine_of(8, 11), reserve_nbytes=0) is None
+    assert offload(BY_HAND, program_by_hand(), machine_of(8, 11), reserve_nbytes=0) is None
 
 
 def test_gradients_that_an_update_has_read_are_not_written_to_be_used_up() -> None:
     """With room for all but a state or two, states alone pass between HOST and DISK."""
-    found = offload_to_disk(BY_HAND, program_by_hand(), machine_of(8, 20), reserve_nbytes=0)
+    found = offload(BY_HAND, program_by_hand(), machine_of(8, 20), reserve_nbytes=0)
     assert found is not None
     written = {
         action.chunk.role
@@ -239,7 +239,7 @@ def test_updates_left_to_their_lane_hold_nobody_up_while_states_are_read(shadow_
     DISK_READ                                             |M1|
     """
     machine = replace(machine_of(8, 20, disk_Bps=4.0), shadow_nbytes=shadow_nbytes)
-    found = offload_to_disk(BY_HAND, program_by_hand(), machine, reserve_nbytes=0)
+    found = offload(BY_HAND, program_by_hand(), machine, reserve_nbytes=0)
     assert found is not None
     waiting = add_waits(BY_HAND, found.start, found.actions)
     plan = Plan(BY_HAND.digest, machine, found.start, waiting, {0: HOST, 1: HOST})
@@ -260,7 +260,7 @@ def test_with_states_first_gradients_stay_where_states_can_go() -> None:
     program = emit(problem, stays, home_residents=True)
     left: dict[bool, set[bool]] = {}
     for states_first in (False, True):
-        found = offload_to_disk(trace, program, machine, reserve_nbytes=0, states_first=states_first)
+        found = offload(trace, program, machine, reserve_nbytes=0, states_first=states_first)
         assert found is not None
         copies = (action for actions in found.actions for action in actions if isinstance(action, Copy))
         left[states_first] = {copy.chunk.role.is_state for copy in copies if copy.target is DISK}
