@@ -51,6 +51,16 @@ class CapacityError(PlanError):
         self.enough_nbytes = enough_nbytes
         self.cap_nbytes = cap_nbytes
 
+    @property
+    def on_host(self) -> bool:
+        """It is a tier below DEVICE that lacks room."""
+        return self.tier is not Tier.DEVICE
+
+    @property
+    def on_disk(self) -> bool:
+        """It is DISK that lacks room."""
+        return self.tier is Tier.DISK
+
 
 class StateError(ChunkmemError):
     """A call came in an order, or touched an object in a state, that cannot be served."""

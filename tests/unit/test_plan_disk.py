@@ -275,6 +275,8 @@ def test_a_disk_that_is_too_small_is_named() -> None:
     with pytest.raises(CapacityError, match=r"on DISK, which may hold 1 B; raise memory\.disk\.capacity") as raised:
         make_plan(trace, machine)
     assert raised.value.tier is Tier.DISK
+    assert raised.value.on_host
+    assert raised.value.on_disk
     assert raised.value.cap_nbytes == 1
     make_plan(trace, replace(machine, disk_nbytes=raised.value.needed_nbytes))
 
