@@ -29,6 +29,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.autograd import profiler
 
 from chunkmem.errors import TierIOError
@@ -40,7 +41,6 @@ from chunkmem.runtime.actions import PlanActions
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, residency
 from chunkmem.runtime.copy_order import Step
 from chunkmem.runtime.left_out import LeftOut
-from chunkmem.runtime.moment_names import MomentNames
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.tiers import Tiers
@@ -72,6 +72,28 @@ class _Tries:
     """How many events make another try worth while."""
     num_unfit: int = 0
     """Events since the last one."""
+
+
+class _MomentNames:
+    """The moment that runs is a range of torch's profile, while there is one."""
+
+    def __init__(self) -> None:
+        self.shown: torch.profiler.record_function | None = None
+        """The range of the moment that runs."""
+
+    def show(self, label: str) -> None:
+        """A moment begins."""
+        if self.shown is not None:
+            self.end()
+        if torch.autograd.profiler._is_profiler_enabled:
+            self.shown = torch.profiler.record_function(f"chunkmem {label}")
+            self.shown.__enter__()
+
+    def end(self) -> None:
+        """No moment runs."""
+        if self.shown is not None:
+            self.shown.__exit__(None, None, None)
+            self.shown = None
 
 
 class PlanExecutor(PlanActions):
@@ -107,7 +129,7 @@ class PlanExecutor(PlanActions):
             *(_Cue(m.kind, chunks[m.chunk], str(m), do) for m, do in zip(trace.moments, self._compile(), strict=True)),
             _Cue(None, None, "", ()),
         ]
-        self._profile = MomentNames()
+        self._profile = _MomentNames()
 
     @property
     def is_planned(self) -> bool:
