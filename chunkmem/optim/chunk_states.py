@@ -148,7 +148,9 @@ class ChunkStates:
             self.forget_options()
             self.claim_more(self.wanted(self._members.groups()))
             self._needs = needs
-        stateless = {m for m in (*pending, *anywhere) if self._rule.is_stateless(self._hyper(m))}
+        stateless = set[ManagedParameter]()
+        if any(self._rule.is_stateless(hyper) for hyper in hypers):
+            stateless = {m for m in (*pending, *anywhere) if self._rule.is_stateless(self._hyper(m))}
         for group in {managed.group for managed in pending if managed in stateless}:
             self._updater.make_master(group)
         self.prepare([managed for managed in pending if managed not in stateless], others=pending)
@@ -178,10 +180,11 @@ class ChunkStates:
             self._updater.place(self._members.owned(self._members.known()))
         specs = {managed: self.specs_of(managed) for managed in new}
         self._updater.make_states(new, {spec.role for own in specs.values() for spec in own.values()})
+        # A count of their own from now on: what a step leaves behind is what later ones find.
+        count = NO_UPDATES.clone()
         for managed, own in specs.items():
             entry = {key: spec.role for key, spec in own.items()} if self._rule.begins_at_zero else None
-            # A count of its own from now on: what a step leaves behind is what later ones find.
-            self.records[managed] = Record(NO_UPDATES.clone(), entry, is_new=entry is None)
+            self.records[managed] = Record(count, entry, is_new=entry is None)
 
     def make_blank(self, params: Iterable[ManagedParameter]) -> None:
         """Have states of zero that can be loaded into; an update of `params` finds those that it begins with."""

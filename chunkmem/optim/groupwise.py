@@ -261,17 +261,19 @@ class GroupwiseStep:
             is_draft: the update may be thrown away.
         """
         items: dict[int, UpdateItem] = {}
+        options, numbers, records = self._options_of, self._numbers, self.states.records
+        stateless = set[int]()
         for managed in params:
-            index = self._options_of.get(managed)
-            if index is None:
+            if managed not in options:
                 return None
+            index = options[managed]
             if index not in items:
                 items[index] = UpdateItem(hyper_of(index), [], [], drafts=[] if is_draft else None)
-            item = items[index]
-            record = Record() if self.rule.is_stateless(item.hyper) else self.states.records.get(managed)
-            if record is None:
+                if self.rule.is_stateless(items[index].hyper):
+                    stateless.add(index)
+            if index not in stateless and managed not in records:
                 return None
-            item.add(managed, self._numbers[managed], record)
+            items[index].add(managed, numbers[managed], Record() if index in stateless else records[managed])
         return list(items.values())
 
     @torch.no_grad()

@@ -148,7 +148,10 @@ class UpdateItem:
     def add(self, managed: ManagedParameter, number: int, record: Record) -> None:
         """Add a parameter to what is updated; a new record is that of one without a state."""
         self.params.append(managed)
-        self.steps.append(FIRST_UPDATE if record.count is NO_UPDATES else record.count + 1)
+        if self.records and record.count is self.records[-1].count:  # they have been updated together
+            self.steps.append(self.steps[-1])
+        else:
+            self.steps.append(FIRST_UPDATE if record.count is NO_UPDATES else record.count + 1)
         self.numbers.append(number)
         self.records.append(record)
         if self.drafts is not None:

@@ -255,7 +255,7 @@ class GroupUpdater:
         """Return what updates a group in place; all tensors are looked up now, and numbers read."""
         param, master = chunks[0], chunks[0].master
         views = {chunk.id.role: self._store.views(chunk, tier) for chunk in chunks}
-        items = [replace(item, steps=[step.clone() for step in item.steps]) for item in items]
+        items = [replace(item, steps=_copies(item.steps)) for item in items]
         # Parameters that are not updated have to be there: a plan that is followed again has only now dropped them.
         low = param.replicas[tier].flat
         high = None if param.ready(tier) or master is None else master.replicas[tier].flat
@@ -390,3 +390,9 @@ class GroupUpdater:
         grad = managed.param.grad
         # A tensor that a user has assigned, and still uses, is one more replica.
         return slots if grad is None or isinstance(grad, LazyGradient) else [*slots, grad]
+
+
+def _copies(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy numbers; if they all are one tensor, that once."""
+    others = [number for number in numbers if number is not numbers[0]]
+    return [number.clone() for number in numbers] if others else [numbers[0].clone()] * len(numbers)
