@@ -96,7 +96,8 @@ class Reporting:
         """Return what happened in the last step that is over; `str()` is one line. None before the first.
 
         Nothing is waited for but the step's own computation: copies and updates that are under way for the next step
-        still are spans of no length at its end, and have their length when asked again later.
+        still are spans of no length at its end, and have their length when asked again later. Where all fits DEVICE,
+        steps that are known have a length and peaks, and no moments.
         """
         return self.runtime.controller.timelines.last()
 

@@ -80,6 +80,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # One thread in the processes that tests start, too. Beside other tests, torch's would mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if config.getoption("--full"):
+        os.environ["TESTS_ARE_FULL"] = "1"  # for tests/helpers/twins.py
     # xdist's own order is by the number of tests in a file, which says nothing about how long they take.
     config.option.loadscopereorder = False
     # cuBLAS reads it once, when it is first used; without it, it is free to split sums differently in every call.

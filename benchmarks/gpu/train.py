@@ -135,8 +135,9 @@ def train_chunkmem(work: Work) -> Training:
             folder.cleanup()
 
     def has_settled() -> bool:
-        entry = manager.runtime.controller.known.training
-        return entry is not None and entry.is_settled
+        controller = manager.runtime.controller
+        entry = controller.known.training
+        return controller.residence.is_on or (entry is not None and entry.is_settled)
 
     return Training(
         model,

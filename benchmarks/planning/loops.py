@@ -38,9 +38,10 @@ class _Running:
         if is_measured:
             self.cpu_s.append(time.process_time() - began_s)
         if is_measured and self.side.manager is not None:
-            plan_executor = self.side.manager.runtime.controller.now.plan_executor
+            now = self.side.manager.runtime.controller.now
+            plan_executor = now.plan_executor
             if plan_executor is None:
-                self.num_recorded += 1
+                self.num_recorded += now.recorder is not None
             else:
                 self.num_plan_misses += plan_executor.step_log.plan_misses
                 self.num_left_out += bool(plan_executor.left_out.spans)

@@ -106,6 +106,8 @@ class EntryPoints:
         if self._sharding.reduction is not None:
             modules.gradients.discard_unset()  # before what comes now is added to it, or reduced with it
         self._controller.begin_root(id(root), grad_enabled=grad_enabled, before_iteration=self._leave_to_autograd)
+        if self._controller.residence.is_on:
+            return
         modules.registry.check()
         modules.surface.check_copies()
         modules.require_values()
@@ -183,6 +185,7 @@ class EntryPoints:
                     self.updates.append(Interval(began, self._memory.store.clock.timestamp()))
             except BaseException:
                 self._controller.access_failed()  # no other step has these events
+                self._controller.residence.leave()  # hooks tell what may not come before it is continued
                 raise
             finally:
                 self._stepping = False
@@ -241,7 +244,10 @@ class EntryPoints:
     def _settle_gradients(self, label: str, *, is_step: bool) -> None:
         """Have the gradients as `.grad` says, over ranks as their means with their owners."""
         gradients, reduction = self._modules.gradients, self._sharding.reduction
-        gradients.settle(self._modules.registry.parameters)
+        if self._controller.residence.is_on and is_step:
+            gradients.settle_left()
+        else:
+            gradients.settle(self._modules.registry.parameters)
         if reduction is not None:
             self._state_frozen()
             parameters = self._modules.registry.parameters

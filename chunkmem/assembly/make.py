@@ -30,7 +30,8 @@ from chunkmem.config import Config, OptsConfig, flattened
 from chunkmem.errors import ConfigError
 from chunkmem.layout.spec import digest
 from chunkmem.nn.autocast import AutocastCache
-from chunkmem.nn.binding import BoundChunk, trained
+from chunkmem.nn.binding import BoundChunk
+from chunkmem.nn.registry import ModelRegistry
 from chunkmem.nn.wrappers import check_wrappers
 from chunkmem.optim.by_form import updates_by_form
 from chunkmem.optim.foreign import ForeignStepCheck
@@ -101,6 +102,7 @@ def build_runtime(origin: Origin, *, before: Runtime | None = None) -> Runtime:
         after_first_step=collect,
     )
     hooks = modules.hooks(entry_points)
+    memory.pager.events.resident.append(hooks.stay)
     built = BuiltModels(
         sharding, modules, updater, entry_points, hooks, device=compute.device, dtype=DTYPES[config.precision]
     )
@@ -204,8 +206,15 @@ def _make_controller(
         ),
         layout=lambda: digest(model.layout for model in registry.models) + where,
         is_lone=sharding.shards is None,
-        trainable=lambda: bytes(map(trained(registry.parameters).__contains__, registry.parameters)),
+        trainable=partial(_trainable, registry),
         num_backwards=lambda: modules.backward.num_ended,
         regions=modules.regions,
+        is_model=lambda root: any(id(model.root) == root for model in registry.models),
         watch=lambda: Watch(tiers, is_chunk=modules.declared.is_chunk, sample=tracer.use_async_mem_monitor),
     )
+
+
+def _trainable(registry: ModelRegistry) -> bytes:
+    """Tell which parameters require gradients: a byte for each."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return bytes([managed.param.requires_grad for managed in registry.parameters])

@@ -303,6 +303,7 @@ def make_training(
     """
     pager = memory.pager
     shards = ShardStore(ranks, exchanges, pager) if exchanges and ranks.size > 1 else None
+    pager.events.hears_inside.append(lambda: shards is not None or ranks.stages is not None)
     places = StatePlaces(memory.store, memory.caps, margin_use_ratio=margin_use_ratio)
     slots = make_slots(pager, settles=places.updates_on_host, landed=parts.landed)
     values = GradientValues(
@@ -367,7 +368,7 @@ def make_modules(
         access,
         backward,
         gradients,
-        GradientHooks(gradients, backward, turn, updates=updater.in_backward, graph_references=access.graph_references),
+        GradientHooks(gradients, backward, turn, pager.events, updates=updater.in_backward),
         server,
         surface,
         Borders(is_outermost=access.is_outermost),

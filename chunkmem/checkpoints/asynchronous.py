@@ -157,6 +157,7 @@ def begin_saving(state: dict[str, Any], path: Path, runtime: Runtime) -> Saving:
             with told_to_all(path, ranks):
                 order = {group: at for at, group in enumerate(runtime.memory.pager.last_updates)}
                 part = _Part.of(planned, order)
+                runtime.controller.residence.leave()
                 snapshot = store.snapshot = _take_snapshot(part, runtime)
             outcome, name = _Outcome(path), ranks.from_first(uuid.uuid4().hex, label=_LABEL)
             writing = _Writing(planned, part, snapshot, ranks.notes(f"chunkmem saves {name}"), outcome)

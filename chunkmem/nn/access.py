@@ -18,6 +18,8 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import cast
 
 import torch
@@ -54,7 +56,10 @@ class AccessTracker:
         """Groups of which somebody has an address: it is kept until the next call of a model or step."""
         self._held: dict[int, None] = {}
         """Groups that are pinned for somebody who keeps references; see [Note: References]."""
+        self.resident: list[Chunk] = []
+        """Pinned as they stay on DEVICE from step to step; see [Note: Resident models] in `chunkmem.nn.hooks`."""
         pager.holder = self
+        pager.events.resident.append(self.stay)
 
     @property
     def pinning(self) -> tuple[object, ...]:
@@ -229,6 +234,21 @@ class AccessTracker:
                 self._let_go(group)
                 has_let_go = True
         return has_let_go
+
+    def stay(self, is_resident: bool) -> None:
+        """Have all chunks stay on DEVICE, and their parameters be open, or no longer; see [Note: Resident models]."""
+        if is_resident:
+            for chunk in self.chunks.values():
+                self._pager.keep(chunk, reader="a model that fits")
+                cast(BoundChunk, chunk.home).stay(partial(setattr, chunk, "is_written_past", True))
+                self.resident.append(chunk)
+            return
+        self.hold_kept(chunk.id.group for chunk in self.resident)
+        with ExitStack() as stack:  # all of it, also where a user has left a parameter that cannot be kept
+            while self.resident:
+                chunk = self.resident.pop()
+                stack.callback(self._pager.let_go, chunk)
+                stack.callback(cast(BoundChunk, chunk.home).may_leave)
 
     def holders(self) -> tuple[str, ...]:
         """Return the names of the parameters whose chunks are held."""

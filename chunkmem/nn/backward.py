@@ -17,7 +17,7 @@ the chunk stays until as many are gone as the calls announced so far had left.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from functools import partial
 
 import torch
@@ -66,6 +66,8 @@ class BackwardTracker:
         self._ordinary = ordinary
         self._regions = regions
         self._chunks: dict[int, Chunk] = access.chunks
+        self.graph_references: Mapping[int, int] = access.graph_references
+        """By group, how often graphs whose backward is to come have saved memory of its weights."""
         self.num_ended = 0
         """Backwards that were run to their end."""
         self._waiting: dict[ManagedParameter, list[BackwardCall]] = {}

@@ -3,15 +3,19 @@
 [Note: Open parameters] A Parameter is an ordinary `nn.Parameter` only while somebody is known to use it: a running
 module that has looked it up, `manager.gather`, or an operator that is being served. Then it is *open*, and its chunk is
 pinned on DEVICE. At all other times its class is a subclass that sends every operator through `chunkmem.nn.served`,
-which brings the chunk first. Changing the class costs less than 0.1 us and no operator is slower while it is open.
+which brings the chunk first. Changing the class costs less than 0.1 us and no operator is slower while it is open. One
+that stays open, of a model that fits, tells when it gives out memory past autograd's version counters.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
 
 import torch
+from torch import nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from chunkmem.errors import StateError
@@ -22,6 +26,10 @@ from chunkmem.runtime.storage import ChunkStorage
 
 ServedClass = Callable[[type[torch.nn.Parameter]], type[torch.nn.Parameter]]
 """Returns the subclass of a Parameter's class that serves itself; see [Note: Open parameters]."""
+
+
+_PAST_COUNTERS = ("data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "__array__", "__dlpack__")
+"""Methods that give out memory, past autograd's version counters; `.data` is another such way."""
 
 
 class Served:
@@ -57,13 +65,70 @@ def move_to(param: torch.nn.Parameter, memory: torch.Tensor) -> None:
     param.requires_grad_(requires_grad)
 
 
+def resident_class(
+    open_class: type[nn.Parameter], note: Callable[[], object], *, note_assigned: Callable[[], object]
+) -> type[nn.Parameter]:
+    """Return a subclass of a Parameter's class that calls `note` before it gives out its memory.
+
+    `note_assigned` is called when `.data` is assigned. No operator is slower for it, and torch's own code does not ask
+    Python for what is noted here.
+    """
+
+    def get_data(self: Any) -> torch.Tensor:
+        note()
+        found: torch.Tensor = open_class.data.__get__(self)  # type: ignore[attr-defined]
+        return found
+
+    def set_data(self: Any, values: torch.Tensor) -> None:
+        note_assigned()
+        open_class.data.__set__(self, values)  # type: ignore[attr-defined]
+
+    def copied(self: Any, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            values = open_class.data.__get__(self).clone(memory_format=torch.preserve_format)  # type: ignore[attr-defined]
+            memo[id(self)] = open_class(values, self.requires_grad)
+        return memo[id(self)]
+
+    def noting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            note()
+            return method(self, *args, **kwargs)
+
+        return noted
+
+    members: dict[str, Any] = {name: noting(getattr(open_class, name)) for name in _PAST_COUNTERS}
+    members["data"] = property(get_data, set_data)
+    if open_class.__deepcopy__ is nn.Parameter.__deepcopy__:
+        members["__deepcopy__"] = copied
+    members["__module__"], members["__doc__"] = open_class.__module__, open_class.__doc__
+    made: type[nn.Parameter] = type(open_class)(open_class.__name__, (open_class,), members)  # type: ignore[misc]
+    return made
+
+
 class ManagedParameter:
     """A Parameter the user made, and where its values are. The Parameter object itself is never replaced."""
 
     __slots__ = (
-        "_assigned", "_blank", "_closed_class", "_num_users", "_open_class", "accumulator", "bound", "built_dtype",
-        "group", "is_drawn", "name", "num_assigned", "param", "placeholder", "position", "shape",
-        "slot", "stride", "version", "view",
+        "_assigned",
+        "_blank",
+        "_closed_class",
+        "_num_users",
+        "accumulator",
+        "bound",
+        "built_dtype",
+        "group",
+        "is_drawn",
+        "name",
+        "num_assigned",
+        "open_class",
+        "param",
+        "placeholder",
+        "position",
+        "shape",
+        "slot",
+        "stride",
+        "version",
+        "view",
     )  # fmt: skip
 
     def __init__(
@@ -100,7 +165,7 @@ class ManagedParameter:
         self.accumulator: object | None = None
         """The end of its gradients' way in autograd's graphs, kept so that references to the parameter can be counted:
         it holds one, and would come and go with graphs."""
-        self._open_class: type[torch.nn.Parameter] = type(param)
+        self.open_class: type[torch.nn.Parameter] = type(param)
         self._closed_class: type[torch.nn.Parameter] | None = None
         self._num_users = 0
         self._assigned: tuple[weakref.ref[torch.Tensor], int] | None = None
@@ -137,26 +202,26 @@ class ManagedParameter:
     def like(self, value: torch.Tensor) -> torch.nn.Parameter:
         """Return an ordinary parameter of the same class with these values."""
         param = torch.nn.Parameter(value, self.requires_grad)
-        param.__class__ = self._open_class
+        param.__class__ = self.open_class
         return param
 
     def serve(self, served_class: ServedClass) -> None:
         """Close the parameter, for the first time: from now on it serves itself; see [Note: Open parameters]."""
-        self._closed_class = served_class(self._open_class)
+        self._closed_class = served_class(self.open_class)
         if self._num_users == 0:
             self.param.__class__ = self._closed_class
 
     def unserve(self) -> None:
         """Undo `serve`. Nobody has the parameter open."""
         assert self._num_users == 0
-        self.param.__class__ = self._open_class
+        self.param.__class__ = self.open_class
         self._closed_class = None
 
     def open(self) -> None:
         """Somebody uses the parameter, whose chunk is pinned on DEVICE, as an ordinary one. Undo it with `close`."""
         self._num_users += 1
         if self._num_users == 1 and self._closed_class is not None:
-            self.param.__class__ = self._open_class
+            self.param.__class__ = self.open_class
 
     def close(self) -> None:
         """Undo one `open`.
@@ -166,12 +231,12 @@ class ManagedParameter:
                 from before.
         """
         self._num_users -= 1
-        if self._num_users > 0:
+        if self._num_users > 0 and not self.bound.stays:
             return
         try:
             self.take_assigned()
         finally:
-            if self._closed_class is not None:
+            if self._num_users == 0 and self._closed_class is not None:
                 self.param.__class__ = self._closed_class
 
     def take_assigned(self) -> None:
@@ -183,7 +248,7 @@ class ManagedParameter:
         if self.view is None or not self.bound.is_bound:
             return
         # Neither of these is an operator, which a user's mode would see.
-        if self.param.data_ptr() != self.view.data_ptr() or self.param.stride() != self.stride:
+        if torch.Tensor.data_ptr(self.param) != self.view.data_ptr() or self.param.stride() != self.stride:
             with runtime_mode():
                 assigned = self.param.data
                 self.param.data = self.view
@@ -263,6 +328,10 @@ class BoundChunk:
         self.is_bound = False
         self._lost: list[str] = []
         """Parameters that were written to while they were away, past what serves them."""
+        self._is_assigned = False
+        """While it stays, somebody has assigned `.data` of a parameter."""
+        self.stays = False
+        """On DEVICE, with parameters that are open; see [Note: Resident models] in `chunkmem.nn.hooks`."""
         self.was_assigned = False
         """A parameter's `.data` has been assigned, and the values put into the chunk."""
         self.on_other_storage: Callable[[int, int], None] = lambda before, now: None
@@ -356,12 +425,49 @@ class BoundChunk:
             ours += len(self.parameters)
         return self.num_references() - ours + sum(managed.num_references() for managed in self.parameters)
 
+    def stay(self, note: Callable[[], object]) -> None:
+        """The chunk stays on DEVICE, where it is, and anybody may use its parameters as ordinary ones.
+
+        `note` is called before memory is given out that may be written to past autograd's version counters.
+        """
+        self.stays = True
+        for managed in self.parameters:
+            managed.open()
+            managed.param.__class__ = resident_class(managed.open_class, note, note_assigned=self._note_assigned)
+
+    def may_leave(self) -> None:
+        """Undo `stay`. Raises what `ManagedParameter.close` does; all parameters are closed then, too."""
+        self.stays = False
+        with ExitStack() as stack:
+            for managed in self.parameters:
+                managed.param.__class__ = managed.open_class
+                stack.callback(managed.close)
+
+    def _take_assigned(self) -> None:
+        """Take up what users have assigned to the `.data` of parameters that stay."""
+        if self._is_assigned:
+            self._is_assigned = False
+            for managed in self.parameters:
+                managed.take_assigned()
+
+    def _note_assigned(self) -> None:
+        self._is_assigned = True
+
+    def _look_for_writes(self) -> list[ManagedParameter]:
+        """Return the parameters that were written to: autograd's version counter moved."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [managed for managed in self.parameters if managed.param._version != managed.version]
+        if self.stays:
+            self._is_assigned = self._is_assigned or bool(found)  # `param.set_(...)` counts as a write, too
+            self._take_assigned()
+        return found
+
     def take_written(self) -> bool:
         """Tell, once, whether a bound parameter was written to: autograd's version counter moved."""
         if not self.is_bound:
             return False
+        written = self._look_for_writes()
         with torch._C.DisableTorchFunctionSubclass():
-            written = [managed for managed in self.parameters if managed.param._version != managed.version]
             for managed in written:
                 managed.version = managed.param._version
         was_assigned, self.was_assigned = self.was_assigned, False
@@ -371,8 +477,7 @@ class BoundChunk:
         """Tell what `take_written` is going to; see `ChunkHome`."""
         if not self.is_bound:
             return False
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.was_assigned or any(m.param._version != m.version for m in self.parameters)
+        return bool(self._look_for_writes()) or self.was_assigned
 
     def check(self) -> None:
         """Raise, once, if a parameter stands neither on its slot nor on its placeholder, or was written to while away.
@@ -383,6 +488,7 @@ class BoundChunk:
         Raises:
             StateError: something gave a parameter other memory, or values that had nowhere to go.
         """
+        self._take_assigned()
         strayed, lost = [], self._lost
         self._lost = []
         for managed in self.parameters:
@@ -393,7 +499,7 @@ class BoundChunk:
                 )
             own = managed.view if self.is_bound else managed.placeholder
             assert own is not None
-            if not stands_at(managed.param, own):
+            if not self.stays and not stands_at(managed.param, own):
                 managed.param.data = own
                 managed.version = managed.param._version
                 managed.accumulator = None  # torch has made itself another one

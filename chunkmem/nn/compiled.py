@@ -143,6 +143,7 @@ class CompiledModules:
         self._parts: tuple[Encloses, ...] = ()
         self._handle = on_children(self, CompiledModules.notice)
         self._events = events
+        events.hears_inside.append(lambda: bool(self._calls))
 
     def fit(self, root: nn.Module, parts: Iterable[Encloses]) -> None:
         """Take over what is compiled, or is to be, under a model that was packed; `parts` have fitted its modules."""
@@ -174,8 +175,6 @@ class CompiledModules:
         """
         if any(below in self._known for below in module.modules()):
             self._compile(module, partial(_compiled_with, options))
-            for tell in self._events.compiled:
-                tell()
         else:
             self._asked.ask(module, compile_options=dict(options))
 
@@ -186,8 +185,6 @@ class CompiledModules:
         elif not any(below in self._calls for below in module.modules()):
             type(module).compile(module, **options)
             self._take_call(module)
-            for tell in self._events.compiled:
-                tell()
 
     def close(self) -> None:
         """Hear of what is compiled no more. Idempotent."""
@@ -203,9 +200,7 @@ class CompiledModules:
         module: Any = made()
         del vars(module)["_initialize"]
         type(module)._initialize(module)
-        if self._take_over(module):
-            for tell in self._events.compiled:
-                tell()
+        self._take_over(module)
 
     def _note(self, module: nn.Module, *, is_listed: bool) -> None:
         self._known.add(module)
@@ -214,14 +209,13 @@ class CompiledModules:
         for child in module.children():
             self._note(child, is_listed=is_listed or isinstance(module, _LISTS))
 
-    def _take_over(self, optimized: Any) -> bool:
+    def _take_over(self, optimized: Any) -> None:
         """Compile what is in a module of `torch.compile(model)`, which is only passed through from now on."""
         context = optimized.dynamo_ctx
         if not isinstance(context, sys.modules["torch._dynamo.eval_frame"].OptimizeContext):
-            return False  # what is not to be compiled
+            return  # what is not to be compiled
         self._compile(optimized._orig_mod, context)
         self.fitted.set(optimized, "forward", partial(_pass_through, weakref.ref(optimized)))
-        return True
 
     def _take_call(self, module: nn.Module) -> None:
         """Surround a module that `module.compile()` has compiled before it was packed."""
@@ -240,6 +234,8 @@ class CompiledModules:
 
     def _enclose(self, unit: nn.Module, compiled: Call) -> None:
         self._check_addresses(unit, compiled)
+        for tell in self._events.compiled:
+            tell()
         _hide_from_compiler()
         call = CompiledCall(unit, unit._call_impl if self._is_rehearsal else compiled)
         for part in self._parts:

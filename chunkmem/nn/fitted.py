@@ -13,6 +13,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 _ABSENT = object()
+Paused = list[tuple[dict[int, Any], list[int], dict[int, Any]]]
+"""Of hooks that are paused: where they were registered, the order of all hooks there, and the hooks."""
 
 
 class FittedModules:
@@ -56,6 +58,23 @@ class FittedModules:
             handle.remove()
         if module in self._handles:
             self._handles[module] = []
+
+    def pause(self, module: nn.Module) -> Paused:
+        """Take the hooks away that were registered on a module, until `resume` is given what this returns."""
+        keys = {handle.id for handle in self._handles[module]}
+        paused = []
+        for handle in self._handles[module]:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                paused.append((hooks, list(hooks), {key: hooks.pop(key) for key in list(hooks) if key in keys}))
+        return paused
+
+    def resume(self, paused: Paused) -> None:
+        """Have hooks called again, in the order they had; those that others have registered since come after them."""
+        for hooks, order, own in paused:
+            now = {**hooks, **own}
+            hooks.clear()
+            hooks.update((key, now[key]) for key in dict.fromkeys((*order, *now)) if key in now)
 
     def take_out(self, module: nn.Module, attributes: dict[str, Any]) -> None:
         """Take out of the attributes of a module, of which these are a copy, what was set and registered here."""

@@ -12,6 +12,7 @@ from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.turn import Turn
+from chunkmem.runtime.step_events import StepEvents
 
 
 class UpdatesInBackward(Protocol):
@@ -41,12 +42,13 @@ class GradientHooks:
         book: GradientBook,
         backward: BackwardTracker,
         turn: Turn,
+        events: StepEvents,
         *,
         updates: UpdatesInBackward,
-        graph_references: Mapping[int, int],
     ) -> None:
-        """Catch none yet; `graph_references` is as for `UpdatesInBackward`."""
-        self._graph_references = graph_references
+        """Catch none yet; `events` tell when none need be caught."""
+        events.resident.append(self._pause)
+        self._graph_references = backward.graph_references
         self._book = book
         self._updates = updates
         self._backward = backward
@@ -59,6 +61,11 @@ class GradientHooks:
         for managed in params:
             if managed not in self._handles and managed.requires_grad:
                 self._watch(managed)
+
+    def _pause(self, is_resident: bool) -> None:
+        """Catch none until the next `watch`, if models are resident."""
+        if is_resident:
+            self.unwatch(list(self._handles))
 
     def unwatch(self, params: Iterable[ManagedParameter]) -> None:
         """Catch their gradients no more."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -104,9 +104,26 @@ class GradientSlots:
             else:
                 slot.copy_(grad)
                 landed.add(managed)
+        self._has_landed(group, managed.group)
+
+    def land_all(self, number: int, grads: Mapping[ManagedParameter, torch.Tensor]) -> None:
+        """Put gradients of a group into their slots, replacing what has landed there. Raises what `land` does."""
+        self.num_changes += 1
+        group = self._writable(number, "gradients of a step", zero=False)
+        if self.given:
+            self.withdraw(grads)
+        views = self._pager.store.views(group.chunk, group.chunk.compute_tier)
+        with runtime_mode():
+            torch._foreach_copy_([views[managed.position] for managed in grads], list(grads.values()))
+        landed = self.landed[number] = self.landed.pop(number)
+        landed.update(grads)
+        self._has_landed(group, number)
+
+    def _has_landed(self, group: SlotGroup, number: int) -> None:
+        chunk = group.chunk
         if len(chunk.replicas) > 1:
             self._pager.store.mark_written(chunk)
-        is_settled = len(landed) >= group.num_expected and self._settles(managed.group)
+        is_settled = len(self.landed[number]) >= group.num_expected and self._settles(number)
         if is_settled or chunk.settled:
             self._pager.store.settle(chunk, is_settled=is_settled)
 

@@ -127,6 +127,26 @@ class GradientBook:
                 del grad
                 self._take(managed)
 
+    def settle_left(self) -> None:
+        """Make the book agree with `.grad`, where autograd has left gradients since no hook has caught them.
+
+        Those stay in `.grad`, as in plain PyTorch. Raises what `land` does.
+        """
+        sources, rest = self.values.sources, list[ManagedParameter]()
+        for number, group in self.slots.groups.items():
+            left = {m: grad for m in group.members if type(grad := m.param.grad) is torch.Tensor}
+            if [grad for grad in left.values() if grad.layout is not torch.strided]:
+                left = {}
+            if left:
+                self.slots.land_all(number, left)
+                for managed in left:
+                    sources[managed].state = GradientState.NONE
+            if len(left) < len(group.members):
+                landed, none = self.slots.landed.get(number, ()), GradientState.NONE
+                others = [m for m in group.members if m not in left]
+                rest += [m for m in others if m.param.grad is not None or sources[m].state is not none or m in landed]
+        self.settle(rest)
+
     def _shown_state(self, managed: ManagedParameter) -> GradientState | None:
         """Return the state of a gradient that `.grad` shows; None: a user has replaced or discarded it."""
         grad, source = managed.param.grad, self.values.sources[managed]
@@ -228,11 +248,11 @@ class GradientBook:
 
     def use_up(self, params: Collection[ManagedParameter], *, of_all_ranks: bool = True) -> None:
         """Forget the gradients of `params`, as after their update; for the arguments see `GradientSlots.forget`."""
+        sources, none = self.values.sources, GradientState.NONE
         with torch._C.DisableTorchFunctionSubclass():
-            for managed in params:
-                is_shown = managed.param.grad is not None
-                is_there = is_shown and self._shown_state(managed) not in (None, GradientState.NONE)
-                self.values.sources[managed].state = GradientState.CONSUMED if is_there else GradientState.NONE
+            for managed in [managed for managed in params if sources[managed].state is not none]:
+                is_there = self._shown_state(managed) not in (None, none)
+                sources[managed].state = GradientState.CONSUMED if is_there else none
         self.slots.forget(params, of_all_ranks=of_all_ranks)
 
 

@@ -1,4 +1,11 @@
-"""What a managed model is fitted with: reads that report, and hooks where modules begin and end."""
+"""What a managed model is fitted with: reads that report, and hooks where modules begin and end.
+
+[Note: Resident models] Where a plan moves nothing, since all chunks of the manager are on DEVICE from step to step,
+there is nothing to hear of calls inside of a model. So hooks inside of models, reports of reads and hooks on gradients
+are taken away, every chunk of weights is pinned, every Parameter is an ordinary one, and autograd leaves gradients in
+`.grad`, where the step finds them: a step is plain PyTorch's but for a look at its beginning and the update. They come
+back before anything else: a step of another kind, other models, parameters that are frozen, room that is wanted.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +27,11 @@ from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter, trained
 from chunkmem.nn.compiled import CompiledCall
-from chunkmem.nn.fitted import FittedModules
+from chunkmem.nn.fitted import FittedModules, Paused
 from chunkmem.nn.frames import Frame, in_backward
 from chunkmem.nn.guard import AccessGuard
 from chunkmem.nn.module_policy import ModulePolicies
-from chunkmem.nn.parameter_reads import IN_UNIT, ParameterReads, not_picklable
+from chunkmem.nn.parameter_reads import IN_UNIT, ParameterReads, QuietReads, not_picklable
 from chunkmem.nn.regions import RegionActivations
 from chunkmem.nn.saved_tensors import ChunkHooks
 from chunkmem.nn.turn import Turn
@@ -127,6 +134,8 @@ class ModuleHooks:
         """What was fitted so far."""
         self._about: WeakKeyDictionary[nn.Module, FittedModule] = WeakKeyDictionary()
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._paused: WeakKeyDictionary[nn.Module, Paused] = WeakKeyDictionary()
+        """Modules that nothing is heard of now; see [Note: Resident models]."""
         self.is_timed = False
         """Somebody asks for `spent_s`."""
         self.spent_s = 0.0
@@ -183,6 +192,26 @@ class ModuleHooks:
         if fitted.is_shareable:
             return _SharedHook(self, ModuleHooks._enter, fitted), _SharedHook(self, ModuleHooks._leave, fitted)
         return partial(self._enter, fitted), partial(self._leave, fitted)
+
+    def stay(self, is_resident: bool) -> None:
+        """Pause, or resume, as models are resident or not any more."""
+        (self._pause if is_resident else self._resume)()
+
+    def _pause(self) -> None:
+        """Hear of no call inside of a model, and of no read there; see [Note: Resident models]."""
+        for module in self.fitted:
+            if module not in self._roots:
+                self._paused[module] = self.fitted.pause(module)
+                if isinstance(module._parameters, ParameterReads):
+                    vars(module)["_parameters"] = module._parameters.quiet()
+
+    def _resume(self) -> None:
+        """Undo `_pause`."""
+        for module, paused in self._paused.items():
+            self.fitted.resume(paused)
+            if isinstance(module._parameters, QuietReads):
+                vars(module)["_parameters"] = module._parameters.reporting()
+        self._paused.clear()
 
     def enclose(self, unit: nn.Module, call: CompiledCall) -> None:
         """Have a compiled call read all that its module may, and no module inside of it; see `CompiledModules`.

@@ -72,6 +72,7 @@ class RegionActivations(OwnHooks):
             is_rehearsal: under fake tensors.
         """
         self._pager = pager
+        pager.events.hears_inside.append(lambda: bool(policies.by_name))
         self._is_rehearsal = is_rehearsal
         self._device = device
         self._turn = turn

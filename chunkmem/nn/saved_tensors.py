@@ -91,6 +91,9 @@ class ChunkHooks:
         self._declared = declared
         self._pager = pager
         self._turn = turn
+        self._has_users = False
+        """Hooks of users have been replaced, those of checkpoints aside."""
+        pager.events.hears_inside.append(lambda: self._has_users)
 
     def replace(self) -> None:
         """Put ours in place of a user's, if those are on top of the stack."""
@@ -102,6 +105,7 @@ class ChunkHooks:
             return
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return  # as in transforms of torch.func
+        self._has_users = self._has_users or not of_checkpoint
         hooks = HooksOfCheckpoint(self, *top) if of_checkpoint else HooksOfUser(self, *top)
         torch._C._autograd._pop_saved_tensors_default_hooks()
         torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)

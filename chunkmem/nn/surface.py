@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -69,6 +70,8 @@ class ModuleSurface:
         """Copies that `model.state_dict()` gave out."""
         self.fitted = FittedModules()
         """What was fitted so far."""
+        self._owned: WeakKeyDictionary[nn.Module, Mapping[str, ManagedParameter]] = WeakKeyDictionary()
+        """The managed parameters of modules that have some."""
         self.awaited = AwaitedValues()
         """What was packed without values."""
 
@@ -89,8 +92,8 @@ class ModuleSurface:
 
     def check(self) -> None:
         """Raise if something still stands in for a managed parameter; see `check_own`."""
-        for module in self.fitted:
-            check_own(module._parameters, _own(module))
+        for module, own in self._owned.items():
+            check_own(module._parameters, own)
 
     def state_dict(self, root: nn.Module, *, lazily: bool = False) -> dict[str, Any]:
         """Return `root.state_dict()` with every tensor copied to the CPU; tied names share one copy.
@@ -124,6 +127,7 @@ class ModuleSurface:
 
     def fit(self, root: nn.Module, owned: Mapping[nn.Module, Mapping[str, ManagedParameter]]) -> None:
         """Fit every module under `root`; `owned` holds the managed parameters of those that have some."""
+        self._owned.update(owned)
         for module, own in owned.items():
             self.fitted.add(
                 module,
@@ -147,6 +151,7 @@ class ModuleSurface:
     def unfit(self) -> None:
         """Undo all that `fit` did."""
         self.fitted.undo()
+        self._owned.clear()
         self._given.clear()
 
     def _on_state_dict(

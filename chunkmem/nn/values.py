@@ -84,7 +84,7 @@ def storage_id(tensor: torch.Tensor) -> int | None:
         if tensor.layout is not torch.strided or tensor.is_meta:
             return None
         try:
-            return int(tensor.untyped_storage()._cdata)
+            return int(torch.Tensor.untyped_storage(tensor)._cdata)
         except (NotImplementedError, RuntimeError):
             return None
 

@@ -145,6 +145,7 @@ class ByLayerPipeline(Pipeline):
         start = batch.frozen.start
         if start not in self._outermost:
             self._outermost[start] = _Outermost()
+            self._runtime.memory.pager.events.hears_inside.append(lambda: True)
             self._runtime.hooks.fit_outermost(self._outermost[start], name="pipeline")
         return self._outermost[start]
 

@@ -25,6 +25,7 @@ import enum
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated
 
@@ -176,6 +177,12 @@ class Plan(
     """Where each group that the trace updates is updated."""
     name: str = ""
     """How it was chosen, for reports."""
+
+    @cached_property
+    def moves_nothing(self) -> bool:
+        """All that a step touches is on DEVICE when it begins, and stays there."""
+        is_moving = any(isinstance(action, Copy | Round) for actions in self.actions for action in actions)
+        return not is_moving and all(placed.tier is Tier.DEVICE for placed in self.start)
 
     def __repr__(self) -> str:
         copies = sum(isinstance(action, Copy) for actions in self.actions for action in actions)

@@ -387,6 +387,21 @@ class Pager:
             self.store.drop(chunk, tier)
         return [tier for tier in TIERS if chunk.ready(tier)]
 
+    def keep(self, chunk: Chunk, *, reader: object) -> None:
+        """Have a chunk stay where modules compute with it, until `let_go`: no step has to have room for that.
+
+        Raises: what `pin` does.
+        """
+        self._follow_stream()
+        tier = chunk.compute_tier
+        self._hold(chunk, tier, reader, elastic=True)
+        self.pinned_nbytes[tier] -= chunk.nbytes
+
+    def let_go(self, chunk: Chunk) -> None:
+        """Undo a `keep`."""
+        self.pinned_nbytes[chunk.compute_tier] += chunk.nbytes
+        self._let_go(chunk, chunk.compute_tier)
+
     @contextmanager
     def staying(self, chunk: Chunk) -> Iterator[None]:
         """Inside, the content of a chunk stays in the memory where it is, whatever else is brought there."""

@@ -28,5 +28,9 @@ class StepEvents:
     """All ranks ask for the means of gradients before the step, by a call of this name: surrounds that."""
     failed: list[Callable[[], object]] = field(default_factory=list)
     """An access that the step's policy was told of has raised an error: it has not happened."""
+    hears_inside: list[Callable[[], bool]] = field(default_factory=list)
+    """Tells whether somebody has to hear of calls inside of models, and of gradients: [Note: Resident models]."""
+    resident: list[Callable[[bool], object]] = field(default_factory=list)
+    """All chunks are on DEVICE, and stay there (True), or may leave it again: [Note: Resident models]."""
     compiled: list[Callable[[], object]] = field(default_factory=list)
-    """A module of a packed model has been compiled: steps read weights in another order."""
+    """A module of a packed model is about to be compiled: steps read weights in another order from then on."""

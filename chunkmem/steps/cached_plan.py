@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
@@ -17,6 +17,7 @@ from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.device import give_back_freed_ram
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.plan_executor import PlanExecutor
@@ -25,7 +26,7 @@ from chunkmem.sizes import format_nbytes
 from chunkmem.steps.plan_log import log_planning
 from chunkmem.steps.planning import StepPlanner
 from chunkmem.trace.model import Mode, Trace
-from chunkmem.types import Tier
+from chunkmem.types import ChunkId, Role, Tier
 
 _MAX_REFINEMENTS = 3
 _CLOSE = 0.05
@@ -81,6 +82,8 @@ class CachedPlan:
         self._num_refinements = 0
         """How often the trace was compared with the durations of a step that followed a plan."""
         self._director: TraceCursor | None = None
+        self.has_moved = False
+        """A step that was to move nothing has moved something all the same."""
         self._is_hopeless = False
         self._charged_nbytes = 0
         """For activations, beyond what was recorded."""
@@ -97,7 +100,7 @@ class CachedPlan:
         """Forget everything."""
         self.stop()
         self.trace = self.plan = self.plan_executor = self._planner = self._director = None
-        self._is_hopeless = False
+        self._is_hopeless = self.has_moved = False
         self._num_refinements = self._charged_nbytes = 0
 
     def take(self, trace: Trace) -> None:
@@ -132,6 +135,24 @@ class CachedPlan:
         if self._predicted is None or self._predicted[0] is not plan or self._predicted[1] is not trace:
             self._predicted = plan, trace, simulate(plan, trace)
         return self._predicted[2]
+
+    def fits(self, chunks: Mapping[ChunkId, Chunk]) -> bool:
+        """Tell whether steps like this one move none of all these chunks, which are on DEVICE.
+
+        There would be room for gradients twice: in their chunks, and as autograd makes them.
+        """
+        plan, trace = self.plan, self.trace
+        if plan is None or trace is None or self.has_moved or not plan.moves_nothing:
+            return False
+        staying = [chunk for key, chunk in chunks.items() if not key.role.kind.is_of_step]
+        if not all(chunk.ready(Tier.DEVICE) or chunk.version == NO_CONTENT for chunk in staying):
+            return False
+        machine = self.machine()
+        needed_nbytes = sum(chunk.nbytes for chunk in staying)
+        needed_nbytes += 2 * sum(chunk.nbytes for key, chunk in chunks.items() if key.role is Role.GRAD)
+        if machine.charges_non_model:
+            needed_nbytes += max(moment.non_model_peak_nbytes for moment in trace.moments)
+        return needed_nbytes <= machine.device_nbytes
 
     def stop(self) -> None:
         """Follow the plan no further, until the next iteration begins."""
@@ -192,6 +213,11 @@ class CachedPlan:
     def has_measured_times(self) -> bool:
         """The plan was made here, and with the durations of steps that followed it."""
         return self._planner is not None and not self.wants_durations
+
+    @property
+    def is_timed(self) -> bool:
+        """The plan was made here, and with the durations of a step that followed it."""
+        return self._planner is not None and self._num_refinements > 0
 
     @property
     def is_settled(self) -> bool:

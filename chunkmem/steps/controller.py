@@ -21,6 +21,7 @@ from chunkmem.runtime.failed import drain
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.runtime.policy import BetweenSteps, OnDemand
+from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.steps.cached_plan import CachedPlan
 from chunkmem.steps.iteration_end import IterationEnd
@@ -28,6 +29,7 @@ from chunkmem.steps.known import Iteration, KnownSteps
 from chunkmem.steps.plan_cache import Key
 from chunkmem.steps.plan_log import LOG
 from chunkmem.steps.region_choice import RegionChoices, Regions
+from chunkmem.steps.residence import Residence
 from chunkmem.steps.timelines import LastTimelines
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.tracing.recorder import Recorder
@@ -50,6 +52,7 @@ class StepController:
         trainable: Callable[[], bytes],
         num_backwards: Callable[[], int],
         regions: Regions,
+        is_model: Callable[[int], bool],
         is_lone: bool = True,
     ) -> None:
         """Begin with nothing known.
@@ -64,6 +67,7 @@ class StepController:
             trainable: returns which parameters require gradients.
             num_backwards: returns how many backwards there have been.
             regions: what is saved in them is managed.
+            is_model: tells whether what is called from outside is a whole model that was packed.
             is_lone: there is one rank. Else steps are recorded from when `may_record` says so, since the exchanges of
                 the first ones are not those of the others.
         """
@@ -87,6 +91,7 @@ class StepController:
         self.may_record = is_lone
         """Training steps are like those to come."""
         self._regions = regions
+        self.residence = Residence(pager, is_model=is_model)
         self._iteration_end = IterationEnd(pending=self._pending, num_backwards=num_backwards, is_lone=is_lone)
         self.timelines = LastTimelines(tiers, pager.store)
         events = pager.events
@@ -207,6 +212,7 @@ class StepController:
         is_over = self._iteration_end.is_over and not self.now.is_running
         if self.now.mode is Mode.EVAL or (self.now.mode is Mode.TRAIN and is_over):
             self._end_iteration()
+            self.residence.leave()
             self.now.is_settled = True
             for kinds in self.known.kinds.values():
                 kinds.stop()
@@ -218,6 +224,7 @@ class StepController:
 
     def forget(self) -> None:
         """There is more to manage than was recorded: record again."""
+        self.residence.leave()
         self.now.recorder, self.known.trained = None, b""
         self._stop_watch()
         for kinds in self.known.kinds.values():
@@ -235,11 +242,23 @@ class StepController:
             policy = self._pager.policy
             self._pager.policy = policy.policy if isinstance(policy, BetweenSteps) else policy
 
+    def _stay(self, entry: CachedPlan, key: Key) -> None:
+        """A step begins that moves nothing: nobody need hear of it."""
+        self.known.kinds[entry.mode].used(entry, key)
+        self._serve_on_demand()
+        self.now.step_log = StepLog(self._pager.store.clock)
+        self.residence.enter(entry)
+
     def _begin_iteration(self, mode: Mode, root: int) -> None:
         kinds = self.known.kinds[mode]
         self.now.key = key = self.known.key_of(root, mode)
         is_recorded = (self.may_record or mode is Mode.EVAL) and kinds.wants_record(key)
         entry = None if is_recorded else kinds.choose(key)
+        staying = None if is_recorded else self.residence.of(key, kinds, entry)
+        if staying is None:
+            self.residence.leave()
+        else:
+            entry = None
         for other in self.known.kinds.values():
             other.stop(besides=entry)
         plan_executor = None if entry is None else entry.prepare()
@@ -253,6 +272,8 @@ class StepController:
             self._follow(entry, plan_executor)
         elif is_recorded:
             self._record(mode)
+        elif staying is not None:
+            self._stay(staying, key)
         else:
             self._serve_on_demand()
 
@@ -284,6 +305,8 @@ class StepController:
             if mode is Mode.TRAIN and self._is_lone:
                 self._choose_regions_again(entry)
         elif mode is not None and on_demand is not None and on_demand.num_copies:
+            if self.residence.is_on and (last := self.known.kinds[mode].last) is not None:
+                last.has_moved = True
             self.known.kinds[mode].needs_plans()
 
     def _learn_record(self, recorder: Recorder) -> None:
@@ -337,7 +360,8 @@ class StepController:
 
     def _keep_timeline(self) -> None:
         trace = None if self.now.plan_executor is None else self.now.plan_executor.trace
-        self.timelines.keep(self.now.step_log, trace, is_training=self.now.mode is Mode.TRAIN)
+        is_training, is_heard = self.now.mode is Mode.TRAIN, self.now.on_demand is None
+        self.timelines.keep(self.now.step_log, trace, is_training=is_training, is_heard=is_heard)
 
     def _record(self, mode: Mode) -> None:
         LOG.info("%s step: recorded, as %s", mode.value, self.known.kinds[mode].why_recorded)

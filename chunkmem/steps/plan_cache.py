@@ -156,6 +156,10 @@ class PlanCache:
                 return expected
         return known[-1] if known else None
 
+    def needless(self, key: Key) -> CachedPlan | None:
+        """Return what is known of steps with this key if no plan is followed, as none has to move anything."""
+        return None if self._needs_plans else self.of(key)
+
     def wants_record(self, key: Key) -> bool:
         """Tell whether a step with this key is to be recorded."""
         if self._num_failed >= _MAX_FAILED_RECORDS or not self._needs_plans:

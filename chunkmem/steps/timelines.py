@@ -33,19 +33,24 @@ class LastTimelines:
         for ledger in self._ledgers:
             ledger.restart_peak()
 
-    def keep(self, step_log: StepLog | None, trace: Trace | None, *, is_training: bool) -> None:
-        """Keep what a timeline is made of: the step log, and peaks that the next iteration begins again."""
+    def keep(self, step_log: StepLog | None, trace: Trace | None, *, is_training: bool, is_heard: bool) -> None:
+        """Keep what a timeline is made of: the step log, and peaks that the next iteration begins again.
+
+        One whose moments nobody has heard of is not the last training step that can be recorded.
+        """
         if is_training:
             self._figures = lambda: None
         if step_log is None:
             return
         kept = step_log
+        caps = {ledger.tier: ledger.limit_nbytes for ledger in self._ledgers}
+        if is_training:
+            self._figures = lambda: kept.figures(caps)
         peaks = {ledger.tier: (ledger.chunk_peak_nbytes, dict(ledger.role_peak)) for ledger in self._ledgers}
         for tier, (peak_nbytes, by_role) in list(peaks.items()):
             for_good = self._store.kept_nbytes(tier)
             by_role |= {role: by_role[role] - nbytes for role, nbytes in for_good.items()}
             peaks[tier] = peak_nbytes - for_good.total(), by_role
-        caps = {ledger.tier: ledger.limit_nbytes for ledger in self._ledgers}
         on_device_nbytes = self._store.kept_nbytes(Tier.DEVICE).total()
 
         def timeline() -> Timeline:
@@ -54,9 +59,8 @@ class LastTimelines:
             return replace(found, device_nbytes=by_moment) if on_device_nbytes else found
 
         self._last = timeline
-        if is_training:
+        if is_training and is_heard:
             self._last_training = self._last
-            self._figures = lambda: kept.figures(caps)
 
     def last(self) -> Timeline | None:
         """Return what happened in the last iteration that is over; None before the first."""

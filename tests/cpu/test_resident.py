@@ -1,0 +1,156 @@
+"""Models that fit have no hooks after a few steps, and have them again before anything else is done.
+
+That their numbers are plain PyTorch's is tested wherever `tests.helpers.twins.same` is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+
+import chunkmem
+from tests.helpers.audit import audit
+from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config, cpu_only, features, mlp
+
+pytestmark = cpu_only
+STEPS = 4
+
+
+def is_resident(twin: Twin) -> bool:
+    assert twin.manager is not None
+    return twin.manager.runtime.controller.residence.is_on
+
+
+def evaluate(twin: Twin) -> None:
+    with torch.no_grad():
+        twin.model(features(9))
+
+
+def wrap_another(twin: Twin) -> None:
+    if twin.manager is not None:
+        twin.manager.wrap(mlp())
+
+
+def average(twin: Any) -> None:
+    if twin.manager is not None:
+        twin.ema = chunkmem.EMA(twin.manager, 0.9)
+
+
+def save_meanwhile(twin: Any) -> None:
+    if twin.manager is not None:
+        twin.saving = twin.manager.save(twin.folder / "saved", twin.optimizer, asynchronous=True)
+
+
+def compile_a_block(twin: Twin) -> None:
+    if twin.manager is not None:
+        twin.manager.compile(twin.model.blocks[0], backend="eager")
+
+
+def freeze_a_weight(twin: Twin) -> None:
+    twin.model.inner.weight.requires_grad_(False)
+    twin.step(features(8))
+
+
+def use_hooks_on_saved_tensors(twin: Twin) -> None:
+    with save_on_cpu():
+        loss = twin.model(features(8)).square().mean()
+    loss.backward()
+    twin.update()
+
+
+LEAVES: dict[str, Callable[[Any], None]] = {
+    "evaluation": evaluate,
+    "another model": wrap_another,
+    "averages": average,
+    "saving": save_meanwhile,
+    "compiled": compile_a_block,
+    "frozen": freeze_a_weight,
+}
+
+
+@pytest.mark.parametrize("deed", LEAVES)
+def test_hooks_come_back(deed: str, tmp_path: Path) -> None:
+    plain: Any = Twin(None, Blocks)
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        ours: Any = Twin(manager, Blocks)
+        for twin in (plain, ours):
+            twin.folder = tmp_path
+            twin.steps(*range(STEPS))
+        assert is_resident(ours)
+        assert type(ours.model.blocks[0][0].weight).__name__ == "Parameter"
+        assert not ours.model.blocks[0][0]._forward_hooks
+        for twin in (plain, ours):
+            LEAVES[deed](twin)
+        assert not is_resident(ours)
+        assert ours.model.blocks[0][0]._forward_hooks or deed == "compiled"
+        assert plain.steps(5, 6, 7) == ours.steps(5, 6, 7)
+        audit(manager)
+        assert_equal(ours.left(), plain.left())
+
+
+def test_hooks_on_saved_tensors_get_no_weights() -> None:
+    """They have been seen, and may come inside of the model, where nobody would hear of it."""
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        twin = Twin(manager, Blocks)
+        for _ in range(STEPS):
+            use_hooks_on_saved_tensors(twin)
+        assert not is_resident(twin)
+
+
+def test_where_gradients_have_no_room_twice_there_are_hooks() -> None:
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        twin = Twin(manager, Blocks)
+        twin.steps(*range(STEPS))
+        needed_nbytes = sum(chunk.nbytes for chunk in manager.runtime.memory.store.chunks.values())
+        assert is_resident(twin)
+    with chunkmem.ChunkManager(config(needed_nbytes + 4)) as manager:
+        twin = Twin(manager, Blocks)
+        twin.steps(*range(STEPS))
+        assert not is_resident(twin)
+
+
+def test_hooks_keep_their_order() -> None:
+    """Also with those that a user has registered in between."""
+    order: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: order.append(name)
+
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        twin = Twin(manager, Blocks)
+        block: nn.Module = twin.model.blocks[0]
+        block.register_forward_hook(note("first"))
+        before = list(block._forward_hooks)
+        twin.steps(*range(STEPS))
+        assert is_resident(twin)
+        assert list(block._forward_hooks) == before[-1:]
+        block.register_forward_hook(note("second"))
+        evaluate(twin)
+        assert list(block._forward_hooks)[: len(before)] == before
+        assert order[-2:] == ["first", "second"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_writes_past_version_counters_are_noticed(precision: str) -> None:
+    """In bf16 they have to reach the master weights."""
+
+    def trained(*, stays: bool) -> dict[str, Tensor]:
+        with chunkmem.ChunkManager(config(AMPLE_NBYTES, precision=precision)) as manager:
+            if not stays:
+                manager.runtime.memory.pager.events.hears_inside.append(lambda: True)
+            twin = Twin(manager, Blocks)
+            for step in range(8):
+                twin.step(features(step))
+                if step > STEPS:
+                    assert is_resident(twin) == stays
+                    twin.model.head.weight.data.clamp_(-0.05, 0.05)
+                    twin.model.inner.weight.data = twin.model.inner.weight.data * 0.9
+            return twin.weights()
+
+    assert_equal(trained(stays=True), trained(stays=False))
