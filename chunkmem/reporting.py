@@ -97,7 +97,7 @@ class Reporting:
 
         Nothing is waited for but the step's own computation: copies and updates that are under way for the next step
         still are spans of no length at its end, and have their length when asked again later. Where all fits DEVICE,
-        steps that are known have a length and peaks, and no moments.
+        steps that are known are one span, without moments.
         """
         return self.runtime.controller.timelines.last()
 

@@ -255,7 +255,9 @@ class StepLog:
         )
 
     def _moment_spans(self, trace: Trace | None, times_s: list[float]) -> list[Span]:
-        first_s, spans = self._first.at_s, []
+        first_s, spans = self._first.at_s, list[Span]()
+        if not self.began:  # nobody has heard of moments
+            spans.append(Span(Lane.COMPUTE, "step", 0.0, self._last.at_s - first_s, -1))
         for (moment, _), (began_s, ended_s) in zip(self.began, pairwise(times_s), strict=True):
             event = None if trace is None else trace.moments[moment]
             label = "" if event is None else str(event)
