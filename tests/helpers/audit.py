@@ -133,6 +133,7 @@ def copies_of(timeline: Timeline) -> Counter[tuple[int, Lane, ChunkId | None]]:
 def kind_of_step(manager: ChunkManager) -> str:
     """Return what the last step was: recorded, planned or on demand, and how often it missed its plan."""
     now = manager.runtime.controller.now
-    kind = "recorded" if now.recorder else "planned" if now.plan_executor else "on demand"
+    is_planned = now.plan_executor is not None or manager.runtime.controller.residence.is_on
+    kind = "recorded" if now.recorder else "planned" if is_planned else "on demand"
     misses = 0 if now.plan_executor is None else now.plan_executor.step_log.plan_misses
     return f"{kind}, {misses} misses" if misses else kind
