@@ -55,7 +55,8 @@ def with_kept(trace: Trace, kept: Mapping[int, int]) -> Trace:
             moments[at] = replace(moments[at], chunk=chunk)
         if nbytes:
             sizes[chunk] = nbytes
-            left_nbytes = trace.moments[forward_of(region)[-1]].non_model_peak_nbytes
+            # Of calls on HOST alone there are no moments: they are part of the one before.
+            left_nbytes = trace.moments[max(region.forward[1] - 1, 0)].non_model_peak_nbytes
             made = Moment(Kind.CREATE, chunk, f"{region.name} forward", 0.0, left_nbytes)
             created[region.forward[1]].append(made)
         forward = forward_of(region) if nbytes else range(0)

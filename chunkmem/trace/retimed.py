@@ -23,7 +23,7 @@ def retimed(trace: Trace, measured: Trace) -> Trace:
     """
     is_s = dict(_seconds(measured))
     for region in measured.regions:
-        if region.recomputed is None:
+        if region.recomputed is None and (region.number, _FORWARD) in is_s:  # it may have no moment, on HOST alone
             is_s[region.number, _AGAIN] = is_s[region.number, _FORWARD]
     return _with_seconds(trace, is_s)
 

@@ -766,3 +766,21 @@ def test_after_close_its_module_says_so() -> None:
         model(features(0))
     with pytest.raises(StateError, match=r"closed"):
         manager.on_host(nn.Embedding(2, 2))
+
+
+@cpu_only
+def test_a_model_may_begin_with_a_region_that_computes_on_host_alone() -> None:
+    """No moment is recorded in its forward, nor before."""
+
+    class Begins(Twin):
+        def __init__(self, manager: chunkmem.ChunkManager | None, build: Callable[[], Any], **options: Any) -> None:
+            def built() -> nn.Module:
+                model = build()
+                for layer in [model[0][0], model[0][2]] if manager is not None else ():
+                    manager.on_host(layer)
+                return model  # type: ignore[no-any-return]
+
+            super().__init__(manager, built, **options)
+
+    keys = {"activations": {"policy": "auto"}}
+    same(lambda: nn.Sequential(mlp(), mlp()), lambda twin: twin.steps(*STEPS), keys=keys, twin=Begins)
