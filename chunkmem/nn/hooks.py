@@ -4,7 +4,7 @@
 there is nothing to hear of calls inside of a model. So hooks inside of models, reports of reads and hooks on gradients
 are taken away, every chunk of weights is pinned, every Parameter is an ordinary one, and autograd leaves gradients in
 `.grad`, where the step finds them: a step is plain PyTorch's but for a look at its beginning and the update. They come
-back before anything else: a step of another kind, other models, parameters that are frozen, room that is wanted.
+back before anything else: a step of another kind, other models, parameters that are frozen, a checkpoint meanwhile.
 """
 
 from __future__ import annotations

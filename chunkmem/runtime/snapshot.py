@@ -153,6 +153,12 @@ class Snapshot:
 
     # In training.
 
+    @property
+    def is_over(self) -> bool:
+        """The thread needs no chunk any more."""
+        with self._state:
+            return not self._pending and self._reading is None
+
     @contextlib.contextmanager
     def without_training(self) -> Iterator[None]:
         """Surround what waits for the thread: what an interrupted call has left pinned may be read, too."""
@@ -165,7 +171,7 @@ class Snapshot:
     def read_all(self) -> None:
         """Return when the thread needs no chunk any more."""
         with self.without_training(), self._state:
-            while self._pending or self._reading is not None:
+            while not self.is_over:
                 self._state.wait()
 
     def before_change(self, chunk: Chunk, *, spoilt: Tier | None = None) -> None:

@@ -26,7 +26,8 @@ class Residence:
     def of(self, key: Key, kinds: PlanCache, entry: CachedPlan | None) -> CachedPlan | None:
         """Return what a step is like that begins now, if it need not be heard of; `entry` is what it would follow."""
         found = entry if entry is not None and entry.is_timed else kinds.needless(key)
-        if found is None or not self._is_model(key.root) or self._pager.store.snapshot is not None:
+        snapshot = self._pager.store.snapshot
+        if found is None or not self._is_model(key.root) or (snapshot is not None and not snapshot.is_over):
             return None
         if any(hears() for hears in self._pager.events.hears_inside):
             return None

@@ -94,6 +94,16 @@ def test_hooks_come_back(deed: str, tmp_path: Path) -> None:
         assert_equal(ours.left(), plain.left())
 
 
+def test_they_go_again_once_a_checkpoint_is_written(tmp_path: Path) -> None:
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        twin: Any = Twin(manager, Blocks)
+        twin.steps(*range(STEPS))
+        manager.save(tmp_path / "saved", twin.optimizer, asynchronous=True).wait()
+        assert not is_resident(twin)
+        twin.steps(5, 6)
+        assert is_resident(twin)
+
+
 def test_hooks_on_saved_tensors_get_no_weights() -> None:
     """They have been seen, and may come inside of the model, where nobody would hear of it."""
     with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
