@@ -1,6 +1,7 @@
 """How many calls of Python and C functions does a step take for each module without children, beside plain PyTorch?
 
 Counts, which do not depend on the machine or on what else runs there: `tests/cpu/test_calls.py` holds them to a limit.
+And how much processor time does a step of small modules take that all fit, in turn with plain PyTorch's?
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import gc
 import os
 import pstats
 import socket
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -55,6 +58,31 @@ def network(num_blocks: int) -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(num_blocks)))
 
 
+class Experts(nn.Module):
+    """A layer of which a step uses a few experts, other ones each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)) for _ in range(256)
+        )
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(self.num_calls)
+        self.num_calls += 1
+        for number in torch.randperm(len(self.experts), generator=draw)[:8].tolist():
+            x = x + self.experts[number](x)
+        return x
+
+
+SMALL: dict[str, Callable[[], nn.Module]] = {
+    "64 transformer blocks": lambda: nn.Sequential(*(Block() for _ in range(64))),
+    "2 000 linear layers": lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2000))),
+    "4 layers of 256 experts, 8 of each used": lambda: nn.Sequential(*(Experts() for _ in range(4))),
+}
+
+
 def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[torch.Tensor], object]) -> Step:
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
 
@@ -68,17 +96,26 @@ def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable
 
 def plain(num_blocks: int) -> Step:
     """Return a step of plain PyTorch."""
-    model = network(num_blocks)
+    return _plain_step(lambda: network(num_blocks))
+
+
+def _plain_step(build: Callable[[], nn.Module]) -> Step:
+    torch.manual_seed(0)
+    model = build()
     return _loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), torch.Tensor.backward)
 
 
 def managed(num_blocks: int, *, share: float | None = None) -> Step:
     """Return a step of chunkmem; DEVICE holds this share of model data, or all of it."""
     numel = sum(param.numel() for param in network(num_blocks).parameters())
-    cap_nbytes = 1 << 30 if share is None else int(16 * numel * share)
+    return _managed_step(lambda: network(num_blocks), 1 << 30 if share is None else int(16 * numel * share))
+
+
+def _managed_step(build: Callable[[], nn.Module], cap_nbytes: int) -> Step:
     manager = chunkmem.ChunkManager(chunkmem.Config.from_dict({"memory": {"device": cap_nbytes}}))
+    torch.manual_seed(0)
     with manager.init():
-        model = network(num_blocks)
+        model = build()
     return _loop(model, chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-3), manager.backward)
 
 
@@ -112,6 +149,31 @@ def count(make: Callable[[int], Step], num_blocks: int) -> float:
     return calls / COUNTED / (NUM_LEAVES * num_blocks)
 
 
+def times(build: Callable[[], nn.Module], rounds: int) -> dict[str, list[float]]:
+    """Return the processor seconds of steps, by who takes them, in turn."""
+    steps = {
+        "plain": _plain_step(build),
+        "chunkmem": _managed_step(build, 1 << 30),
+        "plain again": _plain_step(build),
+    }
+    for _ in range(WARM_UP):
+        for step in steps.values():
+            step()
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            began_s = time.process_time()
+            step()
+            found[name].append(time.process_time() - began_s)
+    return found
+
+
+def _ratio(times_s: dict[str, list[float]], name: str) -> dict[str, float]:
+    ratios = sorted(a / b for a, b in zip(times_s[name], times_s["plain"], strict=True))
+    tenth = len(ratios) // 10
+    return {"median": statistics.median(ratios), "low": ratios[tenth], "high": ratios[-1 - tenth]}
+
+
 WAYS: dict[str, Callable[[int], Step]] = {
     "plain PyTorch": plain,
     "chunkmem, all fits": managed,
@@ -125,19 +187,30 @@ def measure(arguments: argparse.Namespace) -> Results:
     calls = {name: round(count(make, arguments.blocks), 1) for name, make in WAYS.items()}
     if dist.is_initialized():
         dist.destroy_process_group()
-    return {"blocks": arguments.blocks, "torch": torch.__version__, "calls": calls}
+    torch.set_num_threads(1)
+    ratios = {}
+    for model, build in SMALL.items():
+        times_s = times(build, arguments.rounds)
+        ratios[model] = {name: _ratio(times_s, name) for name in ("chunkmem", "plain again")}
+    return {"blocks": arguments.blocks, "torch": torch.__version__, "calls": calls, "processor_time": ratios}
 
 
 def table(results: Results) -> str:
     """Return the table of the README."""
     rows = [f"| {name} | {calls:.0f} |" for name, calls in results["calls"].items()]
     head = f"| {results['blocks']} blocks of {NUM_LEAVES} modules, torch {results['torch']} | calls a module and step |"
-    return "\n".join([head, "|---|---:|", *rows])
+    shown = []
+    for model, ratios in results["processor_time"].items():
+        cells = [f"{each['median']:.2f} ({each['low']:.2f} – {each['high']:.2f})" for each in ratios.values()]
+        shown.append(f"| {model} | {' | '.join(cells)} |")
+    second = "| all fits, one thread: processor time of a step / plain PyTorch | chunkmem | A/A |"
+    return "\n".join([head, "|---|---:|", *rows, "", second, "|---|---:|---:|", *shown])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.calls.run")
     parser.add_argument("--blocks", type=int, default=24, metavar="N", help="transformer blocks (default: 24)")
+    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="timed steps of each (default: 15)")
     return carry_out(parse(parser), measure, table, readme=Path(__file__).with_name("README.md"))
 
 
