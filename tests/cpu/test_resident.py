@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 import chunkmem
+from chunkmem.types import Tier
 from tests.helpers.audit import audit
 from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config, cpu_only, features, mlp
 
@@ -92,6 +93,28 @@ def test_hooks_come_back(deed: str, tmp_path: Path) -> None:
         assert plain.steps(5, 6, 7) == ours.steps(5, 6, 7)
         audit(manager)
         assert_equal(ours.left(), plain.left())
+
+
+def test_a_graph_from_before_has_its_weights() -> None:
+    """Whatever room is made on DEVICE meanwhile: nobody has heard of the call that made it."""
+    plain = Twin(None, Blocks)
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        ours = Twin(manager, Blocks)
+        left = []
+        for twin in (plain, ours):
+            twin.steps(*range(STEPS))
+            loss = twin.loss(features(5))
+            wrap_another(twin)
+            if twin is ours:
+                assert not is_resident(ours)
+                pager = manager.runtime.memory.pager
+                for chunk in manager.runtime.memory.store.chunks.values():
+                    pager.shrink(Tier.DEVICE, chunk.nbytes)
+            loss.backward()
+            del loss
+            twin.update()
+            left.append(twin.left())
+        assert_equal(*left)
 
 
 def test_they_go_again_once_a_checkpoint_is_written(tmp_path: Path) -> None:
