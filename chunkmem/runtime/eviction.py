@@ -124,7 +124,7 @@ class Evictor:
     def _passes_on(self, shortage: Shortage, tier: Tier) -> bool:
         """Have what is in the way on the tier below leave for the one below that; False if nothing was, or can."""
         below = self._below(tier)
-        is_gateway = PLACE[self._below(below)] > PLACE[below]
+        is_gateway = PLACE[tier] < PLACE[below] < PLACE[self._below(below)]
         return is_gateway and shortage.below_nbytes is not None and self.shrink(below, shortage.below_nbytes)
 
     def _below(self, tier: Tier) -> Tier:

@@ -267,6 +267,18 @@ def test_any_order_keeps_contents_caps_and_pins() -> None:
     run_state_machine_as_test(AnyOrder, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
 
 
+@pytest.mark.parametrize("sizes", [[1, 2], [1, 2, 1]])
+def test_what_finds_no_room_moves_nothing_to_the_tier_it_would_leave_for(sizes: list[int]) -> None:
+    """Without DISK, what leaves HOST goes to DEVICE, from where nothing can go on."""
+    machine = AnyOrder()
+    machine.begin(sizes=sizes, device=2, spare=0, cached=0)
+    machine.pin(elastic=False, index=0, tier=DEVICE)
+    machine.create(index=0, tier=DEVICE, zero=False)
+    machine.create(index=2, tier=HOST, zero=False)
+    machine.holds()
+    machine.teardown()
+
+
 @pytest.mark.full
 def test_any_order_at_length() -> None:
     run_state_machine_as_test(AnyOrder, settings=settings(max_examples=1500, stateful_step_count=80, deadline=None))
