@@ -68,7 +68,7 @@ class PipelineOptions:
             raise ConfigError(
                 f'width is {shown(self.width)}; give "auto", or leave it out and call pipe.repartition(stages=)'
             )
-        if self.cache is not None and not hasattr(self.cache, "follow"):
+        if self.cache is not None and not hasattr(self.cache, "begin_step"):
             raise ConfigError(f"cache is a {type(self.cache).__name__}; give a chunkmem.FrozenCache")
         if self.checkpoint not in CHECKPOINTS:
             raise ConfigError(f"checkpoint is {shown(self.checkpoint)}; give one of {', '.join(CHECKPOINTS)}")
