@@ -42,7 +42,7 @@ from chunkmem.plan.machine import Machine
 from chunkmem.reporting import Reporting
 from chunkmem.runtime.device import ComputeDevice, give_back_freed_ram
 from chunkmem.runtime.disk_calls import DiskCalls
-from chunkmem.runtime.events import Lanes
+from chunkmem.runtime.queues import Lanes
 from chunkmem.sizes import parse_nbytes
 
 

@@ -19,11 +19,11 @@ from functools import partial
 
 from chunkmem.plan.ahead import updates_ahead
 from chunkmem.plan.facts import PlanFacts
-from chunkmem.plan.model import LANE_LINKS, Action, Alloc, Copy, Free, Plan, Round, Update, Wait, rounding_of
+from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Round, Update, Wait, rounding_of
 from chunkmem.plan.semantics import ABSENT, NEWEST
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica
 from chunkmem.runtime.copy_order import CopyOrder, Step
-from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, copy_error
+from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event
 from chunkmem.runtime.failed import drain
 from chunkmem.runtime.issued import IssuedCopy, LeftUpdate
 from chunkmem.runtime.pager import Pager
@@ -31,7 +31,7 @@ from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import disk_transfer
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import Link, Tier
+from chunkmem.types import Tier
 
 
 class PlanActions(ABC):
@@ -254,18 +254,6 @@ class PlanActions(ABC):
         lanes, lane = self._order.lanes, copy.lane
         transfer = disk_transfer(target, source)
         if transfer is not None:
-            work = partial(_named, transfer, label, LANE_LINKS[lane])
             filled = target.flat if copy.target is Tier.HOST else None
-            return lanes.work(work, after=after, label=label, lane=lane, target=filled)
-        pieces = target.copied_from(source)
-        if len(pieces) == 1:
-            return lanes.copy(lane, *pieces[0], after=after, label=label)
-        return lanes.copy_pieces(lane, pieces, after=after, label=label)
-
-
-def _named(transfer: Callable[[], object], label: str, link: Link) -> None:
-    """Copy to or from DISK; say of what if that fails."""
-    try:
-        transfer()
-    except Exception as error:
-        raise copy_error(label, *link, error) from error
+            return lanes.work(transfer, after=after, label=label, lane=lane, target=filled)
+        return lanes.copy(lane, target.copied_from(source), after=after, label=label)
