@@ -16,7 +16,7 @@ import torch
 
 from chunkmem.errors import StateError
 from chunkmem.runtime.tiers import Tiers
-from chunkmem.tracing.probe import AllocatorProbe, LiveStorageProbe, NonModelProbe
+from chunkmem.tracing.probe import LiveStorageProbe
 
 if TYPE_CHECKING:
     from chunkmem.runtime.device import ComputeDevice
@@ -201,13 +201,13 @@ class Watch:
             is_chunk: tells whether a storage, by its `_cdata`, is chunk memory.
             sample: run a thread, too.
         """
-        self._probe: NonModelProbe
-        if tiers.meter is not None:
-            self._probe = AllocatorProbe(tiers.meter)
-        else:
-            self._probe = LiveStorageProbe(is_chunk)
         self._meter = tiers.meter
-        self._begin_nbytes = 0 if self._meter is None else self._meter.now_nbytes
+        """The allocator counts; None: operators are watched."""
+        self._probe = LiveStorageProbe(is_chunk) if self._meter is None else None
+        self._begin_nbytes = 0
+        if self._meter is not None:
+            self._meter.take_peak_nbytes()
+            self._begin_nbytes = self._meter.now_nbytes
         self._sampler: SamplingThread | None = None
         self._base_nbytes = 0
         self._sampled_nbytes = 0
@@ -223,16 +223,16 @@ class Watch:
     @property
     def run_operator(self) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None:
         """Calls an operator and counts its memory; None where the allocator counts by itself."""
-        return self._probe.run if isinstance(self._probe, LiveStorageProbe) else None
+        return None if self._probe is None else self._probe.run
 
     def leave_out(self, storage: torch.UntypedStorage) -> None:
         """Count a storage no more that becomes part of a chunk; the allocator's count is less what chunks have."""
-        if isinstance(self._probe, LiveStorageProbe):
+        if self._probe is not None:
             self._probe.leave_out(storage)
 
     def count_again(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that is no part of a chunk any more; the allocator's count has it already."""
-        if isinstance(self._probe, LiveStorageProbe):
+        if self._probe is not None:
             self._probe.count_again(storage)
 
     @property
@@ -245,7 +245,8 @@ class Watch:
         sampled, self._sampled_nbytes = self._sampled_nbytes, 0
         if self._sampler is not None:
             sampled = max(0, self._sampler.take_peak_nbytes() - self._base_nbytes)
-        return self._probe.take_peak_nbytes(), sampled
+        counter = self._meter if self._probe is None else self._probe
+        return 0 if counter is None else counter.take_peak_nbytes(), sampled
 
     def left_nbytes(self) -> int:
         """Return the non-model bytes on an accelerator that were not there at the start: what each later step finds."""
@@ -261,5 +262,7 @@ class Watch:
 
     def stop(self) -> None:
         """End the thread, if there is one, and count no more. May be called again."""
-        self._probe.stop()
+        self._meter = None
+        if self._probe is not None:
+            self._probe.stop()
         self.end_sampling()

@@ -22,6 +22,7 @@ from chunkmem.errors import StateError
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.tracing.probe import LiveStorageProbe
 from chunkmem.tracing.watch import ResidentMemory, SamplingThread, reader_for
+from tests.helpers.probe_mode import watching
 
 MIB = 2**20
 NAME = "chunkmem memory sampler"
@@ -112,7 +113,7 @@ def test_sees_what_lives_for_two_samples_within_one_operator_and_the_boundary_pr
 
     hold = hold_until(nbytes, two_more)
     probe = LiveStorageProbe(lambda key: False)
-    with probe.watching(), SamplingThread(read) as sampler:
+    with watching(probe), SamplingThread(read) as sampler:
         before = sampler.take_peak_nbytes()
         hold()
         share = (sampler.take_peak_nbytes() - before) / nbytes
