@@ -17,9 +17,9 @@ from typing import Protocol
 
 import torch
 
+from chunkmem.runtime.build import storage_library
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Event
-from chunkmem.runtime.native import load_library
 from chunkmem.runtime.streams import cuda_handle
 
 _CALLBACKS = "_ZN3c1031FreeCudaMemoryCallbacksRegistryB5cxx11Ev"
@@ -90,7 +90,7 @@ def reclaimable_on(compute: ComputeDevice) -> Reclaimable | None:
     """
     if not compute.runs_cuda_kernels:
         return None
-    library = load_library("memory kept for reuse is not given back where an allocation of the model fails")
+    library = storage_library("memory kept for reuse is not given back where an allocation of the model fails")
     if library is None:
         return None
     found = NativeReclaimable(library)

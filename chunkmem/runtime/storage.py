@@ -87,9 +87,9 @@ def default_backend() -> StorageBackend:
     """Return the fastest back end of this torch: its own exchange, else ours in C++, else `resize_`."""
     if SwapBackend.available():
         return SwapBackend()
-    from chunkmem.runtime.native import load_library
+    from chunkmem.runtime.build import storage_library
 
-    library = load_library("eviction will be slower than with torch 2.12 or later")
+    library = storage_library("eviction will be slower than with torch 2.12 or later")
     return NativeBackend(library) if library is not None else ResizeBackend()
 
 
