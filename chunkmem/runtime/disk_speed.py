@@ -17,8 +17,8 @@ from chunkmem.errors import ConfigError
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.disk_calls import SYSTEM_CALLS, DiskCalls
 from chunkmem.runtime.disk_file import AlignedBuffer, DiskFile, folder_at
-from chunkmem.runtime.disk_room import Extent
 from chunkmem.runtime.disk_transfer import DiskTransfers
+from chunkmem.runtime.free_room import Extent
 from chunkmem.runtime.populate import num_cores
 from chunkmem.runtime.speed_file import kept_speeds, processor
 from chunkmem.sizes import format_nbytes

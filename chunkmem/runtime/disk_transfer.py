@@ -25,8 +25,8 @@ import torch
 from chunkmem.errors import StateError, TierIOError
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.disk_file import AlignedBuffer, DiskFile, round_up, with_errno
-from chunkmem.runtime.disk_room import Extent
 from chunkmem.runtime.disk_threads import TransferThreads
+from chunkmem.runtime.free_room import Extent
 from chunkmem.sizes import format_nbytes
 
 

@@ -45,8 +45,7 @@ from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.runtime.timestamps import Interval, Timestamp
-from chunkmem.runtime.transition import go
-from chunkmem.runtime.way_back import WayBack
+from chunkmem.runtime.way_back import WayBack, go
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import Tier
 

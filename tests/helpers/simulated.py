@@ -13,9 +13,9 @@ import torch
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.runtime.disk_room import Extent
 from chunkmem.runtime.disk_transfer import DiskTransfers, StoredBytes
 from chunkmem.runtime.events import COPY_LANES, Event, Piece
+from chunkmem.runtime.free_room import Extent
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.pool import DevicePool, Slab
 from chunkmem.runtime.timestamps import HostClock, Interval
