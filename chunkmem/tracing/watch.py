@@ -8,13 +8,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
-from chunkmem.errors import StateError
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.tracing.probe import LiveStorageProbe
 
@@ -54,45 +52,23 @@ def reader_for(compute: ComputeDevice) -> Callable[[], int]:
 
 
 class SamplingThread:
-    """Keeps the highest of the samples that a thread takes, between `start` and `stop` or in a ``with`` block.
+    """Keeps the highest of the samples that a thread takes, until `stop`.
 
     An error of `read_nbytes` ends the thread, and comes out of the next `take_peak_nbytes` or `stop`, once. In a child
     process there is no thread, and what was inherited neither waits nor samples by itself.
     """
 
     def __init__(self, read_nbytes: Callable[[], int], period_s: float = 0.001) -> None:
-        """Prepare to call `read_nbytes` every `period_s` seconds."""
-        if not 0 < period_s < threading.TIMEOUT_MAX:
-            raise ValueError(f"a period of {period_s} s: give seconds above 0")
+        """Call `read_nbytes` every `period_s` seconds from now on; an interval begins."""
         self._read_nbytes = read_nbytes
-        self._period_s = period_s
-        self._thread: threading.Thread | None = None
         self._samples = _Samples(read_nbytes)
-        self._end = weakref.finalize(self, self._samples.end)
-
-    def start(self) -> None:
-        """Begin to sample, with an interval that begins now.
-
-        Raises:
-            StateError: it runs already.
-        """
-        if self._thread is not None and self._samples.is_mine():
-            raise StateError("the memory sampler runs already; stop() it before starting it again")
-        # Nothing of an earlier start is used again: in a child process its lock may be held for ever.
-        self._end.detach()
-        self._samples = _Samples(self._read_nbytes)
         self._samples.take_peak_nbytes()
         # The thread does not know `self`: a sampler that is dropped without stop() ends it.
         self._end = weakref.finalize(self, self._samples.end)
         self._thread = threading.Thread(
-            target=self._samples.run, args=(self._period_s,), name="chunkmem memory sampler", daemon=True
+            target=self._samples.run, args=(period_s,), name="chunkmem memory sampler", daemon=True
         )
-        try:
-            self._thread.start()
-        except BaseException:
-            self._end()
-            self._thread = None
-            raise
+        self._thread.start()
 
     def take_peak_nbytes(self) -> int:
         """Return the highest sample since the last call, one taken now included; the next interval begins with it."""
@@ -103,7 +79,7 @@ class SamplingThread:
 
     @property
     def longest_interval_s(self) -> float:
-        """Longest time without a sample since the last `start`, in seconds; 0 before there are two samples.
+        """Longest time without a sample so far, in seconds; 0 before there are two samples.
 
         It is the shortest lifetime that is sure to be seen: whatever was there for as long was there in some sample.
         """
@@ -113,24 +89,9 @@ class SamplingThread:
         """End the thread and wait for it. May be called again."""
         self._end()
         # The garbage collector may call this in the thread itself. In a child process it counts as ended.
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread():
             self._thread.join()
-        self._thread = None
         self._samples.raise_error()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.stop()
-        except Exception:
-            # The error of the block came first, and may well be the cause.
-            if error is None:
-                raise
 
 
 class _Samples:
@@ -218,7 +179,6 @@ class Watch:
             read_nbytes = reader_for(tiers.compute)
             self._base_nbytes = read_nbytes()
             self._sampler = SamplingThread(read_nbytes)
-            self._sampler.start()
 
     @property
     def run_operator(self) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None:
