@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import queue
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +17,9 @@ from pathlib import Path
 import torch
 
 from chunkmem.plan.machine import Machine, host_links
+from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice, ram_nbytes, runtime_mode
+from chunkmem.runtime.lanes import ThreadLanes
 from chunkmem.runtime.speed_file import kept_speeds, processor
 from chunkmem.runtime.tiers import TierCaps
 from chunkmem.types import Tier, UpdateForm
@@ -201,29 +201,14 @@ def _duplex_Bps(compute: ComputeDevice, budget_s: float) -> float:
 
 
 def _hand_over_s(budget_s: float) -> float:
-    """Return the seconds from handing a copy of 64 bytes to another thread until it is known to be done."""
-    tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-    done: queue.SimpleQueue[None] = queue.SimpleQueue()
-    source, target = (ctypes.create_string_buffer(_SMALL_NBYTES) for _ in range(2))
+    """Return the seconds from handing a copy of 64 bytes to the thread of a lane until it is known to be done."""
+    pieces = [(torch.zeros(_SMALL_NBYTES, dtype=torch.uint8), torch.ones(_SMALL_NBYTES, dtype=torch.uint8))]
+    with contextlib.closing(ThreadLanes()) as lanes:
 
-    def serve() -> None:
-        while (task := tasks.get()) is not None:
-            task()
-            done.put(None)
+        def copy() -> None:
+            lanes.copy(Lane.H2D, pieces, after=(), label="measuring").wait()
 
-    def measure() -> float:
-        begin_s = time.perf_counter()
-        tasks.put(lambda: ctypes.memmove(target, source, _SMALL_NBYTES))
-        done.get()
-        return time.perf_counter() - begin_s
-
-    thread = threading.Thread(target=serve, name="chunkmem measure", daemon=True)
-    thread.start()
-    try:
-        return _median_s(measure, budget_s)
-    finally:
-        tasks.put(None)
-        thread.join()
+        return _median_s(partial(ComputeDevice(torch.device("cpu")).time_s, copy), budget_s)
 
 
 def _host_update_numel(caps: TierCaps) -> int:

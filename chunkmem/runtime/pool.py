@@ -22,7 +22,7 @@ import torch
 from chunkmem.errors import TierIOError
 from chunkmem.runtime.device import ComputeDevice, prefer_large_pages, runtime_mode
 from chunkmem.runtime.events import Event
-from chunkmem.runtime.kept import Reclaimable
+from chunkmem.runtime.kept import NativeReclaimable
 from chunkmem.runtime.ledger import CACHE, Ledger
 
 T = TypeVar("T")
@@ -218,7 +218,7 @@ class DevicePool(SlabPool):
         self.room_nbytes: int | None = None
         """While a plan is followed: bytes that slabs may take, given out or kept; [Note: Room for kept slabs]."""
         self._kept: deque[Slab] = deque()
-        self.reclaimable: Reclaimable | None = None
+        self.reclaimable: NativeReclaimable | None = None
         """By which torch's allocator takes kept slabs; [Note: Given back] in `runtime/kept.py`."""
         self.changing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         """Surrounds what may take memory from the allocator or give it back, with the entries in the ledger."""
