@@ -13,7 +13,7 @@ that, the plan is left.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -27,6 +27,7 @@ from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event
 from chunkmem.runtime.failed import drain
 from chunkmem.runtime.issued import IssuedCopy, LeftUpdate
 from chunkmem.runtime.pager import Pager
+from chunkmem.runtime.policy import LoggedPolicy
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import disk_transfer
 from chunkmem.runtime.tiers import Tiers
@@ -34,7 +35,7 @@ from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import Tier
 
 
-class PlanActions(ABC):
+class PlanActions(LoggedPolicy):
     """Does what a plan says for a moment; which moment that is, is decided elsewhere."""
 
     def __init__(self, plan: Plan, trace: Trace, pager: Pager, tiers: Tiers) -> None:
@@ -162,16 +163,22 @@ class PlanActions(ABC):
             return False
         slabs = {chunk: chunk.replicas[Tier.HOST].slab for chunk in chunks}
         written = (slab for chunk, slab in slabs.items() if not chunk.id.role.kind.is_of_step)
-        update = LeftUpdate(work, chunks[0].id.group, tuple(slabs.values()), tuple(written))
-        after = self._order.before_update()
-        event = self._order.lanes.work(update.run, after=after, label=f"update of group {chunks[0].id.group}")
-        update.event = event
-        self._order.update_left(event, instead_of=self._ahead_numbers.get(chunks[0].id.group))
-        for slab in slabs.values():
-            slab.used_by(event)
-        self._store.note_issued(update)
+        group = chunks[0].id.group
+        update = LeftUpdate(work, group, tuple(slabs.values()), tuple(written))
+        after, instead_of = self._order.before_update(), self._ahead_numbers.get(group)
+        event = self._leave_to_lane(update, after, f"update of group {group}", instead_of=instead_of)
         self.step_log.left_to_lane(chunks[0], event)
         return True
+
+    def _leave_to_lane(
+        self, update: LeftUpdate, after: Sequence[Event], label: str, *, instead_of: int | None = None
+    ) -> Event:
+        event = update.event = self._order.lanes.work(update.run, after=after, label=label)
+        self._order.update_left(event, instead_of=instead_of)
+        for slab in update.slabs:
+            slab.used_by(event)
+        self._store.note_issued(update)
+        return event
 
     def _alloc(self, chunk: Chunk, tier: Tier) -> None:
         if not self._on_plan:
@@ -242,13 +249,8 @@ class PlanActions(ABC):
         update = LeftUpdate(
             partial(target.flat.copy_, source.flat), chunk.id.group, (source.slab, target.slab), (target.slab,)
         )
-        after = self._order.before_update(source.slab, target.slab)
-        event = update.event = self._order.lanes.work(update.run, after=after, label=rounding_of(chunk.id))
-        self._order.update_left(event)
-        for slab in update.slabs:
-            slab.used_by(event)
-        self._store.note_issued(update)
-        self.step_log.rounded(chunk, event)
+        after = self._order.before_update(*update.slabs)
+        self.step_log.rounded(chunk, self._leave_to_lane(update, after, rounding_of(chunk.id)))
 
     def _issue(self, copy: Copy, target: Replica, source: Replica, after: Sequence[Event], label: str) -> Event:
         lanes, lane = self._order.lanes, copy.lane

@@ -37,7 +37,7 @@ Move = Callable[[int, int, int], object]
 
 @dataclass(eq=False, slots=True)
 class HostTask:
-    """What the thread of a lane does in RAM, and when it began and ended."""
+    """What the thread of a lane does in RAM, and the event of that."""
 
     lane: Lane
     label: str
@@ -47,6 +47,10 @@ class HostTask:
     """Memory that it fills: addresses and bytes."""
     started_s: float = field(default=0.0, init=False)
     ended_s: float = field(default=0.0, init=False)
+    over: threading.Event = field(default_factory=threading.Event, init=False)
+    failure: BaseException | None = field(default=None, init=False)
+    pid: int = field(default_factory=os.getpid, init=False)
+    """The process that has its thread."""
 
     def run(self) -> None:
         """Do it in this thread."""
@@ -62,36 +66,13 @@ class HostTask:
         finally:
             self.ended_s = time.perf_counter()
 
-    def let_go(self) -> None:
-        """Forget what it came after: else each event would keep all before it alive. And the memory."""
-        self.after = ()
-        self.work = None
-
-
-@dataclass(eq=False, slots=True)
-class Queued:
-    """The event of a task that a thread of process `pid` will do."""
-
-    task: HostTask
-    over: threading.Event = field(default_factory=threading.Event, init=False)
-    failure: BaseException | None = field(default=None, init=False)
-    pid: int = field(default_factory=os.getpid, init=False)
-
-    @property
-    def started_s(self) -> float:
-        return self.task.started_s
-
-    @property
-    def ended_s(self) -> float:
-        return self.task.ended_s
-
     def done(self) -> bool:
         return self.over.is_set()
 
     def wait(self) -> None:
         if not self.over.is_set():
             if os.getpid() != self.pid:
-                raise StateError(f"{self.task.label}: it was left to process {self.pid}, this is a fork of it")
+                raise StateError(f"{self.label}: it was left to process {self.pid}, this is a fork of it")
             self.over.wait()
         if self.failure is not None:
             raise _for_who_waits(self.failure)
@@ -99,17 +80,18 @@ class Queued:
     def attempt(self) -> BaseException | None:
         """Do it once `after` is done, in the lane's thread; return what it raised, or what one it came after did."""
         try:
-            for event in self.task.after:
+            for event in self.after:
                 event.wait()
-            self.task.run()
+            self.run()
         except BaseException as error:
             return error
         return None
 
     def finish(self, failure: BaseException | None) -> None:
-        """Be done, or failed."""
+        """Be done, or failed. It forgets the memory, and what it came after: else each would keep all before alive."""
         self.failure = failure
-        self.task.let_go()
+        self.after = ()
+        self.work = None
         self.over.set()
 
 
@@ -117,8 +99,8 @@ class Worker:
     """The thread of one lane. It knows of no lanes, so that those can be collected while it runs."""
 
     def __init__(self, lane: Lane) -> None:
-        self.queue: SimpleQueue[Queued | None] = SimpleQueue()
-        self.last: Queued | None = None
+        self.queue: SimpleQueue[HostTask | None] = SimpleQueue()
+        self.last: HostTask | None = None
         """The newest one issued since the last drain."""
         self.failure: BaseException | None = None
         self._pid = os.getpid()
@@ -127,15 +109,14 @@ class Worker:
         self.thread = threading.Thread(target=self._work, name=f"chunkmem {lane.value}", daemon=True)
         self.thread.start()
 
-    def issue(self, task: HostTask) -> Queued:
-        """Have a task done after all before it."""
-        queued = Queued(task)
+    def issue(self, task: HostTask) -> HostTask:
+        """Have a task done after all before it; return it, which is its event."""
         # A profile shows the thread that started it, and others only if asked to: the range of the task itself would
         # be missing, so the one who issues it opens one too.
         with named_range(task.lane, task.label):
-            self.queue.put(queued)
-        self.last = queued  # only now: who waits for what was never queued waits for ever
-        return queued
+            self.queue.put(task)
+        self.last = task  # only now: who waits for what was never queued waits for ever
+        return task
 
     def wait(self) -> None:
         """Block until everything issued is over."""
@@ -158,12 +139,12 @@ class Worker:
             self.thread.join()
 
     def _work(self) -> None:
-        while (queued := self.queue.get()) is not None:
+        while (task := self.queue.get()) is not None:
             if self.failure is None:
-                self.failure = queued.attempt()
-            queued.finish(self.failure)
+                self.failure = task.attempt()
+            task.finish(self.failure)
             # While this thread waits for the next, it keeps nothing of the last.
-            del queued
+            del task
         atexit.unregister(self._end)
 
 
@@ -175,7 +156,7 @@ class Workers:
         self._by_lane: dict[Lane, Worker] = {}
         self._pid = os.getpid()
 
-    def issue(self, task: HostTask) -> Queued:
+    def issue(self, task: HostTask) -> HostTask:
         """Have a task done after all before it on its lane."""
         if os.getpid() != self._pid:
             raise StateError(

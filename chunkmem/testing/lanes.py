@@ -41,8 +41,7 @@ class _Held:
     task: HostTask
     lanes: AdversarialLanes
     poisoned: bool = field(default=False, init=False)
-    over: bool = field(default=False, init=False)
-    failure: BaseException | None = field(default=None, init=False)
+    failure: None = None
 
     @property
     def started_s(self) -> float:
@@ -53,7 +52,7 @@ class _Held:
         return self.task.ended_s
 
     def done(self) -> bool:
-        return self.over
+        return self.task.done()
 
     def wait(self) -> None:
         self.lanes.run_until(self)
@@ -130,8 +129,7 @@ class AdversarialLanes(Lanes):
     def _run(self, held: _Held) -> None:
         self._queues[held.task.lane].popleft()
         held.task.run()
-        held.over = True
-        held.task.let_go()
+        held.task.finish(None)
         self._poison_targets()
 
     def _poison_targets(self) -> None:
