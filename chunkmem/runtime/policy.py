@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from chunkmem.plan.model import Lane
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import Event
+from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.timestamps import Interval, Timestamp
 from chunkmem.trace.model import Kind
 from chunkmem.types import Tier
@@ -91,6 +93,21 @@ class OnDemand(StepPolicy):
 
     def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
         self.num_copies += 1
+
+
+class LoggedPolicy(StepPolicy):
+    """What copies and exchanges take is written down."""
+
+    step_log: StepLog
+
+    def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
+        self.step_log.served(chunk, source, target, taken)
+
+    def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
+        self.step_log.exchanged(chunk, issued, waited)
+
+    def waited(self, waited: Interval) -> None:
+        self.step_log.waited(Lane.COLLECTIVE, waited)
 
 
 class BetweenSteps:
