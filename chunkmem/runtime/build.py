@@ -99,10 +99,10 @@ def cpu_recipe(compiler: str | None = None) -> Recipe:
     return Recipe("kernels", _cxx(compiler), units, link_flags)
 
 
-def storage_recipe(compiler: str | None = None) -> Recipe:
-    """Return how what reads the layout of torch's storages is built, by headers of this torch; see `cpu_recipe`."""
+def storage_recipe() -> Recipe:
+    """Return how what reads the layout of torch's storages is built, by headers of this torch."""
     units = tuple((source, ("-O2", "-std=c++20", "-fPIC")) for source in ("storage.cpp", "kept.cpp"))
-    return Recipe("storage", _cxx(compiler), units, ("-shared", "-Wl,--no-as-needed", "-lc10"))
+    return Recipe("storage", _cxx(None), units, ("-shared", "-Wl,--no-as-needed", "-lc10"))
 
 
 def storage_library(without: str) -> ctypes.CDLL | None:

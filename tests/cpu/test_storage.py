@@ -130,11 +130,11 @@ def chunk_storage(backend: StorageBackend, dtype: torch.dtype = torch.float32) -
 def test_a_chunk_takes_a_slab_and_returns_that_very_one(backend: StorageBackend) -> None:
     chunk, slab = chunk_storage(backend), full(64)
     chunk.attach(slab)
-    assert chunk.attached
+    assert chunk._slab is not None
     assert (slab.nbytes(), chunk.storage.nbytes(), chunk.flat.numel()) == (0, 64, 16)
     chunk.flat.fill_(2.0)
     assert chunk.detach() is slab
-    assert not chunk.attached
+    assert chunk._slab is None
     assert (slab.nbytes(), chunk.storage.nbytes()) == (64, 0)
 
 
