@@ -13,7 +13,7 @@ that, the plan is left.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -35,7 +35,7 @@ from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import Tier
 
 
-class PlanActions(LoggedPolicy):
+class PlanActions(LoggedPolicy, ABC):
     """Does what a plan says for a moment; which moment that is, is decided elsewhere."""
 
     def __init__(self, plan: Plan, trace: Trace, pager: Pager, tiers: Tiers) -> None:
