@@ -15,7 +15,6 @@ TORCHES ?= 2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# torch looks for ninja on the PATH to build the native library.
 # Tests start many processes, and each would compile the package again if Python were told not to keep bytecode.
 RUN := PYTHONDONTWRITEBYTECODE= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
 

@@ -23,6 +23,7 @@ from chunkmem.checkpoints.pretrained import save_pretrained
 from chunkmem.checkpoints.saver import CheckpointSaver
 from chunkmem.comm.methods import ExchangeMethod
 from chunkmem.config import Config
+from chunkmem.contrib.async_pipeline.checks import require_options
 from chunkmem.contrib.async_pipeline.pipeline import AsynchronousPipeline
 from chunkmem.contrib.elastic.pipeline import ElasticPipeline
 from chunkmem.errors import CheckpointError, StateError
@@ -42,7 +43,7 @@ from chunkmem.plan.machine import Machine
 from chunkmem.reporting import Reporting
 from chunkmem.runtime.device import ComputeDevice, give_back_freed_ram
 from chunkmem.runtime.disk_calls import DiskCalls
-from chunkmem.runtime.events import Lanes
+from chunkmem.runtime.queues import Lanes
 from chunkmem.sizes import parse_nbytes
 
 
@@ -160,6 +161,7 @@ class ChunkManager(ModelBuilding, Reporting):
         return pipeline
 
     def _make_pipeline(self, options: PipelineOptions) -> ByLayerPipeline | StagedPipeline | ElasticPipeline:
+        require_options(options)
         if options.width is not None:
             return ElasticPipeline(self.runtime, options, adopt=self._adopt)
         staged = AsynchronousPipeline if options.schedule == ASYNCHRONOUS else StagedPipeline

@@ -54,7 +54,7 @@ def not_native(found: Mapping[str, Any]) -> list[str]:
     """Return what of a back end on a card is a substitute."""
     lacks = []
     if found["storage"] not in ("swap", "native"):
-        lacks.append(f"chunks change memory by {found['storage']}, without a C++ compiler or ninja on the PATH")
+        lacks.append(f"chunks change memory by {found['storage']}, without a C++ compiler on the PATH")
     if found["lanes"] != "StreamLanes":
         lacks.append(f"copies are on {found['lanes']}, so nothing overlaps")
     missing = {"cpu", "cuda"} - set(found["kernels"])

@@ -13,7 +13,6 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 
 import torch
-from torch import Tensor
 
 import chunkmem
 from benchmarks.overhead.variants import ADAMW, GPT, NUM_BATCHES, Failure, Shape, num_params
@@ -22,7 +21,7 @@ from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane
 from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.runtime.events import Event
+from chunkmem.runtime.events import Event, Piece
 from chunkmem.testing import ThrottledLanes
 
 FULL = Shape(num_layers=4, width=512, num_heads=8, num_sequences=4, num_tokens=256)
@@ -96,8 +95,8 @@ class Summary:
 class _BlockingThrottled(ThrottledLanes):
     """A throttled link that the one who copies waits for."""
 
-    def copy(self, lane: Lane, target: Tensor, source: Tensor, *, after: Sequence[Event], label: str) -> Event:
-        event = super().copy(lane, target, source, after=after, label=label)
+    def copy(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
+        event = super().copy(lane, pieces, after=after, label=label)
         event.wait()
         return event
 

@@ -71,9 +71,9 @@ from chunkmem.optim.update import GroupUpdater, UpdateParts
 from chunkmem.packing.model_packer import ModelPacker
 from chunkmem.packing.packer import Packer
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
-from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.interrupts import InterruptGuard
 from chunkmem.runtime.pager import Pager
+from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.shadow import ShadowBuffers
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import TierCaps

@@ -41,7 +41,7 @@ from chunkmem.optim.update import GroupUpdater
 from chunkmem.plan.machine import Machine
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.disk_calls import DiskCalls
-from chunkmem.runtime.events import Lanes
+from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.steps.controller import StepController
 

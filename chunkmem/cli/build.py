@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from chunkmem.cli.answer import CommandResult
-from chunkmem.errors import ConfigError
-from chunkmem.runtime.quiet import silenced
 
 NAME = "build"
 SUMMARY = "compile the native libraries ahead of time"
@@ -40,7 +36,7 @@ def run(options: argparse.Namespace) -> CommandResult:
     """
     import torch
 
-    from chunkmem.runtime.build import cpu_recipe, cuda_recipe, cuda_recipe_in, ensure_library
+    from chunkmem.runtime.build import cpu_recipe, cuda_recipe, cuda_recipe_in, ensure_library, storage_recipe
     from chunkmem.runtime.own_folder import default_cache_dir
     from chunkmem.runtime.storage import SwapBackend
 
@@ -55,7 +51,7 @@ def run(options: argparse.Namespace) -> CommandResult:
             f"slower; install the CUDA toolkit {torch.version.cuda}, and run `chunkmem build` again"
         )
     if torch.version.cuda is not None or not SwapBackend.available():
-        builders["storage"] = _storage
+        builders["storage"] = lambda: ensure_library(storage_recipe(), folder)
     libraries = [_built(name, build) for name, build in builders.items()]
     lines = [line for library in libraries for line in (library["path"], _when(library))]
     return CommandResult({"libraries": libraries, "torch": torch.__version__, "notes": notes}, "\n".join(lines + notes))
@@ -72,25 +68,3 @@ def _built(name: str, build: Callable[[], Path]) -> dict[str, Any]:
     # The clock of files ticks up to 10 ms late.
     was_there = path.stat().st_mtime < began_s - 0.02
     return {"name": name, "path": str(path), "was_there": was_there, "build_s": build_s}
-
-
-def _storage() -> Path:
-    from chunkmem.runtime.native import load_library
-
-    with silenced("torch.utils.cpp_extension"), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        library = load_library()
-    if library is None:
-        raise ConfigError(_why_not(str(caught[-1].message) if caught else "the native library could not be built"))
-    return Path(library._name)
-
-
-def _why_not(message: str) -> str:
-    from torch.utils.cpp_extension import get_cxx_compiler, is_ninja_available
-
-    if not is_ninja_available():
-        return "ninja is not on the PATH, which torch builds C++ with; pip install ninja, or activate its environment"
-    compiler = str(get_cxx_compiler())
-    if shutil.which(compiler.split()[0] if compiler.split() else "") is None:
-        return f"there is no C++ compiler {compiler} on the PATH; install one, or name another in the variable CXX"
-    return message

@@ -38,7 +38,7 @@ _PINNED_NBYTES = 1 << 20
 """Of a piece that is pinned to see whether that is possible."""
 _HOME = Path(__file__).parents[2]
 _DRIVER = Path("/proc/driver/nvidia/version")
-_PACKAGES = ("torch", "numpy", "ninja", "matplotlib", "transformers")
+_PACKAGES = ("torch", "numpy", "matplotlib", "transformers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,8 +23,9 @@ from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.rule import ChunkMemory, UpdateItem, UpdateRule
 from chunkmem.runtime.chunk import Chunk, Replica, slot_views
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.events import Event, Lanes
+from chunkmem.runtime.events import Event
 from chunkmem.runtime.pool import Slab
+from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.shadow import ShadowBuffers
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.types import Role, Tier

@@ -116,7 +116,7 @@ class ByLayerPipeline(Pipeline):
                 batch = _Batch(parts, self._prefix.begin(parts, ids))
             self._is_running, others = True, access.num_calls
             try:
-                with self._statistics.mini_batch(), self.timed(batch.parts):
+                with self._statistics.mini_batch(), self.times.step(batch.parts):
                     loss: torch.Tensor = self._root(batch)(lambda: self._forward(batch))
                     with runtime.backward(), runtime.sharding.units.one_backward():
                         self._backward(batch)

@@ -18,8 +18,6 @@ CHECKPOINTS = ("auto", "always", "except_last", "never")
 """Which calls of blocks are recomputed in backward."""
 ASYNCHRONOUS = "async-1f1b"
 """The schedule whose stages update their weights while other batches are under way."""
-VERSIONS = ("stash", "predict", "predict+gap")
-"""Which weights its stages run backward on."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +66,10 @@ class PipelineOptions:
             raise ConfigError(
                 f'width is {shown(self.width)}; give "auto", or leave it out and call pipe.repartition(stages=)'
             )
-        if self.cache is not None and not hasattr(self.cache, "follow"):
+        if self.cache is not None and not hasattr(self.cache, "begin_step"):
             raise ConfigError(f"cache is a {type(self.cache).__name__}; give a chunkmem.FrozenCache")
         if self.checkpoint not in CHECKPOINTS:
             raise ConfigError(f"checkpoint is {shown(self.checkpoint)}; give one of {', '.join(CHECKPOINTS)}")
-        if self.width is not None and self.schedule == ASYNCHRONOUS:
-            raise ConfigError(
-                f'width="auto" with schedule={ASYNCHRONOUS!r} is not available: batches are under way between its '
-                "steps, where stages would be divided again; take another schedule, or leave out width"
-            )
-        self._check_versions()
 
     @property
     def chain(self) -> list[list[nn.Module]]:
@@ -95,33 +87,6 @@ class PipelineOptions:
             return "auto"
         is_recomputed = self.checkpoint == "always" or (self.checkpoint == "except_last" and not part.is_last)
         return "recompute" if is_recomputed else "offload"
-
-    def _check_versions(self) -> None:
-        if self.versions is not None and self.versions not in VERSIONS:
-            raise ConfigError(f"versions is {shown(self.versions)}; give one of {', '.join(VERSIONS)}")
-        if self.schedule != ASYNCHRONOUS:
-            if self.versions is not None:
-                raise ConfigError(
-                    f"versions={shown(self.versions)} is for schedule={ASYNCHRONOUS!r}; {shown(self.schedule)} "
-                    "updates no weights that a backward needs"
-                )
-            return
-        if self.versions is None:
-            raise ConfigError(
-                f"schedule={ASYNCHRONOUS!r} updates weights between forward and backward of a batch: say by versions= "
-                f"which of them backward runs on, one of {', '.join(VERSIONS)}"
-            )
-        if self.checkpoint not in ("auto", "never"):
-            raise ConfigError(
-                f"checkpoint={self.checkpoint!r} with schedule={ASYNCHRONOUS!r}: what stages save is kept over "
-                'updates; give "auto" or "never"'
-            )
-        norm = self.deferred_batch_norm or None
-        for name, value in (("deferred_batch_norm", norm), ("freeze", self.epochs), ("cache", self.cache)):
-            if value is not None:
-                raise ConfigError(
-                    f'{name} with schedule={ASYNCHRONOUS!r}: batches overlap; leave it out, or use schedule="1f1b"'
-                )
 
 
 def blocks_of(given: Iterable[nn.Module]) -> tuple[nn.Module, ...]:

@@ -29,7 +29,7 @@ from chunkmem.nn.parked import Parked
 from chunkmem.nn.regions import RegionActivations
 from chunkmem.pipeline.announced import AnnouncedForms
 from chunkmem.pipeline.arguments import arguments_of
-from chunkmem.pipeline.block_times import BlockTimes
+from chunkmem.pipeline.call_times import CallTimes
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.forms import BorderForm, MessageForm, form_of
 from chunkmem.pipeline.frozen import FrozenBlocks
@@ -48,7 +48,7 @@ class StageStep:
     parts: Sequence[MicroBatch]
     borders: Sequence[dict[int, BorderForm]]
     """By micro-batch and stage: what goes out of that."""
-    times: BlockTimes
+    times: CallTimes
     """Of its blocks."""
     frozen: FrozenBlocks = field(default_factory=FrozenBlocks)
     """Blocks that nothing trains."""

@@ -158,7 +158,7 @@ class StagedPipeline(Pipeline):
         """
         self._runtime.updater.in_backward.require_none("pipe.step()")
         step, schedule = self._prepare(inputs, target, ids, is_training=True)
-        with self._running(), self._statistics.mini_batch(), self.timed(step.parts):
+        with self._running(), self._statistics.mini_batch(), self.times.step(step.parts):
             # What is received for the first call is part of the step.
             self._runtime.entry_points.begin_root(self._roots[step.frozen.start])
             self._held.begin([stage.module for stage in self.stages])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ import torch
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.errors import StateError
 from chunkmem.freezing.freezer import FreezeReport
-from chunkmem.pipeline.block_times import BlockTimes
-from chunkmem.pipeline.micro_batches import MicroBatch
+from chunkmem.pipeline.call_times import CallTimes
 from chunkmem.pipeline.options import PipelineOptions
 
 
@@ -27,7 +25,7 @@ class Pipeline(ABC):
         """Run what `options` name by the parts of a manager, which has packed it."""
         self._runtime = runtime
         self._options = options
-        self.times = BlockTimes((), runtime.memory.store.clock)
+        self.times = CallTimes()
         """Of its blocks; none are timed unless somebody puts others here."""
 
     @abstractmethod
@@ -82,13 +80,6 @@ class Pipeline(ABC):
         """
         self.require_current()
         return self.divide(stages)
-
-    @contextlib.contextmanager
-    def timed(self, parts: Sequence[MicroBatch]) -> Iterator[None]:
-        """Surround a step over these micro-batches; of one that raises, no times count."""
-        self.times.begin(num_samples=sum(part.num_samples for part in parts), num_parts=len(parts))
-        yield
-        self.times.end()
 
     def require_current(self) -> None:
         """Raise a `StateError` if the model was divided into another number of stages, or the manager is closed."""

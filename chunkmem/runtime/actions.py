@@ -19,22 +19,23 @@ from functools import partial
 
 from chunkmem.plan.ahead import updates_ahead
 from chunkmem.plan.facts import PlanFacts
-from chunkmem.plan.model import LANE_LINKS, Action, Alloc, Copy, Free, Plan, Round, Update, Wait, rounding_of
+from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Round, Update, Wait, rounding_of
 from chunkmem.plan.semantics import ABSENT, NEWEST
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica
 from chunkmem.runtime.copy_order import CopyOrder, Step
-from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, copy_error
+from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event
 from chunkmem.runtime.failed import drain
 from chunkmem.runtime.issued import IssuedCopy, LeftUpdate
 from chunkmem.runtime.pager import Pager
+from chunkmem.runtime.policy import LoggedPolicy
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import disk_transfer
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import Link, Tier
+from chunkmem.types import Tier
 
 
-class PlanActions(ABC):
+class PlanActions(LoggedPolicy, ABC):
     """Does what a plan says for a moment; which moment that is, is decided elsewhere."""
 
     def __init__(self, plan: Plan, trace: Trace, pager: Pager, tiers: Tiers) -> None:
@@ -162,16 +163,22 @@ class PlanActions(ABC):
             return False
         slabs = {chunk: chunk.replicas[Tier.HOST].slab for chunk in chunks}
         written = (slab for chunk, slab in slabs.items() if not chunk.id.role.kind.is_of_step)
-        update = LeftUpdate(work, chunks[0].id.group, tuple(slabs.values()), tuple(written))
-        after = self._order.before_update()
-        event = self._order.lanes.work(update.run, after=after, label=f"update of group {chunks[0].id.group}")
-        update.event = event
-        self._order.update_left(event, instead_of=self._ahead_numbers.get(chunks[0].id.group))
-        for slab in slabs.values():
-            slab.used_by(event)
-        self._store.note_issued(update)
+        group = chunks[0].id.group
+        update = LeftUpdate(work, group, tuple(slabs.values()), tuple(written))
+        after, instead_of = self._order.before_update(), self._ahead_numbers.get(group)
+        event = self._leave_to_lane(update, after, f"update of group {group}", instead_of=instead_of)
         self.step_log.left_to_lane(chunks[0], event)
         return True
+
+    def _leave_to_lane(
+        self, update: LeftUpdate, after: Sequence[Event], label: str, *, instead_of: int | None = None
+    ) -> Event:
+        event = update.event = self._order.lanes.work(update.run, after=after, label=label)
+        self._order.update_left(event, instead_of=instead_of)
+        for slab in update.slabs:
+            slab.used_by(event)
+        self._store.note_issued(update)
+        return event
 
     def _alloc(self, chunk: Chunk, tier: Tier) -> None:
         if not self._on_plan:
@@ -242,30 +249,13 @@ class PlanActions(ABC):
         update = LeftUpdate(
             partial(target.flat.copy_, source.flat), chunk.id.group, (source.slab, target.slab), (target.slab,)
         )
-        after = self._order.before_update(source.slab, target.slab)
-        event = update.event = self._order.lanes.work(update.run, after=after, label=rounding_of(chunk.id))
-        self._order.update_left(event)
-        for slab in update.slabs:
-            slab.used_by(event)
-        self._store.note_issued(update)
-        self.step_log.rounded(chunk, event)
+        after = self._order.before_update(*update.slabs)
+        self.step_log.rounded(chunk, self._leave_to_lane(update, after, rounding_of(chunk.id)))
 
     def _issue(self, copy: Copy, target: Replica, source: Replica, after: Sequence[Event], label: str) -> Event:
         lanes, lane = self._order.lanes, copy.lane
         transfer = disk_transfer(target, source)
         if transfer is not None:
-            work = partial(_named, transfer, label, LANE_LINKS[lane])
             filled = target.flat if copy.target is Tier.HOST else None
-            return lanes.work(work, after=after, label=label, lane=lane, target=filled)
-        pieces = target.copied_from(source)
-        if len(pieces) == 1:
-            return lanes.copy(lane, *pieces[0], after=after, label=label)
-        return lanes.copy_pieces(lane, pieces, after=after, label=label)
-
-
-def _named(transfer: Callable[[], object], label: str, link: Link) -> None:
-    """Copy to or from DISK; say of what if that fails."""
-    try:
-        transfer()
-    except Exception as error:
-        raise copy_error(label, *link, error) from error
+            return lanes.work(transfer, after=after, label=label, lane=lane, target=filled)
+        return lanes.copy(lane, target.copied_from(source), after=after, label=label)

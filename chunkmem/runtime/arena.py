@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +14,9 @@ import torch
 
 from chunkmem.errors import CapacityError
 from chunkmem.runtime.device import ComputeDevice, prefer_large_pages, runtime_mode
+from chunkmem.runtime.free_room import Extent, FreeRoom
 from chunkmem.runtime.ledger import Ledger
-from chunkmem.runtime.pool import Slab
+from chunkmem.runtime.pool import CutPool, Slab
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import Tier
 
@@ -54,13 +54,13 @@ class _Region(mmap.mmap):
 
 @dataclass(eq=False, slots=True)
 class _Segment:
-    """One mapping of the arena, and the runs of it that are free: start to length, in bytes."""
+    """One mapping of the arena, and what of it is free."""
 
     region: _Region | Literal[b""]
     """Empty: given back."""
     bytes: torch.Tensor
     pinned: bool
-    free: dict[int, int]
+    free: FreeRoom
     slab_nbytes: int
     """Slabs of this size are cut from its start, others from its end: holes of one size lie side by side."""
     untouched: tuple[int, int]
@@ -74,14 +74,13 @@ class _Segment:
     @property
     def is_free(self) -> bool:
         """No slab is given out or kept of it."""
-        return self.free.get(0) == len(self.region)
+        return self.free.nbytes == len(self.region)
 
 
-class HostArena:
+class HostArena(CutPool):
     """Slabs of HOST, cut first-fit from a few mappings of exact size.
 
-    A freed slab stays as it was cut and serves a request of exactly its size, the one freed last first; it is joined
-    to its neighbours when another size finds no room. Sizes lie apart, as weights leave for DEVICE and what is wanted
+    Sizes lie apart, as weights leave for DEVICE and what is wanted
     in their place is twice as large: of bf16 weights in turn with fp32 masters every hole would be too small. What is
     free all the same, and nothing fits, is RAM beyond the cap; whole segments of it are given back.
 
@@ -91,14 +90,11 @@ class HostArena:
     """
 
     def __init__(self, ledger: Ledger, compute: ComputeDevice) -> None:
-        self.ledger = ledger
-        self.poison = False
+        super().__init__(ledger)
         self._compute = compute
         self._segments: list[_Segment] = []
         self._open: set[int] = set()
         """Segments with free runs: where each slab is a segment of its own, there are thousands of full ones."""
-        self._idle: dict[int, list[Slab]] = defaultdict(list)
-        """Freed slabs by size, the last one last."""
         self._expected_nbytes = 0
         self._admitted_nbytes = 0
 
@@ -149,7 +145,7 @@ class HostArena:
         if pinned:
             region.undo = partial(_unpin_here, self._compute, view.data_ptr(), os.getpid())
         self._open.add(len(self._segments))
-        self._segments.append(_Segment(region, view, pinned, {0: nbytes}, slab_nbytes, (0, nbytes)))
+        self._segments.append(_Segment(region, view, pinned, FreeRoom(Extent(0, nbytes)), slab_nbytes, (0, nbytes)))
         self._expected_nbytes = max(0, self._expected_nbytes - nbytes)
 
     def _no_room_error(self, nbytes: int) -> CapacityError:
@@ -162,25 +158,21 @@ class HostArena:
             tier=Tier.HOST,
         )
 
-    def alloc(self, role: str, nbytes: int, *, num: int = 1) -> Slab:
-        if self._idle[nbytes]:
-            self.ledger.charge(role, nbytes)
-            return self._idle[nbytes].pop()
+    def _cut(self, nbytes: int, num: int) -> Slab:
         # What was announced may go to DEVICE in part: no more than the cap is mapped ahead.
         room_nbytes = self.ledger.cap_nbytes - self.reserved_nbytes
-        slab = self._cut(nbytes)
+        slab = self._cut_from_own(nbytes)
         if slab is None and self._join_idle():
-            slab = self._cut(nbytes)
+            slab = self._cut_from_own(nbytes)
         if slab is None and min(self._expected_nbytes, room_nbytes) < nbytes:
-            slab = self._cut(nbytes, from_any=True)
+            slab = self._cut_from_own(nbytes, or_any=True)
         if slab is None:
             if self.reserved_nbytes + nbytes > self.ledger.cap_nbytes:
                 self._give_free_segments_back()
             piece_nbytes = min(max(self._expected_nbytes, num * nbytes), room_nbytes, self._piece_nbytes)
             self._reserve(max(nbytes, piece_nbytes // nbytes * nbytes), slab_nbytes=nbytes)
-            slab = self._cut(nbytes)
+            slab = self._cut_from_own(nbytes)
         assert slab is not None
-        self.ledger.charge(role, nbytes)
         return slab
 
     def admit(self, role: str, memory: torch.Tensor) -> Slab:
@@ -194,38 +186,10 @@ class HostArena:
             self.ledger.release(role, slab.nbytes)
             self._admitted_nbytes -= slab.nbytes
             return
-        if self.poison:
-            slab.poison()
-        self._idle[slab.nbytes].append(slab)
-        self.ledger.release(role, slab.nbytes)
-
-    def take_again(self, role: str, slab: Slab) -> bool:
-        if slab not in self._idle[slab.nbytes]:
-            return False
-        self._idle[slab.nbytes].remove(slab)
-        self.ledger.charge(role, slab.nbytes)
-        return True
-
-    def _join_idle(self) -> bool:
-        """Make runs of the freed slabs; tell whether there were any."""
-        idle = [slab for slabs in self._idle.values() for slab in slabs]
-        for slab in idle:
-            slab.rest()
-        self._idle.clear()
-        for slab in idle:
-            self._join(slab)
-        return bool(idle)
+        super().free(role, slab)
 
     def _join(self, slab: Slab) -> None:
-        free = self._segments[slab.segment].free
-        start, length = slab.start, slab.nbytes
-        if start + length in free:
-            length += free.pop(start + length)
-        before = next((s for s, n in free.items() if s + n == start), None)
-        if before is not None:
-            length += free.pop(before)
-            start = before
-        free[start] = length
+        self._segments[slab.segment].free.give(Extent(slab.start, slab.nbytes))
         self._open.add(slab.segment)
 
     def _give_free_segments_back(self) -> None:
@@ -239,7 +203,7 @@ class HostArena:
         # The mapping goes with the last tensor over it: closing it under a live view would crash its reader.
         with runtime_mode():
             segment.region, segment.bytes = b"", torch.empty(0, dtype=torch.uint8)
-        segment.pinned, segment.free, segment.untouched = False, {}, (0, 0)
+        segment.pinned, segment.free, segment.untouched = False, FreeRoom(), (0, 0)
 
     def close(self) -> None:
         for segment in self._segments:
@@ -248,35 +212,28 @@ class HostArena:
         self._open.clear()
         self._idle.clear()
 
-    def _cut(self, nbytes: int, *, from_any: bool = False) -> Slab | None:
-        """Return a slab from a segment for slabs of its size, or `from_any`; None if none has room."""
+    def _cut_from_own(self, nbytes: int, *, or_any: bool = False) -> Slab | None:
+        """Return a slab from a segment for slabs of its size, `or_any`; None if none has room."""
         for index in sorted(self._open):
             segment = self._segments[index]
             if segment.is_free:
                 segment.slab_nbytes = nbytes
-            is_own = segment.slab_nbytes == nbytes
-            fitting = [start for start, length in segment.free.items() if length >= nbytes]
-            if fitting and (is_own or from_any):
-                start = min(fitting) if is_own else max(fitting)
-                return self._cut_from(index, start, nbytes, at_end=not is_own)
+            at_end = segment.slab_nbytes != nbytes
+            if at_end and not or_any:
+                continue
+            extent = segment.free.cut(nbytes, from_end=at_end)
+            if extent is not None:
+                return self._slab_of(index, extent, at_end=at_end)
         return None
 
-    def _cut_from(self, index: int, start: int, nbytes: int, *, at_end: bool) -> Slab:
-        segment = self._segments[index]
-        rest_nbytes = segment.free.pop(start) - nbytes
-        if at_end:
-            start, rest = start + rest_nbytes, start
-        else:
-            rest = start + nbytes
-        if rest_nbytes:
-            segment.free[rest] = rest_nbytes
-        if not segment.free:
+    def _slab_of(self, index: int, extent: Extent, *, at_end: bool) -> Slab:
+        segment, (first, last) = self._segments[index], self._segments[index].untouched
+        if not segment.free.nbytes:
             self._open.discard(index)
-        first, last = segment.untouched
-        if start < last and start + nbytes > first:
-            segment.untouched = (first, start) if at_end else (start + nbytes, last)
+        if extent.start < last and extent.end > first:
+            segment.untouched = (first, extent.start) if at_end else (extent.end, last)
         with runtime_mode():
-            return Slab(nbytes, segment.bytes[start : start + nbytes], start, index)
+            return Slab(extent.nbytes, segment.bytes[extent.start : extent.end], extent.start, index)
 
 
 def _unpin_here(compute: ComputeDevice, address: int, pid: int) -> None:

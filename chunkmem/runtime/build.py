@@ -1,4 +1,4 @@
-"""Compile the optimizer kernels on first use, and keep them in the user's cache folder.
+"""Compile native libraries on first use, and keep them in the user's cache folder.
 
 A library is a file whose name holds what it was made from (sources, flags, torch, architecture, compiler) and whose
 last bytes are its own checksum: one rename puts it in place whole, and what is truncated or altered is made again. The
@@ -8,6 +8,7 @@ somebody else's, or that others may write to, is refused.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,8 +29,7 @@ import torch
 
 from chunkmem.errors import ConfigError
 from chunkmem.runtime.device import cuda_capability
-from chunkmem.runtime.native import source_dir
-from chunkmem.runtime.own_folder import make_own, own_folder, require_own
+from chunkmem.runtime.own_folder import default_cache_dir, make_own, own_folder, require_own
 from chunkmem.runtime.quiet import silenced
 
 TORCH_TARGET_VERSION = "0x020b000000000000"
@@ -39,10 +40,11 @@ LOG = logging.getLogger("chunkmem.build")
 
 # No fused multiply-add but those that are written; square roots without a branch for errno; selects without branches.
 SAME_BITS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-CXX_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", *SAME_BITS)
+STABLE = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"
+CXX_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", STABLE, *SAME_BITS)
 NVCC_FLAGS = (
     *("-O3", "-std=c++20", "--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false"),
-    *("-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off", "-DUSE_CUDA"),
+    *("-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off", "-DUSE_CUDA", STABLE),
 )
 LEVEL_FLAGS = {
     "cpu/avx2.cpp": ("-mavx2", "-mfma"),
@@ -78,7 +80,7 @@ class Recipe:
 
     def _hash_of_sources(self) -> str:
         digest = hashlib.sha256()
-        for word in (torch.__version__, platform.machine(), TORCH_TARGET_VERSION, repr(self.units), *self.link_flags):
+        for word in (torch.__version__, platform.machine(), repr(self.units), *self.link_flags):
             digest.update(word.encode() + b"\0")
         root = source_dir()
         headers = [path.relative_to(root).as_posix() for path in root.rglob("*.h")]
@@ -89,17 +91,30 @@ class Recipe:
 
 def cpu_recipe(compiler: str | None = None) -> Recipe:
     """Return how the CPU kernels are built; `compiler`: a command, default: the one torch uses (`CXX`, or c++)."""
-    with silenced("torch.utils.cpp_extension"):  # a torch for CUDA says that it has found no driver
-        from torch.utils.cpp_extension import get_cxx_compiler
-
-    command = tuple(shlex.split(str(get_cxx_compiler()) if compiler is None else compiler))
-    found = shutil.which(command[0]) if command else None
     sources = ["ops.cpp", "cpu/adam.cpp", "cpu/blocks.cpp", "cpu/baseline.cpp"]
     if platform.machine() in ("x86_64", "AMD64"):
         sources += LEVEL_FLAGS
     units = tuple((source, (*CXX_FLAGS, *LEVEL_FLAGS.get(source, ()))) for source in sources)
     link_flags = ("-shared", "-Wl,--no-as-needed", "-ltorch_cpu")
-    return Recipe("kernels", (found, *command[1:]) if found else (), units, link_flags)
+    return Recipe("kernels", _cxx(compiler), units, link_flags)
+
+
+def storage_recipe() -> Recipe:
+    """Return how what reads the layout of torch's storages is built, by headers of this torch."""
+    units = tuple((source, ("-O2", "-std=c++20", "-fPIC")) for source in ("storage.cpp", "kept.cpp"))
+    return Recipe("storage", _cxx(None), units, ("-shared", "-Wl,--no-as-needed", "-lc10"))
+
+
+def storage_library(without: str) -> ctypes.CDLL | None:
+    """Return that library, building it first if this torch has none yet (seconds, once); None if it cannot be.
+
+    Then a warning says what is `without` it.
+    """
+    try:
+        return ctypes.CDLL(str(load_library(storage_recipe(), default_cache_dir(), load=ctypes.CDLL)))
+    except BuildError as error:
+        warnings.warn(f"chunkmem's native library could not be built ({error}); {without}", stacklevel=2)
+        return None
 
 
 def cuda_recipe(nvcc: str | None = None, *, capability: tuple[int, int] | None = None) -> Recipe:
@@ -194,10 +209,27 @@ def load_library(recipe: Recipe, cache_dir: Path, *, load: Callable[[str], objec
     return path
 
 
+def source_dir() -> Path:
+    """Return the folder of the C++ sources: `csrc/` of a checkout, or the copy an installed package carries."""
+    package = Path(__file__).resolve().parents[1]
+    carried = package / "csrc"
+    return carried if carried.is_dir() else package.parent / "csrc"
+
+
+def _cxx(compiler: str | None) -> tuple[str, ...]:
+    """Return a C++ compiler's command, None: that of the one torch uses; empty: there is none."""
+    with silenced("torch.utils.cpp_extension"):  # a torch for CUDA says that it has found no driver
+        from torch.utils.cpp_extension import get_cxx_compiler
+
+    command = tuple(shlex.split(str(get_cxx_compiler()) if compiler is None else compiler))
+    found = shutil.which(command[0]) if command else None
+    return (found, *command[1:]) if found else ()
+
+
 def _compile(recipe: Recipe, folder: Path) -> Path:
     """Compile all units at once, then link; return the library. A terminal shows a line meanwhile."""
     include = _torch_dir() / "include"
-    common = (f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", "-isystem", str(include))
+    common = ("-isystem", str(include))
     from tqdm import tqdm
 
     objects = [folder / f"{index}.o" for index in range(len(recipe.units))]

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from chunkmem.plan.model import FETCH, LINK_LANES, Lane, Wait
 from chunkmem.runtime.chunk import Chunk
-from chunkmem.runtime.events import COPY_LANES, Event, Lanes, host_waits
+from chunkmem.runtime.events import COPY_LANES, Event, host_waits
 from chunkmem.runtime.pool import Slab
+from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.types import TIERS, Tier, neighbor
 

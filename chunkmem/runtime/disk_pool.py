@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,10 +13,10 @@ from chunkmem.errors import StateError, TierIOError
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.disk_calls import SYSTEM_CALLS, DiskCalls
 from chunkmem.runtime.disk_file import DiskFile, is_full, round_up
-from chunkmem.runtime.disk_room import Extent, FreeRoom
 from chunkmem.runtime.disk_transfer import DiskTransfers, StoredBytes
+from chunkmem.runtime.free_room import Extent, FreeRoom
 from chunkmem.runtime.ledger import Ledger
-from chunkmem.runtime.pool import Slab
+from chunkmem.runtime.pool import CutPool, Slab
 
 BLOCK_NBYTES, DEPTH = 16 << 20, 4
 """Large blocks, as a thread needs Python's lock for each; the system cuts them into pieces that move at once."""
@@ -67,11 +66,10 @@ class DiskSlab(Slab):
                 self.write(torch.full((self.nbytes,), _POISON, dtype=torch.uint8, device="cpu"))
 
 
-class DiskPool:
+class DiskPool(CutPool):
     """Slabs of DISK: extents of one file without a name, read and written by threads of its own.
 
-    A freed slab stays as it was cut and serves a request of exactly its size, the one freed last first, as plans rely
-    on. The file grows up to the cap, padding aside. Then freed slabs of other sizes make room, if need be in several
+    The file grows up to the cap, padding aside. Then freed slabs of other sizes make room, if need be in several
     places for one slab, so that it grows beyond only by the padding of each slab to the file's alignment.
     """
 
@@ -100,8 +98,7 @@ class DiskPool:
             ConfigError: `directory` cannot be used, or its file system has less room than the cap.
             TierIOError: the first bytes could not be written or read.
         """
-        self.ledger = ledger
-        self.poison = False
+        super().__init__(ledger)
         self._file = DiskFile(Path(directory), nbytes=ledger.limit_nbytes, calls=calls)
         try:
             self._transfers = DiskTransfers(self._file, block_nbytes=block_nbytes, depth=depth, checks=checks)
@@ -110,8 +107,6 @@ class DiskPool:
             raise
         self._room = FreeRoom()
         self._end_nbytes = 0
-        self._idle: dict[int, list[DiskSlab]] = defaultdict(list)
-        """Freed slabs by size, the last one last."""
         self._pid = os.getpid()
         self._abandon = weakref.finalize(self, self._transfers.threads.stop, self._file.close)
 
@@ -126,38 +121,20 @@ class DiskPool:
         return self._end_nbytes
 
     def alloc(self, role: str, nbytes: int, *, num: int = 1) -> DiskSlab:
-        """Give out a slab of exactly `nbytes`, contents undefined. The caller has made room for it.
+        """See `SlabPool.alloc`.
 
         Raises:
             TierIOError: the disk is full, although the ledger has room.
             StateError: the pool is closed, or belongs to another process.
         """
         self._require_open()
-        if self._idle[nbytes]:
-            slab = self._idle[nbytes].pop()
-        else:
-            extents = self._take(round_up(nbytes, self._file.alignment))
-            slab = DiskSlab(self._transfers.stored(nbytes, extents), self._transfers)
-        self.ledger.charge(role, nbytes)
+        slab = super().alloc(role, nbytes, num=num)
+        assert isinstance(slab, DiskSlab)
         return slab
 
-    def free(self, role: str, slab: Slab) -> None:
-        assert isinstance(slab, DiskSlab)
-        if self.poison:
-            slab.poison()
-        self._idle[slab.nbytes].append(slab)
-        self.ledger.release(role, slab.nbytes)
-
-    def take_again(self, role: str, slab: Slab) -> bool:
-        idle = self._idle[slab.nbytes]
-        if slab not in idle:
-            return False
-        idle.remove(slab)
-        self.ledger.charge(role, slab.nbytes)
-        return True
-
-    def expect(self, nbytes: int) -> None:
-        """Nothing is taken ahead of need."""
+    def _cut(self, nbytes: int, num: int) -> DiskSlab:
+        extents = self._take(round_up(nbytes, self._file.alignment))
+        return DiskSlab(self._transfers.stored(nbytes, extents), self._transfers)
 
     def close(self) -> None:
         """Finish what is read and written, end the threads and give the file back; the second time, do nothing.
@@ -213,12 +190,7 @@ class DiskPool:
         self._end_nbytes = extent.end
         return extent
 
-    def _join_idle(self) -> None:
-        """Make room of the freed slabs."""
-        idle = [slab for slabs in self._idle.values() for slab in slabs]
-        for slab in idle:
-            slab.rest()
-        self._idle.clear()
-        for slab in idle:
-            for extent in slab.extents:
-                self._room.give(extent)
+    def _join(self, slab: Slab) -> None:
+        assert isinstance(slab, DiskSlab)
+        for extent in slab.extents:
+            self._room.give(extent)

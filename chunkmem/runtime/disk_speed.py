@@ -7,10 +7,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,10 +17,10 @@ from chunkmem.errors import ConfigError
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.disk_calls import SYSTEM_CALLS, DiskCalls
 from chunkmem.runtime.disk_file import AlignedBuffer, DiskFile, folder_at
-from chunkmem.runtime.disk_room import Extent
 from chunkmem.runtime.disk_transfer import DiskTransfers
+from chunkmem.runtime.free_room import Extent
 from chunkmem.runtime.populate import num_cores
-from chunkmem.runtime.speed_file import processor, read_speeds, speed_file, write_speeds
+from chunkmem.runtime.speed_file import kept_speeds, processor
 from chunkmem.sizes import format_nbytes
 
 _CANDIDATES = ((16 << 20, 4), (8 << 20, 8), (32 << 20, 2), (4 << 20, 8), (16 << 20, 8))
@@ -52,6 +51,14 @@ class DiskSpeed:
     block_nbytes: int
     depth: int
     """How many blocks are moved at once."""
+
+    @property
+    def is_sound(self) -> bool:
+        """All are positive numbers, and the last two whole ones."""
+        kinds = [type(value) for value in astuple(self)]
+        return (
+            {*kinds} <= {int, float} and kinds[3:] == [int, int] and all(0 < value < _MOST for value in astuple(self))
+        )
 
 
 def measure_disk(
@@ -90,16 +97,8 @@ def cached_disk_speed(directory: str | Path, *, capacity_nbytes: int = 0, path: 
         ConfigError: `directory` cannot be used.
         TierIOError: the disk failed, or is full.
     """
-    made_of = _identity(folder_at(directory))
-    path = path or speed_file("disk", made_of)
-    known = None if path is None else _sound(read_speeds(path, made_of))
-    if known is not None:
-        return known
-    measured = measure_disk(directory, capacity_nbytes=capacity_nbytes)
-    if path is not None:
-        with contextlib.suppress(OSError):
-            write_speeds(path, made_of, asdict(measured))
-    return measured
+    measure = partial(measure_disk, directory, capacity_nbytes=capacity_nbytes)
+    return kept_speeds(DiskSpeed, measure, name="disk", made_of=_identity(folder_at(directory)), path=path)
 
 
 # Measuring.
@@ -224,16 +223,3 @@ def _device(directory: Path) -> str:
             number = os.stat(each).st_dev
             return f"{os.major(number)}:{os.minor(number)}"
     return ""
-
-
-def _sound(found: dict[str, Any] | None) -> DiskSpeed | None:
-    """Return speeds that were kept; None if they are not what was written."""
-    if found is None or set(found) != {field.name for field in fields(DiskSpeed)}:
-        return None
-    whole = {"block_nbytes", "depth"}
-    for name, value in found.items():
-        if type(value) is not int and (name in whole or type(value) is not float):
-            return None
-        if not 0 < value < _MOST:
-            return None
-    return DiskSpeed(**found)

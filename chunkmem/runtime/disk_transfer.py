@@ -18,6 +18,7 @@ import errno
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,8 @@ import torch
 from chunkmem.errors import StateError, TierIOError
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.disk_file import AlignedBuffer, DiskFile, round_up, with_errno
-from chunkmem.runtime.disk_room import Extent
 from chunkmem.runtime.disk_threads import TransferThreads
+from chunkmem.runtime.free_room import Extent
 from chunkmem.sizes import format_nbytes
 
 
@@ -68,16 +69,15 @@ class StoredBytes:
 
 
 class _Scratch:
-    """The buffer of a thread, made when it is first needed."""
+    """What a thread has for itself."""
 
     def __init__(self, nbytes: int, alignment: int) -> None:
         self._size = nbytes, alignment
-        self._buffer: AlignedBuffer | None = None
 
+    @cached_property
     def buffer(self) -> AlignedBuffer:
-        if self._buffer is None:
-            self._buffer = AlignedBuffer(*self._size)
-        return self._buffer
+        """Made when it is first needed."""
+        return AlignedBuffer(*self._size)
 
 
 class DiskTransfers:
@@ -162,7 +162,7 @@ class DiskTransfers:
             self._file.read(part.memory[:straight], offset)
         if straight < nbytes:
             begin = (offset + straight) % self._file.alignment
-            buffer = scratch.buffer()
+            buffer = scratch.buffer
             self._file.read(buffer.view[: self._file.padded(begin + nbytes - straight)], offset + straight - begin)
             ctypes.memmove(part.address + straight, buffer.address + begin, nbytes - straight)
         if self._checks:
@@ -176,7 +176,7 @@ class DiskTransfers:
             if straight:
                 self._file.write(part.memory[:straight], offset)
             if straight < nbytes:
-                buffer = scratch.buffer()
+                buffer = scratch.buffer
                 ctypes.memmove(buffer.address, part.address + straight, nbytes - straight)
                 self._file.write(buffer.view[: self._file.padded(nbytes - straight)], offset + straight)
         else:
@@ -201,7 +201,7 @@ class DiskTransfers:
     def _read_around(self, stored: StoredBytes, part: _Part, scratch: _Scratch) -> tuple[AlignedBuffer, int]:
         """Read that; return it, and where in it the part begins."""
         first, nbytes = self._around(part)
-        buffer = scratch.buffer()
+        buffer = scratch.buffer
         self._file.read(buffer.view[:nbytes], part.block.offset + first)
         if self._checks:
             self._compare(stored, part.block, buffer.view[: part.block.nbytes])

@@ -9,7 +9,7 @@ until its event is done, and has whatever touches that memory in conflict with i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -52,75 +52,6 @@ class Event(Protocol):
         ...
 
 
-class Lanes(Protocol):
-    """Copies run one after the other on each lane; between lanes nothing is ordered but by events."""
-
-    def copy(
-        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, *, after: Sequence[Event], label: str
-    ) -> Event:
-        """Issue a copy that runs after everything issued on `lane` before, and after `after`.
-
-        Args:
-            lane: one of `COPY_LANES`.
-            target, source: 1-D, contiguous, of equal nbytes; see [Note: Memory under a copy].
-            after: events of these lanes.
-            label: what is copied, for messages and profiles.
-
-        Raises:
-            StateError: the lanes are closed, or `lane` or the tensors are not as above.
-        """
-        ...
-
-    def copy_pieces(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
-        """Issue several copies, one after the other, as one. Arguments and errors are those of `copy`."""
-        ...
-
-    def work(
-        self,
-        work: Callable[[], object],
-        *,
-        after: Sequence[Event],
-        label: str,
-        lane: Lane = Lane.HOST_UPDATE,
-        target: torch.Tensor | None = None,
-    ) -> Event:
-        """Call `work` on a lane, after everything issued there before and after `after`; its result is dropped.
-
-        Where lanes have threads it runs in one of its own, so it must not touch what the caller may touch meanwhile.
-
-        Args:
-            work: an update, or what reads or writes a chunk on DISK.
-            after: events of these lanes.
-            label: see `copy`.
-            lane: HOST_UPDATE, DISK_READ or DISK_WRITE.
-            target: memory on HOST that it fills.
-
-        Raises:
-            StateError: the lanes are closed.
-        """
-        ...
-
-    def compute_event(self) -> Event:
-        """Return the end of everything issued on COMPUTE so far: by this thread, or on its current stream."""
-        ...
-
-    def compute_waits(self, event: Event) -> Interval | None:
-        """Have what is computed from now on come after `event`.
-
-        Returns:
-            From when COMPUTE had nothing else to do until it was over, to be asked for later; None: it is over already.
-        """
-        ...
-
-    def drain(self) -> None:
-        """Block until every copy is done; raise what one of them raised since the last call."""
-        ...
-
-    def close(self) -> None:
-        """Finish what was issued and give threads and streams back. The second time, do nothing."""
-        ...
-
-
 def require_copyable(lane: Lane, target: torch.Tensor, source: torch.Tensor, label: str) -> None:
     """Refuse what would overwrite other memory than the target's, and a lane that does not copy.
 
@@ -134,11 +65,6 @@ def require_copyable(lane: Lane, target: torch.Tensor, source: torch.Tensor, lab
             raise StateError(f"{label}: only 1-D contiguous tensors are copied, not one of shape {list(tensor.shape)}")
     if target.nbytes != source.nbytes:
         raise StateError(f"{label}: {source.nbytes} bytes cannot be copied to {target.nbytes}")
-
-
-def closed_error(label: str) -> StateError:
-    """Return what `copy` raises after `close`."""
-    return StateError(f"{label}: the lanes are closed; nothing can be copied any more")
 
 
 def copy_error(label: str, source: Tier, target: Tier, cause: Exception) -> TierIOError:

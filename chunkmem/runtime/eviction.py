@@ -22,21 +22,15 @@ class Holder(Protocol):
 
     def relieve(self) -> bool:
         """Release what nobody uses any more; False if there is nothing."""
-        ...
-
-    def holders(self) -> tuple[str, ...]:
-        """Return the names of the parameters whose memory somebody has."""
-        ...
-
-
-class NoHolder:
-    """Nobody keeps chunks pinned."""
-
-    def relieve(self) -> bool:
         return False
 
     def holders(self) -> tuple[str, ...]:
+        """Return the names of the parameters whose memory somebody has."""
         return ()
+
+
+class NoHolder(Holder):
+    """Nobody keeps chunks pinned."""
 
 
 class Evictor:

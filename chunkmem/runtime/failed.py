@@ -8,9 +8,9 @@ from collections import Counter, deque
 from chunkmem.errors import TierIOError
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.issued import IssuedCopy, LeftUpdate
 from chunkmem.runtime.pool import Slab
+from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.types import Tier
 

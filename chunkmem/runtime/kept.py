@@ -13,33 +13,20 @@ import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
+from chunkmem.runtime.build import storage_library
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Event
-from chunkmem.runtime.native import load_library
 from chunkmem.runtime.streams import cuda_handle
 
 _CALLBACKS = "_ZN3c1031FreeCudaMemoryCallbacksRegistryB5cxx11Ev"
 """`c10::FreeCudaMemoryCallbacksRegistry()`."""
 
 
-class Reclaimable(Protocol):
-    """Memory that may be taken from its owner between `offer` and `take`."""
-
-    def offer(self, memory: torch.Tensor, events: Sequence[Event], stream: torch.Stream) -> None:
-        """Let the allocator take the memory, after `events`, on `stream`; not if one of them is of no stream."""
-        ...
-
-    def take(self, memory: torch.Tensor) -> bool:
-        """Use the memory again; False: it is gone. Memory that was never offered is there."""
-        ...
-
-
 class NativeReclaimable:
-    """What `csrc/kept.cpp` keeps for all devices of a process."""
+    """Memory that may be taken from its owner between `offer` and `take`: `csrc/kept.cpp` has it, of all devices."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._keep, self._take, self._register = library.chunkmem_keep, library.chunkmem_take, library.chunkmem_offer
@@ -54,6 +41,7 @@ class NativeReclaimable:
         weakref.finalize(self, _withdraw, self._take, self._offered)
 
     def offer(self, memory: torch.Tensor, events: Sequence[Event], stream: torch.Stream) -> None:
+        """Let the allocator take the memory, after `events`, on `stream`; not if one of them is of no stream."""
         handles = [cuda_handle(event) for event in events]
         if None not in handles:
             key = memory.untyped_storage()._cdata
@@ -61,6 +49,7 @@ class NativeReclaimable:
             self._keep(key, (ctypes.c_void_p * len(handles))(*handles), len(handles), stream.stream_id)
 
     def take(self, memory: torch.Tensor) -> bool:
+        """Use the memory again; False: it is gone. Memory that was never offered is there."""
         key = memory.untyped_storage()._cdata
         is_there = bool(self._take(key))
         self._offered.pop(key, None)
@@ -83,14 +72,14 @@ def _withdraw(take: Callable[[int], int], offered: dict[int, tuple[torch.Tensor,
     offered.clear()
 
 
-def reclaimable_on(compute: ComputeDevice) -> Reclaimable | None:
+def reclaimable_on(compute: ComputeDevice) -> NativeReclaimable | None:
     """Return what the allocator of an accelerator takes kept slabs by; None: it has to do without.
 
     Warns where it is CUDA's and the library cannot be built.
     """
     if not compute.runs_cuda_kernels:
         return None
-    library = load_library("memory kept for reuse is not given back where an allocation of the model fails")
+    library = storage_library("memory kept for reuse is not given back where an allocation of the model fails")
     if library is None:
         return None
     found = NativeReclaimable(library)

@@ -8,26 +8,16 @@ another, until `drain` has raised its error. What that leaves of chunks is said 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
-from chunkmem.runtime.events import (
-    DoneEvent,
-    Event,
-    Lanes,
-    Piece,
-    closed_error,
-    copy_error,
-    host_waits,
-    named_range,
-    require_copyable,
-)
-from chunkmem.runtime.queues import HostCopy, HostWork, Move, Workers
+from chunkmem.runtime.events import DoneEvent, Event, Piece, copy_error, named_range, require_copyable
+from chunkmem.runtime.queues import HostTask, Lanes, Move, Workers
 from chunkmem.runtime.streams import StreamLanes, computed
-from chunkmem.runtime.timestamps import HostClock, HostTimestamp, Interval, StreamClock
+from chunkmem.runtime.timestamps import HostClock, HostTimestamp, StreamClock
 
 __all__ = ["BlockingLanes", "Event", "Lanes", "StreamLanes", "ThreadLanes", "open_lanes"]
 
@@ -39,106 +29,53 @@ def open_lanes(compute: ComputeDevice, *, blocking: bool) -> Lanes:
     return StreamLanes(compute) if compute.is_accelerator else ThreadLanes()
 
 
-class BlockingLanes:
+class BlockingLanes(Lanes):
     """Copies run in the calling thread (on an accelerator, on its current stream) and are done when `copy` returns."""
 
     def __init__(self, compute: ComputeDevice) -> None:
-        self._clock = compute.clock
-        self._closed = False
+        super().__init__(compute.clock)
 
-    def copy(
-        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, *, after: Sequence[Event], label: str
-    ) -> Event:
-        if self._closed:
-            raise closed_error(label)
+    def copy(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
+        self._require_open(label)
         for event in after:
             event.wait()
         start = self._clock.timestamp()
         with runtime_mode(), named_range(lane, label):
-            require_copyable(lane, target, source, label)
+            for target, source in pieces:
+                require_copyable(lane, target, source, label)
             try:
-                target.view(torch.uint8).copy_(source.view(torch.uint8))
+                for target, source in pieces:
+                    target.view(torch.uint8).copy_(source.view(torch.uint8))
             except Exception as error:
                 raise copy_error(label, *LANE_LINKS[lane], error) from error
         return DoneEvent(start, self._clock.timestamp())
 
-    def copy_pieces(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
-        issued = [self.copy(lane, target, source, after=after, label=label) for target, source in pieces]
-        first, last = issued[0], issued[-1]
-        if isinstance(first, DoneEvent) and isinstance(last, DoneEvent):
-            return DoneEvent(first.start, last.end)
-        return last
-
-    def work(
-        self,
-        work: Callable[[], object],
-        *,
-        after: Sequence[Event],
-        label: str,
-        lane: Lane = Lane.HOST_UPDATE,
-        target: torch.Tensor | None = None,
-    ) -> Event:
-        if self._closed:
-            raise closed_error(label)
-        for event in after:
+    def _issue(self, task: HostTask) -> Event:
+        for event in task.after:
             event.wait()
-        task = HostWork(label, work, (), lane)
-        task.run(ctypes.memmove)
+        task.run()
         return DoneEvent(HostTimestamp(task.started_s), HostTimestamp(task.ended_s))
 
     def compute_event(self) -> Event:
-        return computed(self._clock) if isinstance(self._clock, StreamClock) else DoneEvent.now()
-
-    def compute_waits(self, event: Event) -> Interval | None:
-        return host_waits(event, self._clock)
+        return computed(self._clock) if isinstance(self._clock, StreamClock) else super().compute_event()
 
     def drain(self) -> None:
         return None
 
-    def close(self) -> None:
-        self._closed = True
 
-
-class ThreadLanes:
+class ThreadLanes(Lanes):
     """One thread a lane, started by what it does first. Each copies with one core, and without Python's lock."""
 
     def __init__(self, move: Move = ctypes.memmove) -> None:
-        self._clock = HostClock()
-        self._workers = Workers(move)
-        self._closed = False
+        super().__init__(HostClock(), move)
+        self._workers = Workers()
 
-    def copy(
-        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, *, after: Sequence[Event], label: str
-    ) -> Event:
-        return self.copy_pieces(lane, [(target, source)], after=after, label=label)
-
-    def copy_pieces(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
-        if self._closed:
-            raise closed_error(label)
-        return self._workers.issue(HostCopy.of(lane, pieces, after=after, label=label))
-
-    def work(
-        self,
-        work: Callable[[], object],
-        *,
-        after: Sequence[Event],
-        label: str,
-        lane: Lane = Lane.HOST_UPDATE,
-        target: torch.Tensor | None = None,
-    ) -> Event:
-        if self._closed:
-            raise closed_error(label)
-        return self._workers.issue(HostWork(label, work, tuple(after), lane, target))
-
-    def compute_event(self) -> Event:
-        return DoneEvent.now()
-
-    def compute_waits(self, event: Event) -> Interval | None:
-        return host_waits(event, self._clock)
+    def _issue(self, task: HostTask) -> Event:
+        return self._workers.issue(task)
 
     def drain(self) -> None:
         self._workers.drain()
 
     def close(self) -> None:
-        self._closed = True
+        super().close()
         self._workers.stop()

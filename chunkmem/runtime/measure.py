@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import queue
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from chunkmem.plan.machine import Machine, host_links
+from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice, ram_nbytes, runtime_mode
-from chunkmem.runtime.speed_file import processor, read_speeds, speed_file, write_speeds
+from chunkmem.runtime.lanes import ThreadLanes
+from chunkmem.runtime.speed_file import kept_speeds, processor
 from chunkmem.runtime.tiers import TierCaps
 from chunkmem.types import Tier, UpdateForm
 
@@ -44,7 +43,6 @@ _NUM_CACHES = 4
 _RAM_SHARE = 16
 """It takes no more than one part in so many of the RAM, nor more than the cap on HOST."""
 _CACHES = Path("/sys/devices/system/cpu")
-_FINITE = ("h2d_Bps", "d2h_Bps", "latency_s")
 _MIN_REPEATS, _MAX_REPEATS = 3, 32
 _NUM_MEASURED = 6
 
@@ -77,16 +75,12 @@ def cached_machine(
     Raises:
         PlanError: a speed was measured as 0.
     """
+
+    def measure() -> _Speeds:
+        return _Speeds.of(measure_machine(compute, caps, by_form=by_form))
+
     made_of = _identity(compute, caps)
-    path = path or speed_file("machine", made_of)
-    speeds = None if path is None else _read(path, made_of)
-    if speeds is not None:
-        return speeds.machine(compute, caps)
-    machine = measure_machine(compute, caps, by_form=by_form)
-    if path is not None:
-        with contextlib.suppress(OSError):
-            write_speeds(path, made_of, _kept(_Speeds.of(machine)))
-    return machine
+    return kept_speeds(_Speeds, measure, name="machine", made_of=made_of, path=path).machine(compute, caps)
 
 
 @dataclass(frozen=True)
@@ -121,6 +115,16 @@ class _Speeds:
             host_memory_Bps=max(_UPDATE_MOVES_PER_BYTE * self.host_update_Bps, self.duplex_Bps),
             duplex_Bps=self.duplex_Bps,
             host_form_Bps=tuple((UpdateForm(name), Bps) for name, Bps in self.by_form.items()),
+        )
+
+    @property
+    def is_sound(self) -> bool:
+        """What is measured is positive, but for updates and both directions at once finite, and of known forms."""
+        finite = (self.h2d_Bps, self.d2h_Bps, self.latency_s, *self.by_form.values())
+        values = (*finite, self.device_update_Bps, self.host_update_Bps, self.duplex_Bps)
+        are_positive = all(type(value) in (int, float) and value > 0 for value in values)
+        return (
+            are_positive and all(map(isfinite, finite)) and self.by_form.keys() <= {form.value for form in UpdateForm}
         )
 
 
@@ -197,29 +201,14 @@ def _duplex_Bps(compute: ComputeDevice, budget_s: float) -> float:
 
 
 def _hand_over_s(budget_s: float) -> float:
-    """Return the seconds from handing a copy of 64 bytes to another thread until it is known to be done."""
-    tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-    done: queue.SimpleQueue[None] = queue.SimpleQueue()
-    source, target = (ctypes.create_string_buffer(_SMALL_NBYTES) for _ in range(2))
+    """Return the seconds from handing a copy of 64 bytes to the thread of a lane until it is known to be done."""
+    pieces = [(torch.zeros(_SMALL_NBYTES, dtype=torch.uint8), torch.ones(_SMALL_NBYTES, dtype=torch.uint8))]
+    with contextlib.closing(ThreadLanes()) as lanes:
 
-    def serve() -> None:
-        while (task := tasks.get()) is not None:
-            task()
-            done.put(None)
+        def copy() -> None:
+            lanes.copy(Lane.H2D, pieces, after=(), label="measuring").wait()
 
-    def measure() -> float:
-        begin_s = time.perf_counter()
-        tasks.put(lambda: ctypes.memmove(target, source, _SMALL_NBYTES))
-        done.get()
-        return time.perf_counter() - begin_s
-
-    thread = threading.Thread(target=serve, name="chunkmem measure", daemon=True)
-    thread.start()
-    try:
-        return _median_s(measure, budget_s)
-    finally:
-        tasks.put(None)
-        thread.join()
+        return _median_s(partial(ComputeDevice(torch.device("cpu")).time_s, copy), budget_s)
 
 
 def _host_update_numel(caps: TierCaps) -> int:
@@ -277,35 +266,3 @@ def _identity(compute: ComputeDevice, caps: TierCaps) -> list[str]:
         f"{torch.get_num_threads()} threads",
         *([f"updates of {_host_update_numel(caps)} elements, by form"] if compute.is_accelerator else []),
     ]
-
-
-def _read(path: Path, made_of: list[str]) -> _Speeds | None:
-    """Return the speeds in a file; None if it is not there, damaged, or of another machine."""
-    known = read_speeds(path, made_of)
-    if known is None:
-        return None
-    try:
-        given: dict[str, Any] = {name: inf if value is None else value for name, value in known.items()}
-        speeds = _Speeds(**given)
-        return speeds if _is_sound(speeds) else None
-    except (TypeError, OverflowError, AttributeError):
-        return None
-
-
-def _is_sound(speeds: _Speeds) -> bool:
-    values: dict[str, Any] = asdict(speeds)
-    by_form = values.pop("by_form")
-    if not by_form.keys() <= {form.value for form in UpdateForm}:
-        return False
-    if not all(type(value) in (int, float) and value > 0 for value in (*values.values(), *by_form.values())):
-        return False
-    return all(isfinite(value) for value in (*(values[name] for name in _FINITE), *by_form.values()))
-
-
-def _kept(speeds: _Speeds) -> dict[str, Any]:
-    """Return what a file has of them."""
-    return {
-        name: value if name == "by_form" or isfinite(value) else None
-        for name, value in asdict(speeds).items()
-        if name != "by_form" or value
-    }

@@ -35,7 +35,7 @@ from torch.autograd import profiler
 from chunkmem.errors import TierIOError
 from chunkmem.plan.cursor import Said, TraceCursor, label_of
 from chunkmem.plan.garbage import no_collections
-from chunkmem.plan.model import Lane, Plan
+from chunkmem.plan.model import Plan
 from chunkmem.plan.semantics import Residency, residency_before
 from chunkmem.runtime.actions import PlanActions
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, residency
@@ -44,9 +44,7 @@ from chunkmem.runtime.left_out import LeftOut
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.tiers import Tiers
-from chunkmem.runtime.timestamps import Interval, Timestamp
-from chunkmem.runtime.transition import go
-from chunkmem.runtime.way_back import WayBack
+from chunkmem.runtime.way_back import WayBack, go
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import Tier
 
@@ -226,10 +224,6 @@ class PlanExecutor(PlanActions):
 
     # Events.
 
-    def entered(self, call: object) -> None:
-        """See `StepPolicy.entered`: nothing is planned for it."""
-        return
-
     def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
         """Something happens; do what the plan says for it.
 
@@ -340,18 +334,6 @@ class PlanExecutor(PlanActions):
     def before_demand(self) -> None:
         """Leave the plan; see `depart`."""
         self.depart()
-
-    def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
-        """A copy was made on demand."""
-        self.step_log.served(chunk, source, target, taken)
-
-    def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
-        """An exchange is over."""
-        self.step_log.exchanged(chunk, issued, waited)
-
-    def waited(self, waited: Interval) -> None:
-        """COMPUTE has waited for another rank."""
-        self.step_log.waited(Lane.COLLECTIVE, waited)
 
     def depart(self) -> None:
         """Leave the plan: every copy is over when this returns, and nothing more is issued before a `_resume`."""

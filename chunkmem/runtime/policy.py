@@ -11,44 +11,49 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from chunkmem.plan.model import Lane
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import Event
+from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.timestamps import Interval, Timestamp
 from chunkmem.trace.model import Kind
 from chunkmem.types import Tier
 
 
 class StepPolicy(Protocol):
-    """Told of every access before it is served; it may bring what that needs, and is asked what it has planned."""
+    """Told of every access before it is served; it may bring what that needs, and is asked what it has planned.
+
+    As it is here it does nothing, and plans nothing.
+    """
 
     @property
     def is_planned(self) -> bool:
         """Tell whether a plan decides what leaves DEVICE."""
-        ...
+        return False
 
     def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
         """Something is about to happen to a chunk on DEVICE; of a RELEASE, it has. `str(reader)` says for whom."""
-        ...
+        return
 
     def entered(self, call: object) -> None:
         """A module is entered: `str(call)` is "blocks.3 forward"; or its backward begins: "blocks.3 backward"."""
-        ...
+        return
 
     def before_demand(self) -> None:
         """Something is about to be moved on demand, or changed past the events: who follows a plan leaves it."""
-        ...
+        return
 
     def drain(self) -> None:
         """Memory is about to be read past the events: copies that were issued are over when this returns."""
-        ...
+        return
 
     def update_tier(self, group: int) -> Tier | None:
         """Return where a group is to be updated; None: where its states are."""
-        ...
+        return None
 
     def update_order(self, groups: Sequence[int]) -> Sequence[int]:
         """Return the order in which groups are to be updated; empty: any."""
-        ...
+        return ()
 
     def defer(self, work: Callable[[], object], chunks: Sequence[Chunk]) -> bool:
         """Have the update on HOST that comes now done on HOST_UPDATE; whatever needs its results waits for it.
@@ -60,68 +65,49 @@ class StepPolicy(Protocol):
         Returns:
             False if the caller has to do it, after an `await_update`.
         """
-        ...
+        return False
 
     def await_update(self) -> None:
         """A group is about to be updated by the caller: updates that were deferred are over when this returns."""
-        ...
+        return
 
     def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
         """A blocking copy is over."""
-        ...
+        return
 
     def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
         """An exchange is over; COMPUTE has waited for it meanwhile."""
-        ...
+        return
 
     def waited(self, waited: Interval) -> None:
         """COMPUTE has waited for another rank."""
-        ...
+        return
 
 
-class OnDemand:
+class OnDemand(StepPolicy):
     """Nothing is known of what comes next."""
 
     def __init__(self) -> None:
         self.num_copies = 0
         """So far: blocking copies between tiers."""
 
-    @property
-    def is_planned(self) -> bool:
-        return False
-
-    def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
-        return
-
-    def entered(self, call: object) -> None:
-        return
-
-    def before_demand(self) -> None:
-        return
-
-    def drain(self) -> None:
-        return
-
-    def update_tier(self, group: int) -> Tier | None:
-        return None
-
-    def update_order(self, groups: Sequence[int]) -> Sequence[int]:
-        return ()
-
-    def defer(self, work: Callable[[], object], chunks: Sequence[Chunk]) -> bool:
-        return False
-
-    def await_update(self) -> None:
-        return
-
     def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
         self.num_copies += 1
 
+
+class LoggedPolicy(StepPolicy):
+    """What copies and exchanges take is written down."""
+
+    step_log: StepLog
+
+    def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
+        self.step_log.served(chunk, source, target, taken)
+
     def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
-        return
+        self.step_log.exchanged(chunk, issued, waited)
 
     def waited(self, waited: Interval) -> None:
-        return
+        self.step_log.waited(Lane.COLLECTIVE, waited)
 
 
 class BetweenSteps:
@@ -161,22 +147,16 @@ class BetweenSteps:
 
 
 class SpeculativeUpdates(Protocol):
-    """Groups updated before their moment, while backward runs."""
+    """Groups updated before their moment, while backward runs. Here none is."""
 
     def begin(self, group: int, after: Sequence[Event]) -> Event | None:
         """Begin a group's update after some events; return the end of it, None if it is not done."""
-        ...
-
-    def reserve(self, counts: Mapping[int, int]) -> None:
-        """Provide, while no plan is followed, for so many slabs of which sizes; for none where room is short."""
-        ...
-
-
-class NoSpeculativeUpdates:
-    """There is no optimizer."""
-
-    def begin(self, group: int, after: Sequence[Event]) -> Event | None:
         return None
 
     def reserve(self, counts: Mapping[int, int]) -> None:
+        """Provide, while no plan is followed, for so many slabs of which sizes; for none where room is short."""
         return
+
+
+class NoSpeculativeUpdates(SpeculativeUpdates):
+    """There is no optimizer."""

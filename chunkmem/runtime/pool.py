@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections import deque
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from chunkmem.errors import TierIOError
 from chunkmem.runtime.device import ComputeDevice, prefer_large_pages, runtime_mode
 from chunkmem.runtime.events import Event
-from chunkmem.runtime.kept import Reclaimable
+from chunkmem.runtime.kept import NativeReclaimable
 from chunkmem.runtime.ledger import CACHE, Ledger
 
 T = TypeVar("T")
@@ -86,13 +87,16 @@ class Slab:
         return self.bytes.view(dtype)
 
 
-class SlabPool(Protocol):
+class SlabPool(ABC):
     """Gives out and takes back slabs of one tier; the ledger is charged in the name of the role that asks."""
 
-    ledger: Ledger
-    poison: bool
-    """Fill every slab with NaN when it is freed, so that a use after that shows."""
+    def __init__(self, ledger: Ledger) -> None:
+        """Give out none yet."""
+        self.ledger = ledger
+        self.poison = False
+        """Fill every slab with NaN when it is freed, so that a use after that shows."""
 
+    @abstractmethod
     def alloc(self, role: str, nbytes: int, *, num: int = 1) -> Slab:
         """Give out a slab of exactly `nbytes`, contents undefined. The caller has made room for it.
 
@@ -101,26 +105,73 @@ class SlabPool(Protocol):
             nbytes: of the slab.
             num: so many of this size are asked for now, one after the other; this is the first of them.
         """
-        ...
 
+    @abstractmethod
     def free(self, role: str, slab: Slab) -> None:
         """Take a slab back."""
-        ...
 
+    @abstractmethod
     def take_again(self, role: str, slab: Slab) -> bool:
         """Give a certain slab out again that is free, with what it holds; False if it is not free, or gone."""
-        ...
 
-    def expect(self, nbytes: int) -> None:
-        """Hear that `nbytes` more are about to be asked for."""
-        ...
+    def expect(self, nbytes: int) -> None:  # noqa: B027
+        """Hear that `nbytes` more are about to be asked for; by default, nothing is taken ahead of need."""
 
+    @abstractmethod
     def close(self) -> None:
         """Give everything back to the system."""
-        ...
 
 
-class DevicePool:
+class CutPool(SlabPool):
+    """Slabs cut from larger pieces.
+
+    A freed slab stays as it was cut and serves a request of exactly its size, the one freed last first, as plans rely
+    on; it is joined to its neighbours when another size finds no room.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger)
+        self._idle: dict[int, list[Slab]] = defaultdict(list)
+        """Freed slabs by size, the last one last."""
+
+    def alloc(self, role: str, nbytes: int, *, num: int = 1) -> Slab:
+        slab = self._idle[nbytes].pop() if self._idle[nbytes] else self._cut(nbytes, num)
+        self.ledger.charge(role, nbytes)
+        return slab
+
+    def free(self, role: str, slab: Slab) -> None:
+        if self.poison:
+            slab.poison()
+        self._idle[slab.nbytes].append(slab)
+        self.ledger.release(role, slab.nbytes)
+
+    def take_again(self, role: str, slab: Slab) -> bool:
+        if slab not in self._idle[slab.nbytes]:
+            return False
+        self._idle[slab.nbytes].remove(slab)
+        self.ledger.charge(role, slab.nbytes)
+        return True
+
+    def _join_idle(self) -> bool:
+        """Make room of the freed slabs; tell whether there were any."""
+        idle = [slab for slabs in self._idle.values() for slab in slabs]
+        for slab in idle:
+            slab.rest()
+        self._idle.clear()
+        for slab in idle:
+            self._join(slab)
+        return bool(idle)
+
+    @abstractmethod
+    def _cut(self, nbytes: int, num: int) -> Slab:
+        """Return a new slab; see `alloc`."""
+
+    @abstractmethod
+    def _join(self, slab: Slab) -> None:
+        """Have the room of a slab be free."""
+
+
+class DevicePool(SlabPool):
     """Slabs of DEVICE: an allocation each, of which freed ones are kept, the last `capacity` unless a plan is followed.
 
     A kept slab serves a request of exactly its size and no other, the one freed last first; when room is needed, kept
@@ -158,9 +209,8 @@ class DevicePool:
             maps_slabs: on a CPU, slabs are mapped by themselves; [Note: Mapped slabs].
             wait: has what is computed from now on come after an event. None: the calling thread waits.
         """
+        super().__init__(ledger)
         self.wait = wait
-        self.ledger = ledger
-        self.poison = False
         self._compute = compute
         self._device = compute.device
         self._maps_slabs = maps_slabs
@@ -168,7 +218,7 @@ class DevicePool:
         self.room_nbytes: int | None = None
         """While a plan is followed: bytes that slabs may take, given out or kept; [Note: Room for kept slabs]."""
         self._kept: deque[Slab] = deque()
-        self.reclaimable: Reclaimable | None = None
+        self.reclaimable: NativeReclaimable | None = None
         """By which torch's allocator takes kept slabs; [Note: Given back] in `runtime/kept.py`."""
         self.changing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         """Surrounds what may take memory from the allocator or give it back, with the entries in the ledger."""
@@ -239,9 +289,6 @@ class DevicePool:
         if self.room_nbytes is None:
             return len(self._kept) > self._capacity
         return self.ledger.total_nbytes > self.room_nbytes
-
-    def expect(self, nbytes: int) -> None:
-        """Nothing is taken ahead of need."""
 
     def close(self) -> None:
         for slab in tuple(self._kept):

@@ -1,4 +1,4 @@
-"""Work in RAM that waits its turn in a queue, and a thread that does it."""
+"""Lanes, and work in RAM that waits its turn in the queue of one, with a thread that does it."""
 
 from __future__ import annotations
 
@@ -8,127 +8,63 @@ import os
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
-from typing import Protocol, Self
 
 import torch
 
 from chunkmem.errors import StateError
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.events import Event, Piece, copy_error, named_range, require_copyable
+from chunkmem.runtime.events import (
+    COPY_LANES,
+    DoneEvent,
+    Event,
+    Piece,
+    copy_error,
+    host_waits,
+    named_range,
+    require_copyable,
+)
+from chunkmem.runtime.timestamps import Clock, Interval
 
 Move = Callable[[int, int, int], object]
 """Copies bytes in RAM: target address, source address, number of bytes."""
 
 
-class HostTask(Protocol):
-    """What a lane does in RAM, and when it began and ended."""
+@dataclass(eq=False, slots=True)
+class HostTask:
+    """What the thread of a lane does in RAM, and the event of that."""
 
     lane: Lane
-    label: str
-    after: tuple[Event, ...]
-    started_s: float
-    ended_s: float
-
-    def run(self, move: Move) -> None:
-        """Do it in this thread."""
-        ...
-
-    def let_go(self) -> None:
-        """Forget what it came after: else each event would keep all before it alive. And the memory."""
-        ...
-
-
-@dataclass(eq=False, slots=True)
-class HostCopy:
-    """A copy in RAM, and the times of its event. It works on the addresses; the tensors are only held."""
-
-    lane: Lane
-    label: str
-    pieces: tuple[tuple[int, int, int], ...]
-    """Target address, source address and bytes of each."""
-    after: tuple[Event, ...]
-    held: tuple[object, ...]
-    started_s: float = field(default=0.0, init=False)
-    ended_s: float = field(default=0.0, init=False)
-
-    @classmethod
-    def of(cls, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Self:
-        """Return the copy between the memory that targets and sources have now.
-
-        Raises:
-            StateError: the tensors cannot be copied, or are not in RAM.
-        """
-        with runtime_mode():
-            for target, source in pieces:
-                require_copyable(lane, target, source, label)
-                if not (target.is_cpu and source.is_cpu):
-                    raise StateError(f"{label}: from {source.device} to {target.device} is not a copy within RAM")
-            addresses = tuple((target.data_ptr(), source.data_ptr(), target.nbytes) for target, source in pieces)
-            return cls(lane, label, addresses, tuple(after), tuple(pieces))
-
-    def run(self, move: Move) -> None:
-        self.started_s = time.perf_counter()
-        try:
-            with named_range(self.lane, self.label):
-                for target, source, nbytes in self.pieces:
-                    move(target, source, nbytes)
-        except Exception as error:
-            raise copy_error(self.label, *LANE_LINKS[self.lane], error) from error
-        finally:
-            self.ended_s = time.perf_counter()
-
-    def let_go(self) -> None:
-        self.after = ()
-        self.held = ()
-
-
-@dataclass(eq=False, slots=True)
-class HostWork:
-    """A function that the thread of a lane calls, and the times of its event."""
-
     label: str
     work: Callable[[], object] | None
     after: tuple[Event, ...]
-    lane: Lane = Lane.HOST_UPDATE
-    target: torch.Tensor | None = None
-    """Memory that it fills."""
+    targets: Sequence[tuple[int, int]] = ()
+    """Memory that it fills: addresses and bytes."""
     started_s: float = field(default=0.0, init=False)
     ended_s: float = field(default=0.0, init=False)
+    over: threading.Event = field(default_factory=threading.Event, init=False)
+    failure: BaseException | None = field(default=None, init=False)
+    pid: int = field(default_factory=os.getpid, init=False)
+    """The process that has its thread."""
 
-    def run(self, move: Move) -> None:
+    def run(self) -> None:
+        """Do it in this thread."""
         assert self.work is not None
         self.started_s = time.perf_counter()
         try:
             with runtime_mode(), named_range(self.lane, self.label):
                 self.work()
+        except Exception as error:
+            if self.lane in COPY_LANES:
+                raise copy_error(self.label, *LANE_LINKS[self.lane], error) from error
+            raise
         finally:
             self.ended_s = time.perf_counter()
-
-    def let_go(self) -> None:
-        self.after = ()
-        self.work = self.target = None
-
-
-@dataclass(eq=False, slots=True)
-class Queued:
-    """The event of a task that a thread of process `pid` will do."""
-
-    task: HostTask
-    over: threading.Event = field(default_factory=threading.Event, init=False)
-    failure: BaseException | None = field(default=None, init=False)
-    pid: int = field(default_factory=os.getpid, init=False)
-
-    @property
-    def started_s(self) -> float:
-        return self.task.started_s
-
-    @property
-    def ended_s(self) -> float:
-        return self.task.ended_s
 
     def done(self) -> bool:
         return self.over.is_set()
@@ -136,52 +72,51 @@ class Queued:
     def wait(self) -> None:
         if not self.over.is_set():
             if os.getpid() != self.pid:
-                raise StateError(f"{self.task.label}: it was left to process {self.pid}, this is a fork of it")
+                raise StateError(f"{self.label}: it was left to process {self.pid}, this is a fork of it")
             self.over.wait()
         if self.failure is not None:
             raise _for_who_waits(self.failure)
 
-    def attempt(self, move: Move) -> BaseException | None:
+    def attempt(self) -> BaseException | None:
         """Do it once `after` is done, in the lane's thread; return what it raised, or what one it came after did."""
         try:
-            for event in self.task.after:
+            for event in self.after:
                 event.wait()
-            self.task.run(move)
+            self.run()
         except BaseException as error:
             return error
         return None
 
     def finish(self, failure: BaseException | None) -> None:
-        """Be done, or failed."""
+        """Be done, or failed. It forgets the memory, and what it came after: else each would keep all before alive."""
         self.failure = failure
-        self.task.let_go()
+        self.after = ()
+        self.work = None
         self.over.set()
 
 
 class Worker:
     """The thread of one lane. It knows of no lanes, so that those can be collected while it runs."""
 
-    def __init__(self, lane: Lane, move: Move) -> None:
-        self.queue: SimpleQueue[Queued | None] = SimpleQueue()
-        self.last: Queued | None = None
+    def __init__(self, lane: Lane) -> None:
+        self.queue: SimpleQueue[HostTask | None] = SimpleQueue()
+        self.last: HostTask | None = None
         """The newest one issued since the last drain."""
         self.failure: BaseException | None = None
-        self._move = move
         self._pid = os.getpid()
         # The interpreter would end the thread in the middle of torch's code, and that aborts the process.
         atexit.register(self._end)
         self.thread = threading.Thread(target=self._work, name=f"chunkmem {lane.value}", daemon=True)
         self.thread.start()
 
-    def issue(self, task: HostTask) -> Queued:
-        """Have a task done after all before it."""
-        queued = Queued(task)
+    def issue(self, task: HostTask) -> HostTask:
+        """Have a task done after all before it; return it, which is its event."""
         # A profile shows the thread that started it, and others only if asked to: the range of the task itself would
         # be missing, so the one who issues it opens one too.
         with named_range(task.lane, task.label):
-            self.queue.put(queued)
-        self.last = queued  # only now: who waits for what was never queued waits for ever
-        return queued
+            self.queue.put(task)
+        self.last = task  # only now: who waits for what was never queued waits for ever
+        return task
 
     def wait(self) -> None:
         """Block until everything issued is over."""
@@ -204,25 +139,24 @@ class Worker:
             self.thread.join()
 
     def _work(self) -> None:
-        while (queued := self.queue.get()) is not None:
+        while (task := self.queue.get()) is not None:
             if self.failure is None:
-                self.failure = queued.attempt(self._move)
-            queued.finish(self.failure)
+                self.failure = task.attempt()
+            task.finish(self.failure)
             # While this thread waits for the next, it keeps nothing of the last.
-            del queued
+            del task
         atexit.unregister(self._end)
 
 
 class Workers:
     """The threads of lanes, each started by the first task of its lane. They are of this process alone."""
 
-    def __init__(self, move: Move = ctypes.memmove) -> None:
-        """Start none; `move` copies."""
-        self._move = move
+    def __init__(self) -> None:
+        """Start none."""
         self._by_lane: dict[Lane, Worker] = {}
         self._pid = os.getpid()
 
-    def issue(self, task: HostTask) -> Queued:
+    def issue(self, task: HostTask) -> HostTask:
         """Have a task done after all before it on its lane."""
         if os.getpid() != self._pid:
             raise StateError(
@@ -230,7 +164,7 @@ class Workers:
             )
         worker = self._by_lane.get(task.lane)
         if worker is None:
-            worker = self._by_lane[task.lane] = Worker(task.lane, self._move)
+            worker = self._by_lane[task.lane] = Worker(task.lane)
             weakref.finalize(self, worker.stop)
         return worker.issue(task)
 
@@ -264,3 +198,102 @@ def _for_who_waits(failure: BaseException) -> BaseException:
     made.__dict__.update(failure.__dict__)
     made.__cause__, made.__suppress_context__ = failure.__cause__, failure.__suppress_context__
     return made.with_traceback(failure.__traceback__)
+
+
+class Lanes(ABC):
+    """Copies run one after the other on each lane; between lanes nothing is ordered but by events.
+
+    Here copies are within RAM, and what is computed is over when a copy is issued.
+    """
+
+    def __init__(self, clock: Clock, move: Move = ctypes.memmove) -> None:
+        """Open them; `clock` is of what computes."""
+        self._clock = clock
+        self._move = move
+        self._closed = False
+
+    def copy(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
+        """Issue copies, one after the other and as one, after everything issued on `lane` before, and after `after`.
+
+        Args:
+            lane: one of `COPY_LANES`.
+            pieces: targets and sources, 1-D, contiguous, of equal nbytes; see [Note: Memory under a copy].
+            after: events of these lanes.
+            label: what is copied, for messages and profiles.
+
+        Raises:
+            StateError: the lanes are closed, or `lane` or the tensors are not as above.
+        """
+        with runtime_mode():
+            for target, source in pieces:
+                require_copyable(lane, target, source, label)
+                if not (target.is_cpu and source.is_cpu):
+                    raise StateError(f"{label}: from {source.device} to {target.device} is not a copy within RAM")
+            addresses = [(target.data_ptr(), source.data_ptr(), target.nbytes) for target, source in pieces]
+        targets = [(target, nbytes) for target, _, nbytes in addresses]
+        return self._take(HostTask(lane, label, partial(_move_all, self._move, addresses, pieces), (*after,), targets))
+
+    def work(
+        self,
+        work: Callable[[], object],
+        *,
+        after: Sequence[Event],
+        label: str,
+        lane: Lane = Lane.HOST_UPDATE,
+        target: torch.Tensor | None = None,
+    ) -> Event:
+        """Call `work` on a lane, after everything issued there before and after `after`; its result is dropped.
+
+        Where lanes have threads it runs in one of its own, so it must not touch what the caller may touch meanwhile.
+
+        Args:
+            work: an update, or what reads or writes a chunk on DISK.
+            after: events of these lanes.
+            label: see `copy`.
+            lane: HOST_UPDATE, DISK_READ or DISK_WRITE.
+            target: memory on HOST that it fills.
+
+        Raises:
+            StateError: the lanes are closed.
+        """
+        with runtime_mode():
+            targets = () if target is None else ((target.data_ptr(), target.nbytes),)
+        return self._take(HostTask(lane, label, work, (*after,), targets))
+
+    def compute_event(self) -> Event:
+        """Return the end of everything issued on COMPUTE so far: by this thread, or on its current stream."""
+        return DoneEvent.now()
+
+    def compute_waits(self, event: Event) -> Interval | None:
+        """Have what is computed from now on come after `event`.
+
+        Returns:
+            From when COMPUTE had nothing else to do until it was over, to be asked for later; None: it is over already.
+        """
+        return host_waits(event, self._clock)
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block until every copy is done; raise what one of them raised since the last call."""
+
+    def close(self) -> None:
+        """Finish what was issued and give threads and streams back. The second time, do nothing."""
+        self._closed = True
+
+    @abstractmethod
+    def _issue(self, task: HostTask) -> Event:
+        """Have a task done in RAM."""
+
+    def _take(self, task: HostTask) -> Event:
+        self._require_open(task.label)
+        return self._issue(task)
+
+    def _require_open(self, label: str) -> None:
+        if self._closed:
+            raise StateError(f"{label}: the lanes are closed; nothing can be copied any more")
+
+
+def _move_all(move: Move, addresses: Sequence[tuple[int, int, int]], held: object) -> None:
+    """Copy in RAM, by addresses; the tensors are only held."""
+    for target, source, nbytes in addresses:
+        move(target, source, nbytes)

@@ -87,9 +87,9 @@ def default_backend() -> StorageBackend:
     """Return the fastest back end of this torch: its own exchange, else ours in C++, else `resize_`."""
     if SwapBackend.available():
         return SwapBackend()
-    from chunkmem.runtime.native import load_library
+    from chunkmem.runtime.build import storage_library
 
-    library = load_library("eviction will be slower than with torch 2.12 or later")
+    library = storage_library("eviction will be slower than with torch 2.12 or later")
     return NativeBackend(library) if library is not None else ResizeBackend()
 
 
@@ -98,14 +98,21 @@ class ChunkStorage:
 
     def __init__(self, backend: StorageBackend, *, device: torch.device, dtype: torch.dtype) -> None:
         self._backend = backend
-        self.storage = torch.UntypedStorage(0, device=device)
         self.flat = torch.empty(0, dtype=dtype, device=device)
         """1-D view of the whole chunk, valid while a slab is attached."""
         self._slab: torch.UntypedStorage | None = None
+        self._renew()
 
-    @property
-    def attached(self) -> bool:
-        return self._slab is not None
+    def _renew(self) -> None:
+        """Be another storage, of no memory."""
+        self.storage = torch.UntypedStorage(0, device=self.flat.device)
+        self.flat = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
+
+    def _let_go(self) -> torch.UntypedStorage:
+        if self._slab is None:
+            raise StateError("no slab is attached to this chunk")
+        slab, self._slab = self._slab, None
+        return slab
 
     def attach(self, slab: torch.UntypedStorage) -> None:
         """Take the memory of `slab`, which is empty from then on. Its contents are undefined."""
@@ -123,19 +130,14 @@ class ChunkStorage:
 
     def detach(self) -> torch.UntypedStorage:
         """Give the memory back to the slab it came with, and return that slab."""
-        if self._slab is None:
-            raise StateError("no slab is attached to this chunk")
-        slab, self._slab = self._slab, None
+        slab = self._let_go()
         self._backend.exchange(slab, self.storage)
         return slab
 
     def abandon(self) -> None:
         """Leave the memory to the tensors of others, and have none any more."""
-        if self._slab is None:
-            raise StateError("no slab is attached to this chunk")
-        self._slab = None
-        self.storage = torch.UntypedStorage(0, device=self.storage.device)
-        self.flat = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
+        self._let_go()
+        self._renew()
 
 
 class HostStorage(ChunkStorage):
@@ -149,9 +151,6 @@ class HostStorage(ChunkStorage):
 
     def detach(self) -> torch.UntypedStorage:
         """Have no memory any more; return the storage that the slab is in."""
-        if self._slab is None:
-            raise StateError("no slab is attached to this chunk")
-        slab, self._slab = self._slab, None
-        self.storage = torch.UntypedStorage(0, device="cpu")
-        self.flat = torch.empty(0, dtype=self.flat.dtype, device="cpu")
+        slab = self._let_go()
+        self._renew()
         return slab

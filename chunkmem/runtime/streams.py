@@ -6,15 +6,15 @@ Source of the rules: CUDA Runtime API, "Stream synchronization behavior". For ti
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
-from chunkmem.runtime.events import COPY_LANES, Event, Piece, closed_error, host_waits, named_range, require_copyable
-from chunkmem.runtime.queues import HostWork, Workers
+from chunkmem.runtime.events import COPY_LANES, Event, Piece, named_range, require_copyable
+from chunkmem.runtime.queues import HostTask, Lanes, Workers
 from chunkmem.runtime.timestamps import Interval, StreamClock, StreamTimestamp
 from chunkmem.types import Tier
 
@@ -48,58 +48,45 @@ def computed(clock: StreamClock) -> StreamEvent:
     return StreamEvent(end, end)
 
 
-class StreamLanes:
+class StreamLanes(Lanes):
     """A stream for each lane that copies, while the lanes are open. Copies overlap if host memory is pinned."""
 
+    _clock: StreamClock
+
     def __init__(self, compute: ComputeDevice) -> None:
-        self._compute = compute
         assert isinstance(compute.clock, StreamClock)
-        self._clock = compute.clock
+        super().__init__(compute.clock)
+        self._compute = compute
         self._streams = {lane: compute.stream() for lane in COPY_LANES if Tier.DEVICE in LANE_LINKS[lane]}
         self._last: dict[Lane, StreamEvent] = {}
         self._workers = Workers()
         """The threads of the other lanes."""
         self._pid = os.getpid()
-        self._closed = False
 
-    def copy(
-        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, *, after: Sequence[Event], label: str
-    ) -> StreamEvent:
-        if self._closed:
-            raise closed_error(label)
-        stream = self._streams[lane]
-        with runtime_mode(), stream, named_range(lane, label):
-            require_copyable(lane, target, source, label)
-            for event in after:
-                _hold_back(stream, event)
-            start = self._clock.timestamp_on(stream)
-            target.view(torch.uint8).copy_(source.view(torch.uint8), non_blocking=True)
-            copied = self._last[lane] = StreamEvent(start, self._clock.timestamp_on(stream))
+    def copy(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
+        self._require_open(label)
+        with runtime_mode():
+            for target, source in pieces:
+                require_copyable(lane, target, source, label)
+            stream = self._streams[lane]
+            with stream, named_range(lane, label):
+                for event in after:
+                    _hold_back(stream, event)
+                start = self._clock.timestamp_on(stream)
+                for target, source in pieces:
+                    target.view(torch.uint8).copy_(source.view(torch.uint8), non_blocking=True)
+                copied = self._last[lane] = StreamEvent(start, self._clock.timestamp_on(stream))
         return copied
 
-    def copy_pieces(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
-        issued = [self.copy(lane, target, source, after=after, label=label) for target, source in pieces]
-        return StreamEvent(issued[0].start, issued[-1].end)
-
-    def work(
-        self,
-        work: Callable[[], object],
-        *,
-        after: Sequence[Event],
-        label: str,
-        lane: Lane = Lane.HOST_UPDATE,
-        target: torch.Tensor | None = None,
-    ) -> Event:
-        if self._closed:
-            raise closed_error(label)
-        return self._workers.issue(HostWork(label, work, tuple(after), lane, target))
+    def _issue(self, task: HostTask) -> Event:
+        return self._workers.issue(task)
 
     def compute_event(self) -> Event:
         return computed(self._clock)
 
     def compute_waits(self, event: Event) -> Interval | None:
         if not isinstance(event, StreamEvent):
-            return host_waits(event, self._clock)
+            return super().compute_waits(event)
         if event.done():
             return None
         ready = self._clock.timestamp()
@@ -114,7 +101,7 @@ class StreamLanes:
         self._workers.drain()
 
     def close(self) -> None:
-        self._closed = True
+        super().close()
         if os.getpid() != self._pid:  # streams do not survive a fork, nor do threads
             return
         self._workers.stop()

@@ -13,11 +13,11 @@ from chunkmem.runtime.device import ComputeDevice, ram_nbytes
 from chunkmem.runtime.disk_calls import SYSTEM_CALLS, DiskCalls
 from chunkmem.runtime.disk_pool import BLOCK_NBYTES, DEPTH, DiskPool
 from chunkmem.runtime.disk_speed import DiskSpeed, cached_disk_speed
-from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.kept import reclaimable_on
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.pool import DevicePool, SlabPool
+from chunkmem.runtime.queues import Lanes
 from chunkmem.types import Link, Tier
 
 _UNKNOWN_SPEED = DiskSpeed(1e9, 1e9, 1e-4, BLOCK_NBYTES, DEPTH)

@@ -1,4 +1,4 @@
-"""The way back to a plan that was left, and the room for shadow buffers on it."""
+"""The way back to a plan that was left: found by `plan.resync`, gone with blocking copies; room for shadow buffers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping
 from chunkmem.errors import PlanError
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.facts import PlanFacts
-from chunkmem.plan.model import Action
+from chunkmem.plan.model import Action, Alloc, Copy, Free
+from chunkmem.plan.resync import resync
 from chunkmem.plan.semantics import Residency
+from chunkmem.runtime.chunk import residency
 from chunkmem.runtime.pager import Pager
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import Tiers
-from chunkmem.runtime.transition import actions_to
 from chunkmem.trace.model import Mode, Trace
 from chunkmem.types import ChunkId, Tier
 
@@ -31,24 +33,43 @@ class WayBack:
     def actions(self, wanted: Residency, peaks: Mapping[Tier, int]) -> list[Action] | None:
         """Return how to get to a residency, given what the plan takes of each tier at most; None: there is no way.
 
-        Shadow buffers are the first to give way, those that are there and those that the plan would have.
+        Copies have to be over. Shadow buffers are the first to give way, those that are there and those that the plan
+        would have.
         """
         host, shadow_nbytes = peaks[Tier.HOST], self._facts.shadow_nbytes
         # The plan's peak includes the shadow buffers. What is reserved of it already is no room that a way could take.
         reserved_nbytes = min(host, self._tiers.host.now.get(SHADOW, 0))
         for host_nbytes in dict.fromkeys((host - reserved_nbytes, host - shadow_nbytes)):
             try:
-                return actions_to(
-                    wanted,
-                    self._pager,
-                    own=self._trace.chunk_nbytes,
-                    peak_nbytes={**peaks, Tier.HOST: host_nbytes},
-                    keep_duplicates=self._trace.mode is Mode.EVAL,
-                )
+                return self._actions(wanted, {**peaks, Tier.HOST: host_nbytes})
             except PlanError as error:
                 self.obstacle = str(error)
             self._pager.speculative.reserve({})
         return None
+
+    def _actions(self, wanted: Residency, peak_nbytes: Mapping[Tier, int]) -> list[Action]:
+        """Return the actions; what the plan wants and nobody has any more is rounded again on the way.
+
+        Raises:
+            PlanError: that is not possible; says what is in the way.
+        """
+        pager, own = self._pager, self._trace.chunk_nbytes
+        store = pager.store
+        chunks = [chunk for chunk in store.chunks.values() if not chunk.stays]
+        for chunk in chunks:
+            pager.notice_writes(chunk)
+            if wanted.has_content(chunk.id) and not pager.restore(chunk):
+                raise PlanError(f"{chunk.id} takes {chunk.nbytes} bytes to be rounded again, and neither tier has them")
+        return resync(
+            residency(chunks),
+            wanted,
+            held=frozenset((c.id, t) for c in chunks for t, r in c.replicas.items() if r.pins > 0),
+            chunk_nbytes={chunk.id: chunk.nbytes for chunk in chunks},
+            free_nbytes={t: pool.ledger.limit_nbytes - pool.ledger.chunk_nbytes for t, pool in store.pools.items()},
+            peak_nbytes=peak_nbytes,
+            keep_duplicates=self._trace.mode is Mode.EVAL,
+            rounded=frozenset(c.id for c in chunks if c.can_be_rounded and c.id in own),
+        )
 
     def reserve_shadow_buffers(self, own: Iterable[ChunkId]) -> None:
         """Reserve what the plan has, as far as HOST has room for it and for all chunks that are not its `own`."""
@@ -57,3 +78,14 @@ class WayBack:
         others_nbytes = max(0, host.chunk_nbytes - host.now.get(SHADOW, 0) - own_nbytes)
         chunks_nbytes = self._facts.peak_nbytes[Tier.HOST] - self._facts.shadow_nbytes
         self._pager.speculative.reserve(self._facts.shadow_counts(host.limit_nbytes - chunks_nbytes - others_nbytes))
+
+
+def go(actions: Iterable[Action], store: ChunkStore) -> None:
+    """Do what `WayBack.actions` returned, one after the other."""
+    for action in actions:
+        if isinstance(action, Alloc):
+            store.take_slab(store.chunks[action.chunk], action.tier)
+        elif isinstance(action, Copy):
+            store.copy(store.chunks[action.chunk], action.source, action.target)
+        elif isinstance(action, Free):
+            store.drop(store.chunks[action.chunk], action.tier)

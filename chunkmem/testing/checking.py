@@ -21,7 +21,7 @@ from chunkmem.layout.pack import search_slab_nbytes
 from chunkmem.manager import ChunkManager
 from chunkmem.memory import MemoryReport
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.runtime.events import Lanes
+from chunkmem.runtime.queues import Lanes
 from chunkmem.testing.comparison import AGAIN, FIRST, SMALLEST, CheckReport, Comparison
 from chunkmem.testing.difference import Train, first_difference, located
 from chunkmem.testing.lanes import AdversarialLanes

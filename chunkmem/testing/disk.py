@@ -89,7 +89,7 @@ class Fault:
         return self.at <= number < self.at + self.times
 
 
-class FaultyDisk:
+class FaultyDisk(DiskCalls):
     """The system's calls, with faults. They may be replaced between steps, by setting `faults`."""
 
     def __init__(
@@ -109,6 +109,7 @@ class FaultyDisk:
             unnamed: the file system takes ``O_TMPFILE``, if it does.
             calls: what is called in the end.
         """
+        super().__init__()
         self.faults = faults
         self.num_calls: Counter[str] = Counter()
         self.struck: list[tuple[str, int, FaultKind]] = []
@@ -182,7 +183,7 @@ class FaultyDisk:
         return found
 
 
-class ThrottledDisk:
+class ThrottledDisk(DiskCalls):
     """The system's calls, no faster than a disk that reads and writes so many bytes a second, each on its own.
 
     Raises:
@@ -196,6 +197,7 @@ class ThrottledDisk:
             raise StateError(
                 f"nothing would end on a disk of {read_Bps} and {write_Bps} bytes/s and {latency_s} s latency"
             )
+        super().__init__()
         self._reading, self._writing = _Rate(read_Bps, latency_s), _Rate(write_Bps, latency_s)
         self._calls = calls
 

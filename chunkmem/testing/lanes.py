@@ -17,17 +17,14 @@ import ctypes
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import torch
 
 from chunkmem.errors import StateError
 from chunkmem.plan.model import Lane
-from chunkmem.runtime.events import DoneEvent, Event, Piece, closed_error
+from chunkmem.runtime.events import DoneEvent, Event
 from chunkmem.runtime.lanes import ThreadLanes
-from chunkmem.runtime.queues import HostCopy, HostTask, HostWork
-from chunkmem.runtime.timestamps import HostTimestamp, Interval
+from chunkmem.runtime.queues import HostTask, Lanes
+from chunkmem.runtime.timestamps import HostClock, HostTimestamp, Interval
 
 LANES: tuple[Lane, ...] = tuple(lane for lane in Lane if lane not in (Lane.COMPUTE, Lane.COLLECTIVE))
 _POISON = 0xFF
@@ -44,8 +41,7 @@ class _Held:
     task: HostTask
     lanes: AdversarialLanes
     poisoned: bool = field(default=False, init=False)
-    over: bool = field(default=False, init=False)
-    failure: BaseException | None = field(default=None, init=False)
+    failure: None = None
 
     @property
     def started_s(self) -> float:
@@ -56,48 +52,25 @@ class _Held:
         return self.task.ended_s
 
     def done(self) -> bool:
-        return self.over
+        return self.task.done()
 
     def wait(self) -> None:
         self.lanes.run_until(self)
 
 
-class AdversarialLanes:
+class AdversarialLanes(Lanes):
     """Copies and updates held back, and run in any order that events allow; without threads, alike for the same seed.
 
     See [Note: Held-back copies].
     """
 
     def __init__(self, seed: int) -> None:
+        super().__init__(HostClock())
         self._random = random.Random(seed)
         self._queues: dict[Lane, deque[_Held]] = {lane: deque() for lane in LANES}
         self._eagerness = {lane: self._random.choice(_EAGERNESS) for lane in LANES}
-        self._closed = False
 
-    def copy(
-        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, *, after: Sequence[Event], label: str
-    ) -> Event:
-        return self.copy_pieces(lane, [(target, source)], after=after, label=label)
-
-    def copy_pieces(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
-        if self._closed:
-            raise closed_error(label)
-        return self._queue(HostCopy.of(lane, pieces, after=after, label=label))
-
-    def work(
-        self,
-        work: Callable[[], object],
-        *,
-        after: Sequence[Event],
-        label: str,
-        lane: Lane = Lane.HOST_UPDATE,
-        target: torch.Tensor | None = None,
-    ) -> Event:
-        if self._closed:
-            raise closed_error(label)
-        return self._queue(HostWork(label, work, tuple(after), lane, target))
-
-    def _queue(self, task: HostTask) -> Event:
+    def _issue(self, task: HostTask) -> Event:
         held = _Held(task, self)
         self._queues[task.lane].append(held)
         self._poison_targets()
@@ -131,7 +104,7 @@ class AdversarialLanes:
 
     def close(self) -> None:
         if not self._closed:
-            self._closed = True
+            super().close()
             self.drain()
 
     def _runnable(self) -> list[_Held]:
@@ -155,27 +128,17 @@ class AdversarialLanes:
 
     def _run(self, held: _Held) -> None:
         self._queues[held.task.lane].popleft()
-        held.task.run(ctypes.memmove)
-        held.over = True
-        held.task.let_go()
+        held.task.run()
+        held.task.finish(None)
         self._poison_targets()
 
     def _poison_targets(self) -> None:
         # Not before it can run: until then, what it comes after may still need the target's old contents.
         for held in self._runnable():
             if not held.poisoned:
-                for target, nbytes in _targets(held.task):
+                for target, nbytes in held.task.targets:
                     ctypes.memset(target, _POISON, nbytes)
                 held.poisoned = True
-
-
-def _targets(task: HostTask) -> list[tuple[int, int]]:
-    """Return the memory that a task fills: addresses and bytes."""
-    if isinstance(task, HostCopy):
-        return [(target, nbytes) for target, _, nbytes in task.pieces]
-    if isinstance(task, HostWork) and task.target is not None:
-        return [(task.target.data_ptr(), task.target.nbytes)]
-    return []
 
 
 class ThrottledLanes(ThreadLanes):

@@ -5,49 +5,9 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-if TYPE_CHECKING:
-    from chunkmem.runtime.meter import NonModelMeter
-
-
-class NonModelProbe(Protocol):
-    """Tells the peak bytes of non-model data."""
-
-    def watching(self) -> AbstractContextManager[object]:
-        """Return what has to be put around code that uses memory: a root's forward, a backward."""
-
-    def take_peak_nbytes(self) -> int:
-        """Return the highest bytes since the last call, or the start; a new interval begins at the present level."""
-
-    def stop(self) -> None:
-        """Forget everything and count nothing from now on. May be called again, and while `watching`."""
-
-
-class AllocatorProbe:
-    """Asks the accelerator's allocator, which knows the peak without being watched: see [Note: Non-model data]."""
-
-    def __init__(self, meter: NonModelMeter) -> None:
-        """Begin to measure."""
-        self._meter = meter
-        self._stopped = False
-        meter.take_peak_nbytes()
-
-    def watching(self) -> AbstractContextManager[object]:
-        """Return a context that does nothing: the allocator always counts."""
-        return nullcontext()
-
-    def take_peak_nbytes(self) -> int:
-        """Return the meter's peak since the last call; 0 once stopped."""
-        return 0 if self._stopped else self._meter.take_peak_nbytes()
-
-    def stop(self) -> None:
-        """Leave the meter alone from now on."""
-        self._stopped = True
 
 
 class LiveStorageProbe:
@@ -70,10 +30,6 @@ class LiveStorageProbe:
         """Where the references of released storages land, from any thread; a C function is all that runs then."""
         self._now_nbytes = 0
         self._peak_nbytes = 0
-
-    def watching(self) -> AbstractContextManager[object]:
-        """Return a dispatch mode that counts what operators return, in forward and in backward."""
-        return nullcontext() if self._stopped else _ProbeMode(self)
 
     def take_peak_nbytes(self) -> int:
         """Return the highest sum of live storages since the last call; 0 once stopped."""
@@ -145,25 +101,6 @@ class _Sighting(weakref.ref[torch.UntypedStorage]):
     __slots__ = ("key", "nbytes")
     key: int
     nbytes: int
-
-
-class _ProbeMode(TorchDispatchMode):
-    """Hands every operator to a probe."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run compiled: else torch would run it eagerly, to other bits, as long as this watches."""
-        return True
-
-    def __init__(self, probe: LiveStorageProbe) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._probe = probe
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # what comes here has been served
-            return self._probe.run(func, args, kwargs or {})
 
 
 def _storages(value: object) -> Iterator[torch.UntypedStorage]:

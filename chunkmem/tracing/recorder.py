@@ -7,17 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from chunkmem.plan.cursor import label_of
-from chunkmem.plan.model import Lane
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
-from chunkmem.runtime.policy import OnDemand
+from chunkmem.runtime.policy import LoggedPolicy
 from chunkmem.runtime.step_log import StepLog
-from chunkmem.runtime.timestamps import Clock, Interval, Timestamp
+from chunkmem.runtime.timestamps import Clock, Timestamp
 from chunkmem.trace.loop import as_loop
 from chunkmem.trace.model import Entry, Kind, Mode, Moment, Region, Trace
 from chunkmem.types import ChunkId, Role, Tier, UpdateForm
 
 
-class Recorder(OnDemand):
+class Recorder(LoggedPolicy):
     """Takes the events of one step, which is served on demand."""
 
     def __init__(
@@ -41,7 +40,6 @@ class Recorder(OnDemand):
                 outside chunks, or outputs that are kept; asked when the step is over. Later steps have them from their
                 first moment on.
         """
-        super().__init__()
         self.mode = mode
         self.step_log = StepLog(clock)
         self._take_peaks = take_peaks
@@ -70,18 +68,6 @@ class Recorder(OnDemand):
     def entered(self, call: object) -> None:
         """A module is entered."""
         self._entered.append((len(self._events) - 1, str(call), self.step_log.clock.timestamp()))
-
-    def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
-        """A copy was made on demand."""
-        self.step_log.served(chunk, source, target, taken)
-
-    def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
-        """An exchange is over."""
-        self.step_log.exchanged(chunk, issued, waited)
-
-    def waited(self, waited: Interval) -> None:
-        """COMPUTE has waited for another rank."""
-        self.step_log.waited(Lane.COLLECTIVE, waited)
 
     def end(self) -> None:
         """The step is over."""

@@ -8,15 +8,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
-from chunkmem.errors import StateError
 from chunkmem.runtime.tiers import Tiers
-from chunkmem.tracing.probe import AllocatorProbe, LiveStorageProbe, NonModelProbe
+from chunkmem.tracing.probe import LiveStorageProbe
 
 if TYPE_CHECKING:
     from chunkmem.runtime.device import ComputeDevice
@@ -54,45 +52,23 @@ def reader_for(compute: ComputeDevice) -> Callable[[], int]:
 
 
 class SamplingThread:
-    """Keeps the highest of the samples that a thread takes, between `start` and `stop` or in a ``with`` block.
+    """Keeps the highest of the samples that a thread takes, until `stop`.
 
     An error of `read_nbytes` ends the thread, and comes out of the next `take_peak_nbytes` or `stop`, once. In a child
     process there is no thread, and what was inherited neither waits nor samples by itself.
     """
 
     def __init__(self, read_nbytes: Callable[[], int], period_s: float = 0.001) -> None:
-        """Prepare to call `read_nbytes` every `period_s` seconds."""
-        if not 0 < period_s < threading.TIMEOUT_MAX:
-            raise ValueError(f"a period of {period_s} s: give seconds above 0")
+        """Call `read_nbytes` every `period_s` seconds from now on; an interval begins."""
         self._read_nbytes = read_nbytes
-        self._period_s = period_s
-        self._thread: threading.Thread | None = None
         self._samples = _Samples(read_nbytes)
-        self._end = weakref.finalize(self, self._samples.end)
-
-    def start(self) -> None:
-        """Begin to sample, with an interval that begins now.
-
-        Raises:
-            StateError: it runs already.
-        """
-        if self._thread is not None and self._samples.is_mine():
-            raise StateError("the memory sampler runs already; stop() it before starting it again")
-        # Nothing of an earlier start is used again: in a child process its lock may be held for ever.
-        self._end.detach()
-        self._samples = _Samples(self._read_nbytes)
         self._samples.take_peak_nbytes()
         # The thread does not know `self`: a sampler that is dropped without stop() ends it.
         self._end = weakref.finalize(self, self._samples.end)
         self._thread = threading.Thread(
-            target=self._samples.run, args=(self._period_s,), name="chunkmem memory sampler", daemon=True
+            target=self._samples.run, args=(period_s,), name="chunkmem memory sampler", daemon=True
         )
-        try:
-            self._thread.start()
-        except BaseException:
-            self._end()
-            self._thread = None
-            raise
+        self._thread.start()
 
     def take_peak_nbytes(self) -> int:
         """Return the highest sample since the last call, one taken now included; the next interval begins with it."""
@@ -103,7 +79,7 @@ class SamplingThread:
 
     @property
     def longest_interval_s(self) -> float:
-        """Longest time without a sample since the last `start`, in seconds; 0 before there are two samples.
+        """Longest time without a sample so far, in seconds; 0 before there are two samples.
 
         It is the shortest lifetime that is sure to be seen: whatever was there for as long was there in some sample.
         """
@@ -113,24 +89,9 @@ class SamplingThread:
         """End the thread and wait for it. May be called again."""
         self._end()
         # The garbage collector may call this in the thread itself. In a child process it counts as ended.
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread():
             self._thread.join()
-        self._thread = None
         self._samples.raise_error()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.stop()
-        except Exception:
-            # The error of the block came first, and may well be the cause.
-            if error is None:
-                raise
 
 
 class _Samples:
@@ -201,13 +162,13 @@ class Watch:
             is_chunk: tells whether a storage, by its `_cdata`, is chunk memory.
             sample: run a thread, too.
         """
-        self._probe: NonModelProbe
-        if tiers.meter is not None:
-            self._probe = AllocatorProbe(tiers.meter)
-        else:
-            self._probe = LiveStorageProbe(is_chunk)
         self._meter = tiers.meter
-        self._begin_nbytes = 0 if self._meter is None else self._meter.now_nbytes
+        """The allocator counts; None: operators are watched."""
+        self._probe = LiveStorageProbe(is_chunk) if self._meter is None else None
+        self._begin_nbytes = 0
+        if self._meter is not None:
+            self._meter.take_peak_nbytes()
+            self._begin_nbytes = self._meter.now_nbytes
         self._sampler: SamplingThread | None = None
         self._base_nbytes = 0
         self._sampled_nbytes = 0
@@ -218,21 +179,20 @@ class Watch:
             read_nbytes = reader_for(tiers.compute)
             self._base_nbytes = read_nbytes()
             self._sampler = SamplingThread(read_nbytes)
-            self._sampler.start()
 
     @property
     def run_operator(self) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None:
         """Calls an operator and counts its memory; None where the allocator counts by itself."""
-        return self._probe.run if isinstance(self._probe, LiveStorageProbe) else None
+        return None if self._probe is None else self._probe.run
 
     def leave_out(self, storage: torch.UntypedStorage) -> None:
         """Count a storage no more that becomes part of a chunk; the allocator's count is less what chunks have."""
-        if isinstance(self._probe, LiveStorageProbe):
+        if self._probe is not None:
             self._probe.leave_out(storage)
 
     def count_again(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that is no part of a chunk any more; the allocator's count has it already."""
-        if isinstance(self._probe, LiveStorageProbe):
+        if self._probe is not None:
             self._probe.count_again(storage)
 
     @property
@@ -245,7 +205,8 @@ class Watch:
         sampled, self._sampled_nbytes = self._sampled_nbytes, 0
         if self._sampler is not None:
             sampled = max(0, self._sampler.take_peak_nbytes() - self._base_nbytes)
-        return self._probe.take_peak_nbytes(), sampled
+        counter = self._meter if self._probe is None else self._probe
+        return 0 if counter is None else counter.take_peak_nbytes(), sampled
 
     def left_nbytes(self) -> int:
         """Return the non-model bytes on an accelerator that were not there at the start: what each later step finds."""
@@ -261,5 +222,7 @@ class Watch:
 
     def stop(self) -> None:
         """End the thread, if there is one, and count no more. May be called again."""
-        self._probe.stop()
+        self._meter = None
+        if self._probe is not None:
+            self._probe.stop()
         self.end_sampling()

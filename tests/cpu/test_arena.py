@@ -165,12 +165,12 @@ def check_arena(arena: HostArena, live: list[tuple[int, Slab]]) -> None:
         slabs = [*(slab for _, slab in live), *freed]
         runs = [(slab.start, slab.nbytes) for slab in slabs if slab.segment == index]
         at = 0
-        for start, nbytes in sorted([*runs, *segment.free.items()]):
+        for start, nbytes in sorted([*runs, *segment.free._runs]):
             assert start == at
             at += nbytes
         assert at == len(segment.region)
-        ends = {start + nbytes for start, nbytes in segment.free.items()}
-        assert ends.isdisjoint(segment.free), "two free runs side by side were not merged"
+        ends = {run.end for run in segment.free._runs}
+        assert ends.isdisjoint(run.start for run in segment.free._runs), "two free runs side by side were not merged"
     for mark, slab in live:
         assert (slab.bytes == mark).all(), "another slab was written over this one"
     assert arena.ledger.total_nbytes == sum(slab.nbytes for _, slab in live)
@@ -191,7 +191,7 @@ def run_arena(actions: list[tuple[int, bool, int]], announced: int) -> None:
     while live:
         arena.free(PARAM, live.pop()[1])
     arena._join_idle()
-    assert all(segment.free == {0: len(segment.region)} for segment in arena._segments)
+    assert all(segment.is_free for segment in arena._segments)
     assert arena.ledger.total_nbytes == 0
 
 

@@ -348,10 +348,10 @@ def test_a_host_that_waits_is_a_stall_once_nothing_is_left_to_compute(device: Ti
     log, lanes = StepLog(device.clock), TimedLanes(device)
     log.begin(0, Kind.HOLD, CHUNKS[0])
     device.launch(computing_s)
-    copied = lanes.copy(Lane.D2H, torch.empty(0), torch.empty(0), after=[], label="x")
+    copied = lanes.copy(Lane.D2H, [(torch.empty(0), torch.empty(0))], after=[], label="x")
     link: Any = lanes._streams[Lane.D2H]
     link.run(1.0)
-    copied = lanes.copy(Lane.D2H, torch.empty(0), torch.empty(0), after=[], label="y")
+    copied = lanes.copy(Lane.D2H, [(torch.empty(0), torch.empty(0))], after=[], label="y")
     log.waited(Lane.D2H, host_waits(copied, device.clock))
     log.end()
     assert log.timeline(None, {}, {Tier.DEVICE: 0}).stall_s == pytest.approx(max(0.0, 1.0 - computing_s), abs=EXACT_S)
@@ -361,7 +361,7 @@ def test_copies_that_block_do_not_take_what_was_computed_before(device: TimedDev
     lanes = BlockingLanes(device)
     device.launch(2.0)
     device.computing.queued_s = 0.5  # the copy's, from the next timestamp on
-    event = lanes.copy(Lane.D2H, torch.zeros(4), torch.ones(4), after=[], label="x")
+    event = lanes.copy(Lane.D2H, [(torch.zeros(4), torch.ones(4))], after=[], label="x")
     assert event.ended_s - event.started_s == pytest.approx(0.5, abs=EXACT_S)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkmem.errors import StateError
-from chunkmem.runtime.disk_calls import SystemCalls
+from chunkmem.runtime.disk_calls import DiskCalls
 from chunkmem.runtime.disk_pool import DiskPool, DiskSlab
 from chunkmem.runtime.disk_threads import TransferThreads
 from chunkmem.testing.disk import Fault, FaultKind, FaultyDisk
@@ -294,7 +294,7 @@ def test_a_short_read_is_not_held_up_by_a_long_write(tmp_path: Path, monkeypatch
     # read       |R|                               one block, in its turn: the last ones wait until it is there
     is_asked, has_read = threading.Event(), threading.Event()
 
-    class Patient(SystemCalls):
+    class Patient(DiskCalls):
         def pwritev(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
             if calls.num_calls["pwritev"] >= 3:
                 assert is_asked.wait(60)
@@ -326,7 +326,7 @@ def test_a_short_read_is_not_held_up_by_a_long_write(tmp_path: Path, monkeypatch
         assert calls.num_calls["pwritev"] == 1 + 128
 
 
-class Together(SystemCalls):
+class Together(DiskCalls):
     """Writes that end once so many are under way."""
 
     def __init__(self, num: int) -> None:

@@ -20,6 +20,7 @@ from chunkmem.plan.simulate import simulate
 from chunkmem.trace.model import Trace
 from chunkmem.tracing.probe import LiveStorageProbe
 from chunkmem.types import Role, Tier
+from tests.helpers.probe_mode import watching
 from tests.helpers.training import VARIANTS, WIDTH, Chunked, Trainer, Variant, capped, footprint, freeze_half
 from tests.helpers.zoo import ZOO, ZooModel
 
@@ -78,7 +79,7 @@ def recorded(case: ZooModel, variant: Variant) -> tuple[Trace, dict[str, int], i
     with chunkmem.ChunkManager(capped(case, 4 * sizes.param_nbytes)) as manager:
         trainer = Trainer(case, variant, Chunked(manager), freezes_first=True)
         probe = LiveStorageProbe(manager.runtime.modules.declared.is_chunk)
-        with probe.watching():
+        with watching(probe):
             loss = trainer.loss()
             loss.backward()
             del loss

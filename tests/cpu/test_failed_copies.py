@@ -18,8 +18,8 @@ from torch import nn
 import chunkmem
 from chunkmem.errors import StateError, TierIOError
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.lanes import ThreadLanes
+from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.store import ChunkStore
 from tests.helpers.plain_chain import DEPTH, NUM_STEPS, WIDTH, batch_of, model_of, plain_weights, values
 

@@ -445,7 +445,7 @@ def test_a_back_end_that_is_a_substitute_is_named() -> None:
     native = {"storage": "swap", "lanes": "StreamLanes", "kernels": ["cpu", "cuda"]}
     assert probe_device.not_native(native) == probe_device.not_native({**native, "storage": "native"}) == []
     assert probe_device.not_native({"storage": "resize", "lanes": "BlockingLanes", "kernels": ["cpu"]}) == [
-        "chunks change memory by resize, without a C++ compiler or ninja on the PATH",
+        "chunks change memory by resize, without a C++ compiler on the PATH",
         "copies are on BlockingLanes, so nothing overlaps",
         "there are no kernels of our own for cuda",
     ]

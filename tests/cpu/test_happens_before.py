@@ -77,7 +77,7 @@ def test_new_memory_was_computed_in(waits: bool) -> None:
         lanes = checker.lanes()
         slab = slabs_of(checker, capacity=0).alloc("param", 256)
         after = [lanes.compute_event()] if waits else []
-        lanes.copy(Lane.H2D, slab.bytes, torch.zeros(256, dtype=torch.uint8), after=after, label="fetch")
+        lanes.copy(Lane.H2D, [(slab.bytes, torch.zeros(256, dtype=torch.uint8))], after=after, label="fetch")
         assert bool(checker.races) is not waits
 
 
@@ -88,7 +88,9 @@ def test_freed_memory_is_computed_in(waits: bool) -> None:
         lanes, pool = checker.lanes(), slabs_of(checker, capacity=1)
         slab, other = pool.alloc("param", 256), pool.alloc("param", 512)
         ready = [lanes.compute_event()]
-        slab.busy = lanes.copy(Lane.D2H, torch.zeros(256, dtype=torch.uint8), slab.bytes, after=ready, label="evict")
+        slab.busy = lanes.copy(
+            Lane.D2H, [(torch.zeros(256, dtype=torch.uint8), slab.bytes)], after=ready, label="evict"
+        )
         if not waits:
             slab.busy = None
         pool.free("param", slab)

@@ -35,9 +35,10 @@ SPEEDS = {
     "h2d_Bps": 1e9,
     "d2h_Bps": 2e9,
     "latency_s": 3e-6,
-    "device_update_Bps": None,
+    "device_update_Bps": inf,
     "host_update_Bps": 4e9,
-    "duplex_Bps": None,
+    "duplex_Bps": inf,
+    "by_form": {},
 }
 FETCH = (Tier.HOST, Tier.DEVICE)
 MACHINE = Machine(
@@ -288,8 +289,8 @@ def damaged(content: dict[str, Any]) -> dict[str, str | bytes]:
         "text": with_speeds(latency_s="1"),
         "true": with_speeds(h2d_Bps=True),
         "not a number": with_speeds(h2d_Bps=float("nan")),
-        "infinite link": with_speeds(h2d_Bps=None),
-        "infinite latency": with_speeds(latency_s=None),
+        "infinite link": with_speeds(h2d_Bps=inf),
+        "infinite latency": with_speeds(latency_s=inf),
         "no update at all": with_speeds(host_update_Bps=0.0),
         "too large for a float": with_speeds(h2d_Bps=10**400),
     }

@@ -20,7 +20,6 @@ from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.pool import DevicePool
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Trace
-from chunkmem.tracing.probe import AllocatorProbe
 from chunkmem.types import Tier
 from tests.helpers.chunk_caps import count_chunks_alone
 from tests.helpers.counted import CountedDevice, blocking, counted, counted_only
@@ -84,7 +83,7 @@ def test_what_the_meter_says_is_true_in_any_order(steps: list[Step], capacity: i
         before = device.used_nbytes()
         meter = NonModelMeter(device, ledger)
         pool.changing = meter.excluding
-        probe = AllocatorProbe(meter)
+        meter.take_peak_nbytes()
         slabs, tensors, peak, highest = [], [], 0, 0
         for what, number in steps:
             if what == "take slab" and ledger.free_nbytes + ledger.now.get(CACHE, 0) >= number:
@@ -96,12 +95,12 @@ def test_what_the_meter_says_is_true_in_any_order(steps: list[Step], capacity: i
             elif what == "drop" and tensors:
                 tensors.pop(number % len(tensors))
             elif what == "take peak":
-                assert probe.take_peak_nbytes() == before + peak
+                assert meter.take_peak_nbytes() == before + peak
                 peak = _nbytes(tensors)
             peak = max(peak, _nbytes(tensors))
             highest = max(highest, peak)
         assert meter.now_nbytes == before + _nbytes(tensors)
-        assert probe.take_peak_nbytes() == before + peak
+        assert meter.take_peak_nbytes() == before + peak
         assert meter.highest_nbytes == before + highest
         pool.close()
 

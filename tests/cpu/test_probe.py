@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_
 from chunkmem.errors import StateError
 from chunkmem.nn.guard import AccessGuard
 from chunkmem.runtime.meter import NonModelMeter
-from chunkmem.tracing.probe import AllocatorProbe, LiveStorageProbe, NonModelProbe
+from chunkmem.tracing.probe import LiveStorageProbe
+from chunkmem.tracing.watch import Watch
+from tests.helpers.probe_mode import watching
 
 N = 1000
 BYTES = 4 * N
@@ -30,15 +33,13 @@ def no_chunk(storage_id: int) -> bool:
 
 
 def make(is_chunk: Callable[[int], bool] = no_chunk) -> LiveStorageProbe:
-    probe: NonModelProbe = LiveStorageProbe(is_chunk)
-    assert isinstance(probe, LiveStorageProbe)
-    return probe
+    return LiveStorageProbe(is_chunk)
 
 
 def peak(work: Callable[[], object], is_chunk: Callable[[int], bool] = no_chunk) -> float:
     """What `work` takes at its highest, in units of `BYTES`; nothing of it may count when it is over."""
     probe = make(is_chunk)
-    with probe.watching():
+    with watching(probe):
         work()
     found = probe.take_peak_nbytes()
     assert probe.take_peak_nbytes() == 0, "something counts that is gone"
@@ -55,7 +56,7 @@ def test_a_peak_is_that_of_its_interval() -> None:
     #         ^take     ^take   ^take, take
     probe = make()
     x = torch.ones(N)
-    with probe.watching():
+    with watching(probe):
         y = x * 2
         z = y + 1
         assert probe.take_peak_nbytes() == 2 * BYTES
@@ -133,7 +134,7 @@ def test_a_storage_counts_while_only_autograd_holds_it() -> None:
     # Its Python object is gone, and must not be mistaken for the storage itself.
     probe = make()
     x = torch.ones(N, requires_grad=True)
-    with probe.watching():
+    with watching(probe):
         total = x.exp().sum()
         gc.collect()
         probe.take_peak_nbytes()
@@ -155,10 +156,10 @@ def test_backward_by_formula() -> None:
     #           exp      y   gz*z gy*y   z is released with its node; gy*y becomes x.grad
     probe = make()
     x = torch.ones(N, requires_grad=True)
-    with probe.watching():
+    with watching(probe):
         total = x.exp().exp().sum()
     assert probe.take_peak_nbytes() == 2 * BYTES + 4
-    with probe.watching():
+    with watching(probe):
         total.backward()
     assert probe.take_peak_nbytes() == 3 * BYTES + 8
     assert probe.take_peak_nbytes() == BYTES + 4, "x.grad and the sum are still there"
@@ -175,10 +176,10 @@ def test_a_model_by_formula(count: int) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(10, 10), nn.ReLU()) for _ in range(count)))
     batch = torch.randn(100, 10)
     probe = make()
-    with probe.watching():
+    with watching(probe):
         output = model(batch)
     assert probe.take_peak_nbytes() == (count + 1) * BYTES
-    with probe.watching():
+    with watching(probe):
         output.sum().backward()
     gradients = sum(4 * p.numel() for p in model.parameters())
     probe.take_peak_nbytes()
@@ -189,7 +190,7 @@ def test_an_address_used_again_is_another_storage() -> None:
     probe = make()
     x = torch.ones(N)
     seen = set()
-    with probe.watching():
+    with watching(probe):
         for _ in range(100):
             y = x + 1
             seen.add(y.untyped_storage()._cdata)
@@ -212,7 +213,7 @@ def test_an_address_used_again_while_the_operator_runs() -> None:
     x = torch.ones(N)
     box: list[Tensor] = []
     same = 0
-    with Frees(), probe.watching():
+    with Frees(), watching(probe):
         for _ in range(100):
             box.extend(torch._foreach_add([x] * 8, 1))
             before = {old.untyped_storage()._cdata for old in box}
@@ -226,7 +227,7 @@ def test_an_address_used_again_while_the_operator_runs() -> None:
 
 def test_a_storage_released_by_another_thread() -> None:
     probe = make()
-    with probe.watching():
+    with watching(probe):
         box = [torch.ones(N) + i for i in range(50)]
     held = probe.take_peak_nbytes()
     assert held == 50 * BYTES + BYTES  # torch.ones is an operator too
@@ -247,7 +248,7 @@ def test_results_have_the_bits_they_have_without() -> None:
         batch = torch.randn(7, 20)
         with ExitStack() as stack:
             if probe is not None:
-                stack.enter_context(probe.watching())
+                stack.enter_context(watching(probe))
             loss = model(batch).square().mean()
             loss.backward()
         return [loss.detach(), *(p.grad for p in model.parameters())]
@@ -274,7 +275,7 @@ def test_nests_with_other_modes(inside: bool) -> None:
     x, secret = torch.ones(N, requires_grad=True), torch.ones(N)
     probe, guard, counter = make(), AccessGuard(undeclared, lambda: "here"), CountsOperators()
     modes: list[Any] = [guard, counter]
-    modes.insert(2 if inside else 0, probe.watching())
+    modes.insert(2 if inside else 0, watching(probe))
     with ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)
@@ -290,9 +291,9 @@ def test_nests_with_other_modes(inside: bool) -> None:
 def test_watching_twice_counts_once() -> None:
     probe = make()
     x = torch.ones(N)
-    with probe.watching():
+    with watching(probe):
         y = x + 1
-        with probe.watching():
+        with watching(probe):
             z = y + 1
     assert probe.take_peak_nbytes() == 2 * BYTES
     del y, z
@@ -308,7 +309,7 @@ def test_compiled_code_stays_compiled() -> None:
 
     compiled = torch.compile(lambda x: x.sin() + 1, backend=backend)
     x = torch.ones(N)
-    with make().watching():
+    with watching(make()):
         result = compiled(x)
     assert len(graphs) == 1
     assert torch.equal(result, x.sin() + 1)
@@ -319,7 +320,7 @@ def test_operators_of_higher_order() -> None:
     query = torch.randn(1, 1, 16, 16)
     plain = flex_attention(query, query, query)
     probe = make()
-    with probe.watching():
+    with watching(probe):
         result = flex_attention(query, query, query)
     assert torch.equal(plain, result)
     assert probe.take_peak_nbytes() >= result.nbytes
@@ -350,13 +351,13 @@ def test_left_by_an_exception(where: str) -> None:
 
     probe = make()
     x = torch.ones(N, requires_grad=True)
-    with pytest.raises(RuntimeError if where == "operator" else KeyboardInterrupt), probe.watching():
+    with pytest.raises(RuntimeError if where == "operator" else KeyboardInterrupt), watching(probe):
         work()
     assert _len_torch_dispatch_stack() == 0
     gc.collect()
     probe.take_peak_nbytes()
     assert probe.take_peak_nbytes() == 0
-    with probe.watching():
+    with watching(probe):
         y = x.detach() + 1
     assert probe.take_peak_nbytes() == BYTES
     del y
@@ -370,7 +371,7 @@ def test_stop_forgets_and_keeps_nothing_alive() -> None:
     model = Model()
     probe = make(model.is_chunk)
     gone = weakref.ref(model)
-    with probe.watching():
+    with watching(probe):
         y = torch.ones(N) + 1
         probe.stop()
         probe.stop()
@@ -379,8 +380,7 @@ def test_stop_forgets_and_keeps_nothing_alive() -> None:
     assert weakref.getweakrefcount(y.untyped_storage()) == weakref.getweakrefcount(z.untyped_storage()) == 0
     del model
     assert gone() is None
-    with probe.watching():
-        assert _len_torch_dispatch_stack() == 0
+    with watching(probe):
         y = y + z
     assert probe.take_peak_nbytes() == 0
 
@@ -390,7 +390,7 @@ def test_a_probe_that_is_dropped_goes_at_once() -> None:
     gc.disable()
     try:
         probe = make()
-        with probe.watching():
+        with watching(probe):
             y = torch.ones(N) + 1
         gone, storage = weakref.ref(probe), y.untyped_storage()
         del probe
@@ -402,7 +402,7 @@ def test_a_probe_that_is_dropped_goes_at_once() -> None:
 
 def test_nothing_is_left_of_many_operators() -> None:
     def work() -> None:
-        with probe.watching():
+        with watching(probe):
             for _ in range(200):
                 (x + 1).view(10, -1).t().sum()
 
@@ -439,22 +439,31 @@ class FakeDevice:
         """As the ledger of its chunks says."""
         return self.chunks
 
+    def used_nbytes(self) -> int:
+        return self.chunks + self.other
+
     def take_peak_nbytes(self) -> int:
         found, self.peak = self.peak, self.chunks + self.other
         return found
+
+
+def watch_of(meter: NonModelMeter) -> Watch:
+    """Watch an accelerator."""
+    tiers: Any = SimpleNamespace(meter=meter)
+    return Watch(tiers, is_chunk=no_chunk, sample=False)
 
 
 def test_the_allocators_peak_less_the_chunks() -> None:
     device = FakeDevice()
     device.set(chunks=100, other=1000)
     device.set(other=7)
-    probe: NonModelProbe = AllocatorProbe(NonModelMeter(device, device))
-    with probe.watching():
-        device.set(other=50)
-        device.set(other=20)
-    assert probe.take_peak_nbytes() == 50, "what was before the start does not count"
-    assert probe.take_peak_nbytes() == 20
-    assert probe.take_peak_nbytes() == 20
+    watch = watch_of(NonModelMeter(device, device))
+    assert watch.run_operator is None
+    device.set(other=50)
+    device.set(other=20)
+    assert watch.take_peaks() == (50, 0), "what was before the start does not count"
+    assert watch.take_peaks() == (20, 0)
+    assert watch.take_peaks() == (20, 0)
 
 
 @pytest.mark.parametrize(("begin", "end"), [(100, 100), (100, 60), (60, 100), (100, 0)])
@@ -463,21 +472,21 @@ def test_chunks_that_come_and_go_never_hide_other_bytes(begin: int, end: int) ->
     device = FakeDevice()
     device.set(chunks=begin)
     meter = NonModelMeter(device, device)
-    probe = AllocatorProbe(meter)
+    watch = watch_of(meter)
     device.set(other=50)
     device.set(other=10)
     with meter.excluding():
         device.set(chunks=end)
-    assert probe.take_peak_nbytes() == 50
-    assert probe.take_peak_nbytes() == 10, "the next interval begins with the chunks of now"
+    assert watch.take_peaks() == (50, 0)
+    assert watch.take_peaks() == (10, 0), "the next interval begins with the chunks of now"
 
 
-def test_a_stopped_probe_leaves_the_allocators_counter_alone() -> None:
+def test_a_stopped_watch_leaves_the_allocators_counter_alone() -> None:
     device = FakeDevice()
-    probe = AllocatorProbe(NonModelMeter(device, device))
+    watch = watch_of(NonModelMeter(device, device))
     device.set(other=50)
     device.set(other=0)
-    probe.stop()
-    probe.stop()
-    assert probe.take_peak_nbytes() == 0
+    watch.stop()
+    watch.stop()
+    assert watch.take_peaks() == (0, 0)
     assert device.peak == 50

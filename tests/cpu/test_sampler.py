@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import inspect
 import mmap
 import os
 import threading
@@ -18,13 +20,22 @@ import pytest
 import torch
 
 from chunkmem import AdamW, ChunkManager, Config
-from chunkmem.errors import StateError
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.tracing.probe import LiveStorageProbe
-from chunkmem.tracing.watch import ResidentMemory, SamplingThread, reader_for
+from chunkmem.tracing.watch import ResidentMemory, SamplingThread, _Samples, reader_for
+from tests.helpers.probe_mode import watching
 
 MIB = 2**20
 NAME = "chunkmem memory sampler"
+
+
+@contextlib.contextmanager
+def sampling(read: Callable[[], int], period_s: float = 0.001) -> Iterator[SamplingThread]:
+    sampler = SamplingThread(read, period_s)
+    try:
+        yield sampler
+    finally:
+        sampler.stop()
 
 
 def samplers() -> list[threading.Thread]:
@@ -67,7 +78,7 @@ def test_sees_a_temporary_within_one_operator() -> None:
     nbytes = 200 * MIB
     work = temporary_within_one_operator(nbytes)
     read = reader_for(ComputeDevice(torch.device("cpu")))
-    with SamplingThread(read) as sampler:
+    with sampling(read) as sampler:
         before = sampler.take_peak_nbytes()
         begin = time.perf_counter()
         work()
@@ -112,7 +123,7 @@ def test_sees_what_lives_for_two_samples_within_one_operator_and_the_boundary_pr
 
     hold = hold_until(nbytes, two_more)
     probe = LiveStorageProbe(lambda key: False)
-    with probe.watching(), SamplingThread(read) as sampler:
+    with watching(probe), sampling(read) as sampler:
         before = sampler.take_peak_nbytes()
         hold()
         share = (sampler.take_peak_nbytes() - before) / nbytes
@@ -121,7 +132,7 @@ def test_sees_what_lives_for_two_samples_within_one_operator_and_the_boundary_pr
 
 
 def test_a_sample_is_taken_every_few_milliseconds() -> None:
-    assert SamplingThread(lambda: 1)._period_s <= 0.005
+    assert inspect.signature(SamplingThread).parameters["period_s"].default <= 0.005
 
 
 def test_the_longest_interval_is_from_the_begin_of_a_sample_to_the_end_of_the_next(
@@ -134,26 +145,23 @@ def test_the_longest_interval_is_from_the_begin_of_a_sample_to_the_end_of_the_ne
     #                 |-------------- 12
     clock = iter([0.0, 5.0, 7.0, 9.0, 10.0, 11.0, 21.0])
     monkeypatch.setattr("chunkmem.tracing.watch.time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    sampler = SamplingThread(lambda: 1)  # Not started: only the samples of the caller.
+    samples = _Samples(lambda: 1)
     found = []
     for _ in range(4):
-        sampler.take_peak_nbytes()
-        found.append(sampler.longest_interval_s)
+        samples.take_peak_nbytes()
+        found.append(samples.longest_interval_s)
     assert found == [0, 7, 7, 12]
 
 
 def test_the_longest_interval_counts_the_threads_samples() -> None:
-    with SamplingThread(lambda: 1, period_s=1e-4) as sampler:
+    with sampling(lambda: 1, period_s=1e-4) as sampler:
         wait_until(lambda: sampler.longest_interval_s >= 1e-4)
 
 
-def test_the_longest_interval_stays_after_the_end_and_a_start_begins_anew() -> None:
-    sampler = SamplingThread(lambda: 1, period_s=3600)
-    with sampler:
+def test_the_longest_interval_stays_after_the_end() -> None:
+    with sampling(lambda: 1, period_s=3600) as sampler:
         sampler.take_peak_nbytes()
     assert sampler.longest_interval_s > 0
-    with sampler:
-        assert sampler.longest_interval_s == 0
 
 
 @pytest.mark.parametrize("sampled", [True, False])
@@ -186,7 +194,7 @@ def test_the_highest_of_each_interval() -> None:
         calls += 1
         return level
 
-    with SamplingThread(read) as sampler:
+    with sampling(read) as sampler:
         level, at = 9, calls
         wait_until(lambda: calls > at + 1)
         level = 2
@@ -203,8 +211,7 @@ def test_the_highest_of_each_interval() -> None:
 
 def test_the_callers_own_sample_needs_no_thread() -> None:
     values = iter([5, 7, 6, 4])
-    sampler = SamplingThread(lambda: next(values), period_s=3600)
-    with sampler:  # reads 5
+    with sampling(lambda: next(values), period_s=3600) as sampler:  # reads 5
         assert sampler.take_peak_nbytes() == 7
     assert sampler.take_peak_nbytes() == 7  # reads 6; the interval began with 7
     assert sampler.take_peak_nbytes() == 6  # reads 4
@@ -222,7 +229,7 @@ def test_many_threads_may_take() -> None:
         return now
 
     taken: dict[int, list[int]] = {index: [] for index in range(4)}
-    with SamplingThread(read, period_s=1e-5) as sampler:
+    with sampling(read, period_s=1e-5) as sampler:
         threads = [
             threading.Thread(target=lambda own=own: own.extend(sampler.take_peak_nbytes() for _ in range(200)))
             for own in taken.values()
@@ -241,7 +248,7 @@ def test_many_threads_may_take() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_joined_after_an_exception(error: type[BaseException]) -> None:
-    with pytest.raises(error), SamplingThread(lambda: 1):
+    with pytest.raises(error), sampling(lambda: 1):
         assert len(samplers()) == 1
         assert samplers()[0].daemon
         raise error
@@ -251,23 +258,8 @@ def test_joined_after_an_exception(error: type[BaseException]) -> None:
 def test_stop_is_prompt_and_may_be_repeated() -> None:
     sampler = SamplingThread(lambda: 1, period_s=3600)
     sampler.stop()
-    sampler.start()
-    sampler.stop()
     sampler.stop()
     assert samplers() == []
-
-
-def test_may_be_started_again() -> None:
-    level = 9
-    sampler = SamplingThread(lambda: level)
-    with sampler:
-        pass
-    level = 1
-    with sampler:
-        assert sampler.take_peak_nbytes() == 1, "what was before does not count"
-        with pytest.raises(StateError, match="runs already"):
-            sampler.start()
-        assert len(samplers()) == 1
 
 
 def failing_after(samples: int) -> Callable[[], int]:
@@ -287,7 +279,6 @@ def failing_after(samples: int) -> Callable[[], int]:
 @pytest.mark.parametrize("by", ["take_peak_nbytes", "stop"])
 def test_an_error_of_the_reader_is_raised_once(by: str) -> None:
     sampler = SamplingThread(failing_after(3))
-    sampler.start()
     wait_until(lambda: samplers() == [])
     with pytest.raises(OSError, match="cannot read"):
         getattr(sampler, by)()
@@ -296,39 +287,24 @@ def test_an_error_of_the_reader_is_raised_once(by: str) -> None:
 
 
 def test_an_error_of_the_reader_comes_out_of_the_block() -> None:
-    with pytest.raises(OSError, match="cannot read"), SamplingThread(failing_after(0)):
+    with pytest.raises(OSError, match="cannot read"), sampling(failing_after(0)):
         wait_until(lambda: samplers() == [])
-
-
-def test_an_error_of_the_block_is_not_replaced() -> None:
-    with pytest.raises(KeyError, match="mine"), SamplingThread(failing_after(0)):
-        wait_until(lambda: samplers() == [])
-        raise KeyError("mine")
 
 
 def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    sampler = SamplingThread(lambda: 1)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(RuntimeError, match="can't start"):
-            sampler.start()
-    sampler.stop()
-    with sampler:
+            SamplingThread(lambda: 1)
+    with sampling(lambda: 1):
         assert len(samplers()) == 1
-
-
-@pytest.mark.parametrize("period_s", [0, -1, float("nan"), float("inf")])
-def test_a_period_that_is_none(period_s: float) -> None:
-    with pytest.raises(ValueError, match="period"):
-        SamplingThread(lambda: 1, period_s)
 
 
 def test_a_dropped_sampler_ends_its_thread() -> None:
     sampler = SamplingThread(lambda: 1)
-    sampler.start()
     gone = weakref.ref(sampler)
     del sampler
     gc.collect()
@@ -373,23 +349,16 @@ def test_a_child_process_neither_waits_nor_hangs() -> None:
         assert sampler.take_peak_nbytes() == 3
         sampler.stop()
         sampler.stop()
-        fresh = SamplingThread(lambda: 1)
-        with fresh:
+        with sampling(lambda: 1) as fresh:
+            assert len(samplers()) == 1
             assert fresh.take_peak_nbytes() == 1
-
-    def child_that_starts_again() -> None:
-        go_on.set()
-        sampler.start()
-        assert len(samplers()) == 1
-        assert sampler.take_peak_nbytes() == 3
-        sampler.stop()
         assert samplers() == []
 
-    with SamplingThread(read) as sampler:
+    with sampling(read) as sampler:
         assert inside.wait(60)
-        codes = [in_child(child), in_child(child_that_starts_again)]
+        code = in_child(child)
         go_on.set()
-    assert codes == [0, 0]
+    assert code == 0
 
 
 # The readers.

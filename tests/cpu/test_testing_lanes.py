@@ -44,7 +44,7 @@ def test_a_throttled_copy_takes_its_time_while_the_caller_computes(monkeypatch: 
     monkeypatch.setattr("chunkmem.testing.lanes.time", no_sooner_than(computed))
     lanes = ThrottledLanes(100 * MIB)
     source, target = torch.ones(8 * MIB, dtype=torch.uint8), torch.zeros(8 * MIB, dtype=torch.uint8)
-    event = lanes.copy(Lane.H2D, target, source, after=[], label="x")
+    event = lanes.copy(Lane.H2D, [(target, source)], after=[], label="x")
     num_steps, x = 0, torch.ones(64, 64)
     while not event.done():
         x = x @ x / 64
@@ -70,7 +70,7 @@ def test_throttled_lanes_have_a_link_each_way_and_a_latency(monkeypatch: pytest.
     lanes = ThrottledLanes(1 << 40, latency_s=0.03)
     buffers = [torch.zeros(8) for _ in range(4)]
     events = [
-        lanes.copy(lane, buffers[2 * j + i], torch.ones(8), after=[], label="x")
+        lanes.copy(lane, [(buffers[2 * j + i], torch.ones(8))], after=[], label="x")
         for i in range(2)
         for j, lane in enumerate((Lane.H2D, Lane.D2H))
     ]
@@ -100,8 +100,8 @@ def evict_and_fetch(seed: int, *, wait_for_eviction: bool) -> tuple[Tensor, Tens
     """A slab is evicted to HOST and filled with other contents; return both."""
     lanes = AdversarialLanes(seed)
     slab, host_a, host_b = numbers(256), torch.zeros(256), numbers(256, 1000)
-    out = lanes.copy(Lane.D2H, host_a, slab, after=[], label="evict A")
-    lanes.copy(Lane.H2D, slab, host_b, after=[out] if wait_for_eviction else [], label="fetch B")
+    out = lanes.copy(Lane.D2H, [(host_a, slab)], after=[], label="evict A")
+    lanes.copy(Lane.H2D, [(slab, host_b)], after=[out] if wait_for_eviction else [], label="fetch B")
     lanes.close()
     return host_a, slab
 
@@ -110,7 +110,7 @@ def read_too_early(seed: int, *, wait: bool) -> Tensor:
     """Compute with a chunk that is fetched; return the result."""
     lanes = AdversarialLanes(seed)
     chunk = torch.zeros(256)
-    event = lanes.copy(Lane.H2D, chunk, numbers(256), after=[lanes.compute_event()], label="fetch")
+    event = lanes.copy(Lane.H2D, [(chunk, numbers(256))], after=[lanes.compute_event()], label="fetch")
     if wait:
         lanes.compute_waits(event)
     result = chunk * 2
@@ -122,7 +122,7 @@ def overwrite_too_early(seed: int, *, wait: bool) -> Tensor:
     """Compute into a slab that is being evicted; return what was evicted."""
     lanes = AdversarialLanes(seed)
     slab, host = numbers(256), torch.zeros(256)
-    event = lanes.copy(Lane.D2H, host, slab, after=[lanes.compute_event()], label="evict")
+    event = lanes.copy(Lane.D2H, [(host, slab)], after=[lanes.compute_event()], label="evict")
     if wait:
         lanes.compute_waits(event)
     slab.zero_()
@@ -152,7 +152,7 @@ def completion_order(seed: int) -> list[str]:
     for i in range(12):
         after = [events[f"{i - 3}"]] if i % 4 == 3 else []
         events[f"{i}"] = lanes.copy(
-            (Lane.H2D, Lane.D2H)[i // 2 % 2], torch.zeros(8), numbers(8), after=after, label=f"{i}"
+            (Lane.H2D, Lane.D2H)[i // 2 % 2], [(torch.zeros(8), numbers(8))], after=after, label=f"{i}"
         )
         if i == 6:
             lanes.compute_waits(events["2"])
@@ -171,8 +171,8 @@ def test_what_nothing_waits_for_may_run_or_stay_until_drain() -> None:
     num_pending = 0
     for seed in SEEDS:
         lanes = AdversarialLanes(seed)
-        idle = lanes.copy(Lane.H2D, torch.zeros(8), numbers(8), after=[], label="idle")
-        lanes.compute_waits(lanes.copy(Lane.D2H, torch.zeros(8), numbers(8), after=[], label="waited for"))
+        idle = lanes.copy(Lane.H2D, [(torch.zeros(8), numbers(8))], after=[], label="idle")
+        lanes.compute_waits(lanes.copy(Lane.D2H, [(torch.zeros(8), numbers(8))], after=[], label="waited for"))
         num_pending += not idle.done()
         lanes.drain()
         assert idle.done()
@@ -183,7 +183,7 @@ def test_time_passes_with_what_is_computed() -> None:
     num_late = 0
     for seed in SEEDS:
         lanes = AdversarialLanes(seed)
-        copy = lanes.copy(Lane.H2D, torch.zeros(8), numbers(8), after=[], label="x")
+        copy = lanes.copy(Lane.H2D, [(torch.zeros(8), numbers(8))], after=[], label="x")
         at_once = copy.done()
         for _ in range(20):
             lanes.compute_event()
@@ -197,9 +197,9 @@ def test_waiting_for_an_event_runs_no_more_than_the_dice_say() -> None:
     num_held = 0
     for seed in SEEDS:
         lanes = AdversarialLanes(seed)
-        a = lanes.copy(Lane.D2H, torch.zeros(8), numbers(8), after=[], label="A")
-        b = lanes.copy(Lane.H2D, torch.zeros(8), numbers(8), after=[a], label="B")
-        c = lanes.copy(Lane.H2D, torch.zeros(8), numbers(8), after=[], label="C")
+        a = lanes.copy(Lane.D2H, [(torch.zeros(8), numbers(8))], after=[], label="A")
+        b = lanes.copy(Lane.H2D, [(torch.zeros(8), numbers(8))], after=[a], label="B")
+        c = lanes.copy(Lane.H2D, [(torch.zeros(8), numbers(8))], after=[], label="C")
         b.wait()
         assert a.done()
         assert b.done()
@@ -210,8 +210,8 @@ def test_waiting_for_an_event_runs_no_more_than_the_dice_say() -> None:
 def test_a_target_is_poisoned_when_its_copy_may_begin_and_not_before() -> None:
     lanes = AdversarialLanes(LAZY)
     slab, host_a, host_b = numbers(8), torch.zeros(8), numbers(8, 100)
-    out = lanes.copy(Lane.D2H, host_a, slab, after=[], label="evict A")
-    into = lanes.copy(Lane.H2D, slab, host_b, after=[out], label="fetch B")
+    out = lanes.copy(Lane.D2H, [(host_a, slab)], after=[], label="evict A")
+    into = lanes.copy(Lane.H2D, [(slab, host_b)], after=[out], label="fetch B")
     assert host_a.isnan().all()
     assert torch.equal(slab, numbers(8))
     lanes.compute_waits(out)
@@ -234,8 +234,8 @@ class NeverDone:
 
 def test_an_event_that_cannot_come_is_an_error() -> None:
     lanes = AdversarialLanes(0)
-    stuck = lanes.copy(Lane.H2D, torch.zeros(8), numbers(8), after=[NeverDone()], label="stuck")
-    others = AdversarialLanes(LAZY).copy(Lane.D2H, torch.zeros(8), numbers(8), after=[], label="elsewhere")
+    stuck = lanes.copy(Lane.H2D, [(torch.zeros(8), numbers(8))], after=[NeverDone()], label="stuck")
+    others = AdversarialLanes(LAZY).copy(Lane.D2H, [(torch.zeros(8), numbers(8))], after=[], label="elsewhere")
     waits = (
         stuck.wait,
         lanes.drain,
@@ -259,7 +259,7 @@ def test_the_fixture_makes_lanes_by_name(
 ) -> None:
     lanes = lanes_by_name(name, *args)(CPU)
     target = torch.zeros(8)
-    lanes.compute_waits(lanes.copy(Lane.H2D, target, numbers(8), after=[], label="x"))
+    lanes.compute_waits(lanes.copy(Lane.H2D, [(target, numbers(8))], after=[], label="x"))
     assert type(lanes) is kind
     assert torch.equal(target, numbers(8))
 

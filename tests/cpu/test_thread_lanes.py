@@ -30,9 +30,9 @@ def threads() -> Iterator[ThreadLanes]:
 
 def test_threads_start_with_the_first_copy_of_their_lane(threads: ThreadLanes) -> None:
     assert lane_threads() == set()
-    threads.copy(Lane.D2H, torch.zeros(8), torch.ones(8), after=[], label="x")
+    threads.copy(Lane.D2H, [(torch.zeros(8), torch.ones(8))], after=[], label="x")
     assert lane_threads() == {"chunkmem d2h"}
-    threads.copy(Lane.H2D, torch.zeros(8), torch.ones(8), after=[], label="x")
+    threads.copy(Lane.H2D, [(torch.zeros(8), torch.ones(8))], after=[], label="x")
     assert lane_threads() == {"chunkmem d2h", "chunkmem h2d"}
     threads.close()
     assert lane_threads() == set()
@@ -40,7 +40,7 @@ def test_threads_start_with_the_first_copy_of_their_lane(threads: ThreadLanes) -
 
 def test_threads_end_with_lanes_that_nobody_closed() -> None:
     lanes = ThreadLanes()
-    lanes.compute_waits(lanes.copy(Lane.D2H, torch.zeros(8), torch.ones(8), after=[], label="x"))
+    lanes.compute_waits(lanes.copy(Lane.D2H, [(torch.zeros(8), torch.ones(8))], after=[], label="x"))
     thread = next(thread for thread in threading.enumerate() if thread.name == "chunkmem d2h")
     del lanes
     thread.join(timeout=10)
@@ -48,7 +48,7 @@ def test_threads_end_with_lanes_that_nobody_closed() -> None:
 
 
 def test_an_idle_thread_forgets_its_last_copy(threads: ThreadLanes) -> None:
-    event = threads.copy(Lane.D2H, torch.zeros(8), torch.ones(8), after=[], label="x")
+    event = threads.copy(Lane.D2H, [(torch.zeros(8), torch.ones(8))], after=[], label="x")
     threads.drain()
     deadline_s = time.perf_counter() + 10
     while sys.getrefcount(event) > 2:  # this frame's and the call's; the thread lets go a little after the copy is done
@@ -59,7 +59,7 @@ def test_an_idle_thread_forgets_its_last_copy(threads: ThreadLanes) -> None:
 def test_a_program_ends_without_closing_its_lanes() -> None:
     program = (
         "import torch; from chunkmem.plan.model import Lane; from chunkmem.runtime.lanes import ThreadLanes\n"
-        "lanes = ThreadLanes(); lanes.copy(Lane.D2H, torch.zeros(8), torch.ones(8), after=[], label='x').wait()"
+        "lanes = ThreadLanes(); lanes.copy(Lane.D2H, [(torch.zeros(8), torch.ones(8))], after=[], label='x').wait()"
     )
     subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
 
@@ -83,8 +83,10 @@ def test_a_program_ends_while_an_update_is_under_way() -> None:
 def test_lanes_run_beside_each_other_and_beside_the_caller(threads: ThreadLanes) -> None:
     # Each lane's copy ends only once the other's has begun and the caller has done something else.
     meet = threading.Barrier(3, timeout=60)
-    threads._workers._move = lambda target, source, nbytes: meet.wait()
-    events = [threads.copy(lane, torch.zeros(8), torch.ones(8), after=[], label="x") for lane in (Lane.H2D, Lane.D2H)]
+    threads._move = lambda target, source, nbytes: meet.wait()
+    events = [
+        threads.copy(lane, [(torch.zeros(8), torch.ones(8))], after=[], label="x") for lane in (Lane.H2D, Lane.D2H)
+    ]
     assert not any(event.done() for event in events)
     meet.wait()
     threads.drain()
@@ -98,11 +100,11 @@ def broken(threads: ThreadLanes) -> None:
             raise OSError("the link is down")
         ctypes.memmove(target, source, nbytes)
 
-    threads._workers._move = move
+    threads._move = move
 
 
 def fail(threads: ThreadLanes, lane: Lane) -> Event:
-    return threads.copy(lane, torch.zeros(16), torch.ones(16), after=[], label="bad")
+    return threads.copy(lane, [(torch.zeros(16), torch.ones(16))], after=[], label="bad")
 
 
 def test_an_error_is_raised_by_who_waits_and_once_by_drain(threads: ThreadLanes) -> None:
@@ -147,15 +149,15 @@ def test_what_relies_on_a_failed_copy_fails_too(threads: ThreadLanes) -> None:
     broken(threads)
     bad = fail(threads, Lane.H2D)
     target = torch.zeros(8)
-    behind = threads.copy(Lane.H2D, target, torch.ones(8), after=[], label="behind")
-    after = threads.copy(Lane.D2H, target, torch.ones(8), after=[bad], label="after")
+    behind = threads.copy(Lane.H2D, [(target, torch.ones(8))], after=[], label="behind")
+    after = threads.copy(Lane.D2H, [(target, torch.ones(8))], after=[bad], label="after")
     for event in (behind, after):
         with pytest.raises(OSError, match="the link is down"):
             event.wait()
     assert torch.equal(target, torch.zeros(8))
     with pytest.raises(OSError, match="the link is down"):
         threads.drain()
-    threads.compute_waits(threads.copy(Lane.H2D, target, torch.ones(8), after=[], label="again"))
+    threads.compute_waits(threads.copy(Lane.H2D, [(target, torch.ones(8))], after=[], label="again"))
     assert torch.equal(target, torch.ones(8))
 
 
@@ -169,8 +171,8 @@ def test_lanes_with_an_error_that_nobody_saw_close_quietly(threads: ThreadLanes)
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_does_not_wait_for_threads_it_has_not_got(threads: ThreadLanes) -> None:
     hold = threading.Event()
-    threads._workers._move = lambda target, source, nbytes: hold.wait()
-    pending = threads.copy(Lane.D2H, torch.zeros(8), torch.ones(8), after=[], label="block 3")
+    threads._move = lambda target, source, nbytes: hold.wait()
+    pending = threads.copy(Lane.D2H, [(torch.zeros(8), torch.ones(8))], after=[], label="block 3")
     child = os.fork()
     if child == 0:
         status = 1
@@ -178,7 +180,7 @@ def test_a_forked_child_does_not_wait_for_threads_it_has_not_got(threads: Thread
             with pytest.raises(StateError, match="block 3: it was left to process"):
                 pending.wait()
             with pytest.raises(StateError, match="block 4: the lanes belong to process"):
-                threads.copy(Lane.D2H, torch.zeros(8), torch.ones(8), after=[], label="block 4")
+                threads.copy(Lane.D2H, [(torch.zeros(8), torch.ones(8))], after=[], label="block 4")
             threads.drain()
             threads.close()
             threads.close()

@@ -15,7 +15,8 @@ from chunkmem.optim.rule import UpdateItem, UpdateRule
 from chunkmem.optim.speculative import Intent, NormParts, SpeculativeUpdater
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.events import Event, Lanes
+from chunkmem.runtime.events import Event
+from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.shadow import ShadowBuffers
 from chunkmem.types import Role, Tier
 from tests.helpers.world import SLAB, World, values_on

@@ -99,7 +99,7 @@ def test_kept_slabs_are_given_back_where_an_allocation_would_fail() -> None:
     slabs = [pool.alloc("param", 256 * MIB) for _ in range(8)]
     for slab in slabs:
         slab.bytes.fill_(7)
-        slab.used_by(lanes.copy(Lane.D2H, saved, slab.bytes, after=[lanes.compute_event()], label="slab"))
+        slab.used_by(lanes.copy(Lane.D2H, [(saved, slab.bytes)], after=[lanes.compute_event()], label="slab"))
         pool.free("param", slab)
     torch.cuda.empty_cache()
     free_nbytes, _ = torch.cuda.mem_get_info()

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 import chunkmem
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.runtime.events import Event, Lanes
+from chunkmem.runtime.events import Event, Piece
 from chunkmem.runtime.lanes import BlockingLanes, StreamLanes, open_lanes
+from chunkmem.runtime.queues import Lanes
 from tests.helpers.occupied import occupied_nbytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -37,10 +38,10 @@ class SleepyLanes(StreamLanes):
         self._draw = random.Random(seed)
         self.num_sleeps = 0
 
-    def copy(self, lane: Lane, target: Tensor, source: Tensor, *, after: Sequence[Event], label: str) -> Event:
+    def copy(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
         with torch.cuda.stream(self._streams[lane]):
             self._sleep()
-        return super().copy(lane, target, source, after=after, label=label)
+        return super().copy(lane, pieces, after=after, label=label)
 
     def compute_event(self) -> Event:
         if self._draw.random() < 0.2:

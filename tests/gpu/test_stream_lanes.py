@@ -62,8 +62,8 @@ def on_host(numel: int, start: int = 0) -> Tensor:
 
 def test_there_and_back(lanes: StreamLanes) -> None:
     source, there, back = on_device(4096), on_host(4096, 1), on_device(4096, 2)
-    out = lanes.copy(Lane.D2H, there, source, after=[lanes.compute_event()], label="there")
-    home = lanes.copy(Lane.H2D, back, there, after=[out, lanes.compute_event()], label="back")
+    out = lanes.copy(Lane.D2H, [(there, source)], after=[lanes.compute_event()], label="there")
+    home = lanes.copy(Lane.H2D, [(back, there)], after=[out, lanes.compute_event()], label="back")
     lanes.compute_waits(home)
     assert torch.equal(back, source)
     assert out.done()
@@ -75,7 +75,7 @@ def test_a_copy_comes_after_what_was_computed_before_it(lanes: StreamLanes) -> N
     source, host = on_device(1024), on_host(1024, 7)
     torch.cuda._sleep(LONG_CYCLES)
     source.mul_(2)
-    event = lanes.copy(Lane.D2H, host, source, after=[lanes.compute_event()], label="x")
+    event = lanes.copy(Lane.D2H, [(host, source)], after=[lanes.compute_event()], label="x")
     assert not event.done()
     event.wait()
     assert torch.equal(host, torch.arange(1024.0) * 2)
@@ -84,7 +84,7 @@ def test_a_copy_comes_after_what_was_computed_before_it(lanes: StreamLanes) -> N
 def test_computing_comes_after_the_copy_it_waits_for_and_the_host_goes_on(lanes: StreamLanes) -> None:
     chunk, host = on_device(1024, 7), on_host(1024)
     torch.cuda._sleep(LONG_CYCLES)
-    fetched = lanes.copy(Lane.H2D, chunk, host, after=[lanes.compute_event()], label="x")
+    fetched = lanes.copy(Lane.H2D, [(chunk, host)], after=[lanes.compute_event()], label="x")
     lanes.compute_waits(fetched)
     result = chunk * 2
     assert not fetched.done()
@@ -104,7 +104,7 @@ def test_copies_run_while_the_device_computes(lanes: StreamLanes) -> None:
     chunk, host = on_device(1 << 20, 7), on_host(1 << 20)
     ready = lanes.compute_event()
     torch.cuda._sleep(LONG_CYCLES)
-    fetched = lanes.copy(Lane.H2D, chunk, host, after=[ready], label="x")
+    fetched = lanes.copy(Lane.H2D, [(chunk, host)], after=[ready], label="x")
     computed = lanes.compute_event()
     fetched.wait()
     assert not computed.done()
@@ -118,8 +118,8 @@ def test_lanes_are_in_order_and_ordered_by_events_between_them(lanes: StreamLane
     hosts, targets = [on_host(1 << 20, i) for i in range(8)], [torch.empty(1 << 20).pin_memory() for _ in range(8)]
     events = [lanes.compute_event()]
     for host, target in zip(hosts, targets, strict=True):
-        events.append(lanes.copy(Lane.H2D, slab, host, after=events[-1:], label="in"))
-        events.append(lanes.copy(Lane.D2H, target, slab, after=events[-1:], label="out"))
+        events.append(lanes.copy(Lane.H2D, [(slab, host)], after=events[-1:], label="in"))
+        events.append(lanes.copy(Lane.D2H, [(target, slab)], after=events[-1:], label="out"))
     lanes.drain()
     assert all(event.done() for event in events)
     assert all(torch.equal(host, target) for host, target in zip(hosts, targets, strict=True))
@@ -134,10 +134,10 @@ def test_a_copy_lands_in_the_memory_it_was_issued_for(lanes: StreamLanes) -> Non
     a.attach(slab.untyped_storage())
     a.flat.copy_(on_device(1024))
     torch.cuda._sleep(LONG_CYCLES)
-    out = lanes.copy(Lane.D2H, host_a, a.flat, after=[lanes.compute_event()], label="evict A")
+    out = lanes.copy(Lane.D2H, [(host_a, a.flat)], after=[lanes.compute_event()], label="evict A")
     a.detach()
     b.attach(slab.untyped_storage())
-    into = lanes.copy(Lane.H2D, b.flat, host_b, after=[out], label="fetch B")
+    into = lanes.copy(Lane.H2D, [(b.flat, host_b)], after=[out], label="fetch B")
     b.detach()
     lanes.compute_waits(into)
     assert torch.equal(slab.view(torch.float32).cpu(), host_b)
@@ -150,7 +150,7 @@ def test_times_are_the_hosts(monkeypatch: pytest.MonkeyPatch, lanes: StreamLanes
     chunk, host = on_device(1 << 22), on_host(1 << 22)
     torch.cuda.synchronize()
     before_s = time.perf_counter()
-    event = lanes.copy(Lane.H2D, chunk, host, after=[], label="x")
+    event = lanes.copy(Lane.H2D, [(chunk, host)], after=[], label="x")
     event.wait()
     after_s = time.perf_counter()
     assert before_s - CLOCK_SLACK_S <= event.started_s < event.ended_s <= after_s + CLOCK_SLACK_S
@@ -163,7 +163,7 @@ def test_draining_waits_for_the_lanes_and_not_for_the_device(
     torch.cuda.synchronize()
     monkeypatch.setattr(torch.cuda, "synchronize", None)
     torch.cuda._sleep(LONG_CYCLES)
-    copied = lanes.copy(Lane.H2D, chunk, host, after=[], label="x")
+    copied = lanes.copy(Lane.H2D, [(chunk, host)], after=[], label="x")
     lanes.drain()
     assert copied.done()
     assert not lanes.compute_event().done()
@@ -173,7 +173,7 @@ def test_a_stall_is_how_long_computing_waits_and_not_the_host(lanes: StreamLanes
     chunk, host = on_device(1024, 7), on_host(1024)
     with lanes._streams[Lane.H2D]:
         torch.cuda._sleep(LONG_CYCLES)
-    fetched = lanes.copy(Lane.H2D, chunk, host, after=[], label="late")
+    fetched = lanes.copy(Lane.H2D, [(chunk, host)], after=[], label="late")
     before_s = time.perf_counter()
     stall = lanes.compute_waits(fetched)
     assert not fetched.done()
@@ -196,7 +196,7 @@ def test_no_stall_where_there_is_more_to_compute(lanes: StreamLanes) -> None:
     with lanes._streams[Lane.H2D]:
         torch.cuda._sleep(LONG_CYCLES // 4)
     torch.cuda._sleep(LONG_CYCLES)
-    stall = lanes.compute_waits(lanes.copy(Lane.H2D, chunk, host, after=[], label="early"))
+    stall = lanes.compute_waits(lanes.copy(Lane.H2D, [(chunk, host)], after=[], label="early"))
     assert stall is not None, "the host cannot tell yet"
     assert stall.duration_s == 0.0
 
@@ -234,8 +234,8 @@ def test_a_thousand_copies_keep_no_memory(lanes: StreamLanes) -> None:
     chunk, host = on_device(1024), on_host(1024)
     before = torch.cuda.memory_allocated()
     for _ in range(1000):
-        out = lanes.copy(Lane.D2H, host, chunk, after=[lanes.compute_event()], label="out")
-        lanes.compute_waits(lanes.copy(Lane.H2D, chunk, host, after=[out], label="in"))
+        out = lanes.copy(Lane.D2H, [(host, chunk)], after=[lanes.compute_event()], label="out")
+        lanes.compute_waits(lanes.copy(Lane.H2D, [(chunk, host)], after=[out], label="in"))
     lanes.drain()
     assert torch.cuda.memory_allocated() == before
     assert torch.equal(chunk.cpu(), torch.arange(1024.0))
@@ -243,17 +243,17 @@ def test_a_thousand_copies_keep_no_memory(lanes: StreamLanes) -> None:
 
 def test_closed_lanes_copy_no_more(lanes: StreamLanes) -> None:
     chunk, host = on_device(1024, 7), on_host(1024)
-    event = lanes.copy(Lane.H2D, chunk, host, after=[lanes.compute_event()], label="x")
+    event = lanes.copy(Lane.H2D, [(chunk, host)], after=[lanes.compute_event()], label="x")
     lanes.close()
     lanes.close()
     assert event.done()
     with pytest.raises(StateError, match="late: the lanes are closed"):
-        lanes.copy(Lane.H2D, chunk, host, after=[], label="late")
+        lanes.copy(Lane.H2D, [(chunk, host)], after=[], label="late")
 
 
 def test_a_profile_names_the_copies(lanes: StreamLanes) -> None:
     with torch.profiler.profile() as profile:
-        lanes.copy(Lane.H2D, on_device(64), on_host(64), after=[lanes.compute_event()], label="param 3")
+        lanes.copy(Lane.H2D, [(on_device(64), on_host(64))], after=[lanes.compute_event()], label="param 3")
         lanes.drain()
     assert "chunkmem h2d param 3" in {event.name for event in profile.events()}
 
@@ -265,7 +265,7 @@ def test_blocking_copies_are_done_when_issued() -> None:
     torch.cuda._sleep(LONG_CYCLES)
     source.mul_(2)
     computed = lanes.compute_event()
-    event = lanes.copy(Lane.D2H, host, source, after=[computed], label="x")
+    event = lanes.copy(Lane.D2H, [(host, source)], after=[computed], label="x")
     assert computed.done()
     assert event.done()
     assert torch.equal(host, torch.arange(1024.0) * 2)

@@ -27,7 +27,7 @@ import torch
 
 from chunkmem.plan.model import Copy, Lane
 from chunkmem.runtime.chunk import Chunk
-from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event
+from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, Piece
 from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.runtime.pool import Slab
 from chunkmem.testing import AdversarialLanes
@@ -72,12 +72,13 @@ class HastyLanes(AdversarialLanes):
     instead: torch.Tensor | None = None
     """The bytes that the next copy has read, if it read them early."""
 
-    def copy(
-        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, *, after: Sequence[Event], label: str
-    ) -> Event:
+    def copy(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
         if self.is_done:
             return DoneEvent.now()
-        return super().copy(lane, target, source if self.instead is None else self.instead, after=after, label=label)
+        if self.instead is not None:
+            ((target, _),) = pieces
+            pieces = [(target, self.instead)]
+        return super().copy(lane, pieces, after=after, label=label)
 
 
 @dataclass

@@ -20,7 +20,7 @@ from chunkmem.optim.kernels import load_kernels
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.runtime.events import Event
+from chunkmem.runtime.events import Event, Piece
 from chunkmem.runtime.lanes import StreamLanes
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.timestamps import StreamClock
@@ -135,10 +135,10 @@ class TimedDevice(SimulatedAccelerator):
 class TimedLanes(StreamLanes):
     """The real lanes of an accelerator, with copies that take the time of a link."""
 
-    def copy(self, lane: Lane, target: Tensor, source: Tensor, *, after: Sequence[Event], label: str) -> Event:
+    def copy(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
         stream: Any = self._streams[lane]
-        stream.queued_s = target.nbytes / LINK_Bps
-        return super().copy(lane, target, source, after=after, label=label)
+        stream.queued_s = sum(target.nbytes for target, _ in pieces) / LINK_Bps
+        return super().copy(lane, pieces, after=after, label=label)
 
 
 MACHINE = Machine(

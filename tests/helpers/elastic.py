@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
 from chunkmem.assembly.runtime import Runtime
+from chunkmem.contrib.elastic.block_times import BlockTimes, LastSteps, SampleCost, kinds_of
 from chunkmem.contrib.elastic.costs import WidthCosts
-from chunkmem.pipeline.block_times import BlockTimes, LastSteps, SampleCost, kinds_of
 from tests.helpers.staged_training import Net, StagedTask, loss_of
 
 NUM_STEPS = 3

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.runtime.events import Lanes
+from chunkmem.runtime.queues import Lanes
 from chunkmem.testing import AdversarialLanes, ThrottledLanes
 
 MakeLanes = Callable[[ComputeDevice], Lanes]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import chunkmem
 from chunkmem.plan.machine import Machine, host_links
-from chunkmem.runtime.events import Lanes
+from chunkmem.runtime.queues import Lanes
 
 WIDTH = 32
 SLAB_NUMEL = WIDTH * WIDTH + WIDTH

@@ -13,7 +13,7 @@ import chunkmem
 from chunkmem.optim.speculative import Speculation
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.runtime.events import Lanes
+from chunkmem.runtime.queues import Lanes
 from chunkmem.trace.model import Kind
 from tests.helpers.training import compute_device
 

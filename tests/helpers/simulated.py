@@ -13,9 +13,9 @@ import torch
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.runtime.disk_room import Extent
 from chunkmem.runtime.disk_transfer import DiskTransfers, StoredBytes
-from chunkmem.runtime.events import COPY_LANES, Event
+from chunkmem.runtime.events import COPY_LANES, Event, Piece
+from chunkmem.runtime.free_room import Extent
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.pool import DevicePool, Slab
 from chunkmem.runtime.timestamps import HostClock, Interval
@@ -105,12 +105,10 @@ class ClockedLanes(BlockingLanes):
         self._compute = compute
         self._last: dict[Lane, ClockedEvent] = {}
 
-    def copy(
-        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, *, after: Sequence[Event], label: str
-    ) -> Event:
+    def copy(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
         self._hold_back(_ACTORS[lane], after)
         with self._order.copying(_ACTORS[lane]):
-            return self._issued(lane, label, super().copy(lane, target, source, after=(), label=label))
+            return self._issued(lane, label, super().copy(lane, pieces, after=(), label=label))
 
     def work(
         self,

@@ -10,15 +10,50 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.contrib.async_pipeline.gap_aware import require_momentum
 from chunkmem.contrib.async_pipeline.prediction import learning_rates, require_predictable
-from chunkmem.contrib.async_pipeline.versions import GAP_AWARE, STASH
+from chunkmem.contrib.async_pipeline.versions import GAP_AWARE, STASH, VERSIONS
 from chunkmem.errors import ConfigError
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.pipeline.modules import StageModule
-from chunkmem.pipeline.options import ASYNCHRONOUS
+from chunkmem.pipeline.options import ASYNCHRONOUS, PipelineOptions
 from chunkmem.pipeline.ties import holders_of
+from chunkmem.sizes import shown
 from chunkmem.types import Tier
 
 _SYNCHRONOUS = 'use schedule="1f1b"'
+
+
+def require_options(options: PipelineOptions) -> None:
+    """Raise a `ConfigError` for options that do not go with the schedule, or without it."""
+    if options.width is not None and options.schedule == ASYNCHRONOUS:
+        raise ConfigError(
+            f'width="auto" with schedule={ASYNCHRONOUS!r} is not available: batches are under way between its '
+            "steps, where stages would be divided again; take another schedule, or leave out width"
+        )
+    if options.versions is not None and options.versions not in VERSIONS:
+        raise ConfigError(f"versions is {shown(options.versions)}; give one of {', '.join(VERSIONS)}")
+    if options.schedule != ASYNCHRONOUS:
+        if options.versions is not None:
+            raise ConfigError(
+                f"versions={shown(options.versions)} is for schedule={ASYNCHRONOUS!r}; {shown(options.schedule)} "
+                "updates no weights that a backward needs"
+            )
+        return
+    if options.versions is None:
+        raise ConfigError(
+            f"schedule={ASYNCHRONOUS!r} updates weights between forward and backward of a batch: say by versions= "
+            f"which of them backward runs on, one of {', '.join(VERSIONS)}"
+        )
+    if options.checkpoint not in ("auto", "never"):
+        raise ConfigError(
+            f"checkpoint={options.checkpoint!r} with schedule={ASYNCHRONOUS!r}: what stages save is kept over "
+            'updates; give "auto" or "never"'
+        )
+    norm = options.deferred_batch_norm or None
+    for name, value in (("deferred_batch_norm", norm), ("freeze", options.epochs), ("cache", options.cache)):
+        if value is not None:
+            raise ConfigError(
+                f'{name} with schedule={ASYNCHRONOUS!r}: batches overlap; leave it out, or use schedule="1f1b"'
+            )
 
 
 def require_trainable(runtime: Runtime, modules: Sequence[StageModule]) -> None:

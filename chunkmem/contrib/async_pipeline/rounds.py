@@ -23,7 +23,7 @@ from chunkmem.contrib.async_pipeline.other_weights import Generations
 from chunkmem.contrib.async_pipeline.schedule import delay_of, round_calls
 from chunkmem.contrib.async_pipeline.versions import Updates, make_versions
 from chunkmem.errors import StateError
-from chunkmem.pipeline.block_times import BlockTimes
+from chunkmem.pipeline.call_times import CallTimes
 from chunkmem.pipeline.forms import BorderForm
 from chunkmem.pipeline.given_batch import digest_of
 from chunkmem.pipeline.micro_batches import MicroBatch
@@ -87,7 +87,7 @@ class Rounds:
         options: PipelineOptions,
         *,
         neighbours: Neighbours,
-        times: BlockTimes,
+        times: CallTimes,
     ) -> None:
         """Begin with an empty pipeline.
 

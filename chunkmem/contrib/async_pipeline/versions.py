@@ -42,6 +42,8 @@ PREDICTED = "predicted"
 """The role of weights as they are while predicted ones are in their place, and of predictions that are kept."""
 
 GAP_AWARE = "predict+gap"
+VERSIONS = (STASH, "predict", GAP_AWARE)
+"""Which weights stages run backward on."""
 STEPS = "squared steps"
 """The role of running averages of what updates change."""
 

@@ -15,6 +15,7 @@ from torch import nn
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.comm.mesh import ranks_by_stage
 from chunkmem.comm.ranks import Ranks
+from chunkmem.contrib.elastic.block_times import BlockTimes, LastSteps, SampleCost, kinds_of
 from chunkmem.contrib.elastic.widths import (
     CallCost,
     Division,
@@ -27,7 +28,6 @@ from chunkmem.contrib.elastic.widths import (
     trained_nbytes,
 )
 from chunkmem.errors import ConfigError, LayoutError
-from chunkmem.pipeline.block_times import BlockTimes, LastSteps, SampleCost, kinds_of
 from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.staged import stages_of
 from chunkmem.plan.balance import Block

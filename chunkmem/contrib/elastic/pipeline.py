@@ -14,11 +14,11 @@ import torch
 from torch.utils._pytree import tree_map
 
 from chunkmem.assembly.runtime import Runtime
+from chunkmem.contrib.elastic.block_times import BlockTimes
 from chunkmem.contrib.elastic.costs import WidthCosts
 from chunkmem.contrib.elastic.widths import Division, WidthChoice
 from chunkmem.errors import CapacityError, ConfigError, LayoutError, StateError
 from chunkmem.freezing.freezer import FreezeReport
-from chunkmem.pipeline.block_times import BlockTimes
 from chunkmem.pipeline.build import make_pipeline
 from chunkmem.pipeline.by_layer import ByLayerPipeline
 from chunkmem.pipeline.options import PipelineOptions

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import get_device_states
 from chunkmem.contrib.frozen_cache.joining import Wanted, open_values
 from chunkmem.contrib.frozen_cache.kept import AskedSamples, Found
 from chunkmem.contrib.frozen_cache.levels import said_of_disk
+from chunkmem.contrib.frozen_cache.prefix import StepCache
 from chunkmem.contrib.frozen_cache.tags import ModuleTags
 from chunkmem.errors import ConfigError, StateError, TierIOError
 from chunkmem.freezing.follows import HasRuntime
@@ -59,7 +60,7 @@ class CacheReport:
         return f"{self.num_found} samples from the cache{others}, {self.num_computed} computed"
 
 
-class FrozenCache:
+class FrozenCache(StepCache):
     """Runs frozen modules, and keeps what they make of each sample: on HOST, then on DISK.
 
         cache = chunkmem.FrozenCache(manager, host="8GiB", disk="/mnt/nvme")

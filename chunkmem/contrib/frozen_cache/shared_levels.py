@@ -23,8 +23,8 @@ from chunkmem.errors import ConfigError, StateError, TierIOError
 from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.runtime.disk_file import DiskFile, round_up
 from chunkmem.runtime.disk_pool import BLOCK_NBYTES, DEPTH
-from chunkmem.runtime.disk_room import Extent
 from chunkmem.runtime.disk_transfer import DiskTransfers, StoredBytes
+from chunkmem.runtime.free_room import Extent
 from chunkmem.runtime.pager import Pager
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkmem.runtime.disk_room import Extent, FreeRoom
+from chunkmem.runtime.free_room import Extent, FreeRoom
 
 
 def room_of(*extents: tuple[int, int]) -> FreeRoom:
@@ -28,6 +28,14 @@ def test_the_first_run_that_fits_is_cut_from_its_start() -> None:
     assert room.cut(3) == Extent(8, 3)
     assert room.cut(7) is None
     assert room.nbytes == 2 + 1 + 6
+
+
+def test_the_last_run_that_fits_is_cut_from_its_end() -> None:
+    room = room_of((0, 5), (6, 4), (12, 2))
+    assert room.cut(3, from_end=True) == Extent(7, 3)
+    assert room.cut(3, from_end=True) == Extent(2, 3)
+    assert room.cut(3, from_end=True) is None
+    assert room.nbytes == 2 + 1 + 2
 
 
 def test_room_in_several_places_is_gathered_from_large_runs_first() -> None:

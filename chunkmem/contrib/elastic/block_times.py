@@ -24,6 +24,8 @@ from typing import Any
 from torch import nn
 
 from chunkmem.nn.values import tensors_in
+from chunkmem.pipeline.call_times import CallTimes
+from chunkmem.pipeline.micro_batches import MicroBatch
 from chunkmem.runtime.timestamps import Clock, Interval
 
 _NUM_STEPS = 3
@@ -85,7 +87,7 @@ class LastSteps:
     """See `BlockTimes.trained`, at the time."""
 
 
-class BlockTimes:
+class BlockTimes(CallTimes):
     """Timestamps around calls of blocks, read when somebody asks."""
 
     def __init__(self, chain: Sequence[Sequence[nn.Module]], clock: Clock) -> None:
@@ -117,21 +119,16 @@ class BlockTimes:
         self._in_hooks_s, self._width = in_hooks_s or _no_time, width
         self._num_divisions += 1
 
-    def begin(self, *, num_samples: int, num_parts: int) -> None:
-        """A step begins.
-
-        Args:
-            num_samples: of its batch.
-            num_parts: micro-batches of it.
-        """
-        if self._chain:
-            self._now = _Step(num_samples, num_parts, self.trained(), self._num_divisions, self._width)
-
-    def end(self) -> None:
-        """The step is over, and counts."""
-        if self._now is not None:
-            self._steps.append(self._now)
-        self._now = None
+    @contextlib.contextmanager
+    def step(self, parts: Sequence[MicroBatch]) -> Iterator[None]:
+        """Surround a step over these micro-batches; of one that raises, no times count."""
+        num_samples = sum(part.num_samples for part in parts)
+        now = self._now = _Step(num_samples, len(parts), self.trained(), self._num_divisions, self._width)
+        try:
+            yield
+            self._steps.append(now)
+        finally:
+            self._now = None
 
     def took(self, whole: Interval) -> None:
         """The last step took so long, with what comes before and after its calls."""

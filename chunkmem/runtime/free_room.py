@@ -1,4 +1,4 @@
-"""Which parts of a file are free."""
+"""Which parts of a mapping, or of a file, are free."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Extent(NamedTuple):
-    """Consecutive bytes of a file."""
+    """Consecutive bytes."""
 
     start: int
     nbytes: int
@@ -18,10 +18,10 @@ class Extent(NamedTuple):
 
 
 class FreeRoom:
-    """Free extents of a file, neighbours joined."""
+    """Free extents, neighbours joined."""
 
-    def __init__(self) -> None:
-        self._runs: list[Extent] = []
+    def __init__(self, *runs: Extent) -> None:
+        self._runs: list[Extent] = [*runs]
         """By their start; no two of them touch."""
 
     @property
@@ -38,12 +38,11 @@ class FreeRoom:
             extent = Extent(self._runs[at].start, self._runs.pop(at).nbytes + extent.nbytes)
         self._runs.insert(at, extent)
 
-    def cut(self, nbytes: int) -> Extent | None:
-        """Return an extent from the first run that has room for it; None if none has."""
-        for at, run in enumerate(self._runs):
-            if run.nbytes >= nbytes:
-                return self._cut(at, nbytes)
-        return None
+    def cut(self, nbytes: int, *, from_end: bool = False) -> Extent | None:
+        """Return an extent from the start of the first run that has room for it, or from the end of the last one; None:
+        none has."""
+        fitting = [at for at, run in enumerate(self._runs) if run.nbytes >= nbytes]
+        return self._cut(fitting[-from_end], nbytes, from_end=from_end) if fitting else None
 
     def gather(self, nbytes: int) -> tuple[Extent, ...]:
         """Return extents of `nbytes` in total, or of all that there is if that is less: few, so large ones first."""
@@ -54,8 +53,10 @@ class FreeRoom:
             nbytes -= found[-1].nbytes
         return tuple(found)
 
-    def _cut(self, at: int, nbytes: int) -> Extent:
+    def _cut(self, at: int, nbytes: int, *, from_end: bool = False) -> Extent:
         run = self._runs.pop(at)
-        if run.nbytes > nbytes:
-            self._runs.insert(at, Extent(run.start + nbytes, run.nbytes - nbytes))
-        return Extent(run.start, nbytes)
+        rest_nbytes = run.nbytes - nbytes
+        start, rest = (run.start + rest_nbytes, run.start) if from_end else (run.start, run.start + nbytes)
+        if rest_nbytes:
+            self._runs.insert(at, Extent(rest, rest_nbytes))
+        return Extent(start, nbytes)

@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from chunkmem.pipeline.block_times import BlockTimes, LastSteps, SampleCost
+from chunkmem.contrib.elastic.block_times import BlockTimes, LastSteps, SampleCost
+from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.runtime.timestamps import HostTimestamp, Interval
+
+
+def micro_batches(num: int) -> list[MicroBatch]:
+    """Return so many, of two samples each."""
+    return split(torch.zeros(2 * num, 1), None, num=num)
 
 
 class Clock:
@@ -34,19 +40,18 @@ class Timed:
 
     def step(self, forward_s: Callable[[int, int], float], backward_s: float, *, num_parts: int = 4) -> None:
         """Time a step: `forward_s` of block and micro-batch, for each module, and backward of the first two blocks."""
-        self.times.begin(num_samples=2 * num_parts, num_parts=num_parts)
-        for part in range(num_parts):
-            for at, module in ((at, module) for at, modules in enumerate(self.chain) for module in modules):
-                with self.times.forward(module):
-                    self.clock.now_s += forward_s(at, part)
-                self.times.returned(module, (torch.zeros(2, 5), {"mask": torch.zeros(2, dtype=torch.uint8)}))
-            with self.times.forward(None):
-                self.clock.now_s += 0.5
-            with self.times.backward([module for modules in self.chain[:2] for module in modules]):
-                self.clock.now_s += backward_s
-            with self.times.backward([*self.chain[2], None]):
-                self.clock.now_s += 2.0
-        self.times.end()
+        with self.times.step(micro_batches(num_parts)):
+            for part in range(num_parts):
+                for at, module in ((at, module) for at, modules in enumerate(self.chain) for module in modules):
+                    with self.times.forward(module):
+                        self.clock.now_s += forward_s(at, part)
+                    self.times.returned(module, (torch.zeros(2, 5), {"mask": torch.zeros(2, dtype=torch.uint8)}))
+                with self.times.forward(None):
+                    self.clock.now_s += 0.5
+                with self.times.backward([module for modules in self.chain[:2] for module in modules]):
+                    self.clock.now_s += backward_s
+                with self.times.backward([*self.chain[2], None]):
+                    self.clock.now_s += 2.0
 
 
 def test_nothing_is_known_before_a_step() -> None:
@@ -96,7 +101,8 @@ def test_the_last_three_steps_count_and_those_that_raised_do_not() -> None:
     for seconds in (50.0, 1.0, 3.0, 2.0):
         timed.step(lambda at, part, seconds=seconds: seconds, 1.0)
     assert timed.times.per_sample()[1].forward_s == 2.0 / 2
-    timed.times.begin(num_samples=8, num_parts=4)  # and never ends
+    with pytest.raises(KeyError), timed.times.step(micro_batches(4)):
+        raise KeyError
     assert timed.times.per_sample()[1].forward_s == 2.0 / 2
 
 
