@@ -45,7 +45,7 @@ check: $(VENV)/.dev
 	$(RUN) -m pytest tests/cpu/test_kernel_build.py -q --full -k test_the_cuda_kernels_compile
 
 bench: $(VENV)/.test
-	$(RUN) benchmarks/padding/run.py
+	$(RUN) -m benchmarks.padding.run
 	$(RUN) benchmarks/traffic/run.py
 	$(RUN) benchmarks/planning/run.py
 	$(RUN) benchmarks/hiding/run.py
