@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 RUN := PYTHONDONTWRITEBYTECODE= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
 
 .DELETE_ON_ERROR:
-.PHONY: venv demo test test-full matrix check bench clean
+.PHONY: venv demo test test-full matrix check bench docs clean
 
 venv: $(VENV)/.plot
 
@@ -44,7 +44,7 @@ check: $(VENV)/.dev
 	$(RUN) -m pytest tests/cpu/test_kernel_build.py -q --full -k test_the_cuda_kernels_compile
 
 bench: $(VENV)/.test
-	$(RUN) benchmarks/padding/run.py
+	$(RUN) -m benchmarks.padding.run
 	$(RUN) benchmarks/traffic/run.py
 	$(RUN) benchmarks/planning/run.py
 	$(RUN) benchmarks/hiding/run.py
@@ -64,8 +64,18 @@ bench: $(VENV)/.test
 	$(RUN) -m benchmarks.overlap.run
 	$(RUN) -m benchmarks.distributed.run
 
+# Plain files in build/site; what mkdocs needs goes into a folder of its own, as it needs no torch.
+docs: .venv-docs/.installed
+	.venv-docs/bin/mkdocs build -q
+	@echo build/site/index.html
+
+.venv-docs/.installed: mkdocs.yml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip --disable-pip-version-check install -q "mkdocs>=1.6"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .matrix build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-docs .matrix build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and is named in every later command: asked for as a mere dependency, pip may fetch another one.

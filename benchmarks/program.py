@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks.results import rounded, write
 from chunkmem.errors import ChunkmemError
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
@@ -49,12 +50,13 @@ def carry_out(
 ) -> int:
     """Measure or show, save and print; return the exit status. `then` gets the results at the end."""
     try:
-        results = json.loads(arguments.show.read_text()) if arguments.show else measure(arguments)
+        # The table is that of the numbers that are kept.
+        results = rounded(json.loads(arguments.show.read_text()) if arguments.show else measure(arguments))
     except (BenchmarkError, ChunkmemError, OSError, json.JSONDecodeError) as error:
         print(error, file=sys.stderr)
         return 1
     if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+        write(arguments.out, results)
     print(table(results))
     if getattr(arguments, "readme", False):
         write_readme(readme, table(results))

@@ -19,6 +19,11 @@ class MedianInterval:
     high: float
 
 
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median, the least and the most of a sample: what is kept where no table pairs its values."""
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
 def paired_ratios(times: Sequence[float], baseline: Sequence[float]) -> list[float]:
     """Divide each time by the baseline's time of the same turn.
 

@@ -9,6 +9,8 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from chunkmem.version import __version__
+
 if TYPE_CHECKING:
     from chunkmem.comm.methods import ExchangeMethod
     from chunkmem.config import Config
@@ -37,8 +39,6 @@ if TYPE_CHECKING:
     from chunkmem.optim.ema import EMA
     from chunkmem.optim.sgd import SGD
     from chunkmem.optim.tiles import tile_optimizer_state, untile_optimizer_state
-
-__version__ = "0.1.0"
 
 __all__ = [
     "EMA",

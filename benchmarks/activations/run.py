@@ -121,11 +121,13 @@ def under_cap(
     for name, found in measured.items():
         start = starts[name]
         assert start is not None
+        summary = asdict(summaries[name])
+        del summary["weights"]  # Compared above.
         rows[name] = {
-            "first_s": start.first_s,
+            "second_s": start.first_s[1],
             "step_s": [step.step_s for step in found],
             "cpu_s": [step.cpu_s for step in found],
-            **asdict(summaries[name]),
+            **summary,
         }
     return {"cap_nbytes": cap_nbytes, "load_average": os.getloadavg()[0], "variants": rows}
 

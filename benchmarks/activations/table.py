@@ -107,9 +107,9 @@ def _choices(caps: list[Results]) -> str:
             lines.append(f"| {cap['cap_nbytes'] / MIB:.1f} | does not fit | | | | |")
             continue
         chosen = ", ".join(f"{policy} {count}" for policy, count in sorted((row["policies"] or {}).items()))
-        second = "–" if other is None else f"{other['first_s'][1]:.2f}"
+        second = "–" if other is None else f"{other['second_s']:.2f}"
         lines.append(
             f"| {cap['cap_nbytes'] / MIB:.1f} | {chosen} | {row['predicted_s']:.3f} | "
-            f"{statistics.median(row['step_s']):.3f} | {row['first_s'][1]:.2f} | {second} |"
+            f"{statistics.median(row['step_s']):.3f} | {row['second_s']:.2f} | {second} |"
         )
     return "\n".join(lines)

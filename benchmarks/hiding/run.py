@@ -22,6 +22,7 @@ from benchmarks.hiding.table import tables
 from benchmarks.hiding.variants import FULL, NO_OFFLOAD, QUICK, VARIANTS, Step, Summary, Variant, link_for, serve
 from benchmarks.overhead.variants import Failure, Shape, num_params
 from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
+from benchmarks.stats import spread
 
 HERE = Path(__file__).parent
 NUM_WARMUP_STEPS = 5
@@ -114,11 +115,20 @@ def measure(
             variant.name: {
                 "title": variant.title,
                 "cap_share": variant.cap_share,
-                **asdict(summaries[variant.name]),
-                "turns": [[asdict(step) for step in turn[1:]] for turn in turns[variant.name][1:]],
+                **{key: value for key, value in asdict(summaries[variant.name]).items() if key != "weights"},
+                **times_of([turn[1:] for turn in turns[variant.name][1:]]),
             }
             for variant in variants
         },
+    }
+
+
+def times_of(turns: Sequence[Sequence[Step]]) -> dict[str, Any]:
+    """Return by turn how long timed steps took and stalled, in seconds; of the parts of a step, medians and spread."""
+    steps = [step for turn in turns for step in turn]
+    return {
+        **{key: [[getattr(step, key) for step in turn] for turn in turns] for key in ("step_s", "stall_s")},
+        **{key: spread([getattr(step, key) for step in steps]) for key in ("forward_s", "backward_s", "update_s")},
     }
 
 

@@ -22,12 +22,12 @@ def tables(results: Results) -> str:
 
 def medians(row: Results, field: str) -> float:
     """Return the median of a step's number over all timed steps."""
-    return statistics.median(step[field] for turn in row["turns"] for step in turn)
+    return statistics.median(value for turn in row[field] for value in turn)
 
 
 def turn_medians(row: Results) -> list[float]:
     """Return the median step of each turn, in seconds."""
-    return [statistics.median(step["step_s"] for step in turn) for turn in row["turns"]]
+    return [statistics.median(turn) for turn in row["step_s"]]
 
 
 def link_s(row: Results, results: Results) -> tuple[float, float]:
@@ -143,7 +143,7 @@ def _late(results: Results) -> str:
 
 def _surroundings(results: Results) -> str:
     hardware, versions, shape = results["hardware"], results["versions"], results["shape"]
-    turns = results["variants"][NO_OFFLOAD.name]["turns"]
+    turns = results["variants"][NO_OFFLOAD.name]["step_s"]
     loads = ", ".join(f"{load:.1f}" for load in results["load_average_1min"])
     settings = " ".join(f"{name}={value}" for name, value in results["environment"].items())
     return (

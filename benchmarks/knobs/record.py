@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 import chunkmem
 from benchmarks.program import BenchmarkError, surroundings
+from benchmarks.results import write
 from chunkmem.layout.pack import search_slab_nbytes
 from chunkmem.layout.spec import TensorSpec
 from chunkmem.trace.model import Trace
@@ -73,7 +74,7 @@ def record_all() -> None:
         "load_average_1min": [before, os.getloadavg()[0]],
         "numel": numel,
     }
-    RECORDED.write_text(json.dumps(made, indent=1) + "\n")
+    write(RECORDED, made)
 
 
 def load_all() -> tuple[Mapping[int, Trace], dict[str, Any]]:

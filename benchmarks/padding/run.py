@@ -5,10 +5,10 @@ Writes `results.json` beside this file and prints the table of the README. Arith
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from benchmarks.results import write
 from chunkmem.layout.pack import pack, search_slab_nbytes, slab_candidates
 from tests.helpers import shapes
 
@@ -72,7 +72,7 @@ def as_table(rows: list[Row]) -> str:
 
 def main() -> None:
     rows = [measure(model, cap) for model in MODELS for cap in CAPS]
-    Path(__file__).with_name("results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    write(Path(__file__).with_name("results.json"), rows)
     print(as_table(rows))
 
 

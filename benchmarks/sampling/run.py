@@ -19,6 +19,7 @@ if not __package__:  # Run as a file: find the other modules where `python -m` f
 import chunkmem
 from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
 from benchmarks.sampling.operators import KINDS, Caller, Operator
+from benchmarks.stats import spread
 from chunkmem.trace.model import Kind, Trace
 
 HERE = Path(__file__).parent
@@ -83,19 +84,44 @@ def look(operator: Operator, life_s: float) -> dict[str, float]:
     return row
 
 
-def measure(lives_ms: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    """Return a row for each kind and lifetime with what was seen in every repeat; kinds and lifetimes take turns."""
+def measure(lives_ms: Sequence[int], repeats: int) -> dict[str, Any]:
+    """Return a row for each kind and lifetime, and a summary of each kind; kinds and lifetimes take turns."""
     operators = [Operator(kind) for kind in KINDS]
-    rows = [{"kind": op.kind.name, "life_ms": ms, "repeats": []} for op in operators for ms in lives_ms]
+    seen: dict[tuple[str, int], list[dict[str, float]]] = {
+        (op.kind.name, ms): [] for op in operators for ms in lives_ms
+    }
     for operator in operators:
         look(operator, 0.01)  # Whatever is slow, or takes memory, the first time.
     for _ in tqdm(range(repeats), unit="round", disable=None):
-        turns = iter(rows)
         for operator in operators:
             for life_ms in lives_ms:
-                repeats_of: list[dict[str, float]] = next(turns)["repeats"]  # type: ignore[assignment]
-                repeats_of.append(look(operator, life_ms / 1e3))
-    return rows
+                seen[operator.kind.name, life_ms].append(look(operator, life_ms / 1e3))
+    return {
+        "rows": [{"kind": name, "life_ms": life_ms, **row_of(found)} for (name, life_ms), found in seen.items()],
+        "kinds": {
+            kind.name: kind_of([one for (name, _), found in seen.items() if name == kind.name for one in found])
+            for kind in KINDS
+        },
+    }
+
+
+def row_of(repeats: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Sum up the repeats of one kind and lifetime: of each number the median and its spread."""
+    shares = [one["thread_share"] for one in repeats]
+    return {
+        **{key: spread([one[key] for one in repeats]) for key in repeats[0]},
+        "num_seen": sum(share >= AIM for share in shares),
+        "num_repeats": len(shares),
+    }
+
+
+def kind_of(repeats: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Sum up all repeats of a kind: how long the longest-lived one missed lived (None: none was), and intervals."""
+    return {
+        "num_repeats": len(repeats),
+        "longest_missed_s": max((one["lived_s"] for one in repeats if one["thread_share"] < AIM), default=None),
+        "interval_s": statistics.median(one["interval_s"] for one in repeats),
+    }
 
 
 def table(results: Mapping[str, Any]) -> str:
@@ -114,31 +140,27 @@ def table(results: Mapping[str, Any]) -> str:
         "",
     ]
     for kind in KINDS:
-        found = [seen for row in results["rows"] if row["kind"] == kind.name for seen in row["repeats"]]
-        missed = [seen["lived_s"] for seen in found if seen["thread_share"] < AIM]
-        longest = f"the longest-lived one missed lived {1e3 * max(missed):.1f} ms" if missed else "none was missed"
-        interval = statistics.median(seen["interval_s"] for seen in found)
-        lines.append(f"- {kind.title}: of {len(found)} temporaries {longest}; longest interval of a step, median "
-                     f"{1e3 * interval:.1f} ms.")  # fmt: skip
+        found = results["kinds"][kind.name]
+        missed_s = found["longest_missed_s"]
+        lived = "" if missed_s is None else f"the longest-lived one missed lived {1e3 * missed_s:.1f} ms"
+        lines.append(f"- {kind.title}: of {found['num_repeats']} temporaries {lived or 'none was missed'}; longest "
+                     f"interval of a step, median {1e3 * found['interval_s']:.1f} ms.")  # fmt: skip
     return "\n".join(lines)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    def column(key: str) -> list[float]:
-        return [seen[key] for seen in row["repeats"]]
-
     title = next(kind.title for kind in KINDS if kind.name == row["kind"])
-    shares, intervals = column("thread_share"), column("interval_s")
+    shares, intervals = row["thread_share"], row["interval_s"]
     return [
         title,
         f"{row['life_ms']}",
-        f"{1e3 * statistics.median(column('made_s')):.1f}",
-        f"{100 * max(column('probe_share')):.1f} %",
-        f"{100 * statistics.median(shares):.1f} %",
-        f"{100 * min(shares):.1f} %",
-        f"{sum(share >= AIM for share in shares)} of {len(shares)}",
-        f"{1e3 * statistics.median(intervals):.1f}",
-        f"{1e3 * max(intervals):.1f}",
+        f"{1e3 * row['made_s']['median']:.1f}",
+        f"{100 * row['probe_share']['high']:.1f} %",
+        f"{100 * shares['median']:.1f} %",
+        f"{100 * shares['low']:.1f} %",
+        f"{row['num_seen']} of {row['num_repeats']}",
+        f"{1e3 * intervals['median']:.1f}",
+        f"{1e3 * intervals['high']:.1f}",
     ]
 
 
@@ -156,14 +178,14 @@ def parse_arguments() -> argparse.Namespace:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure what the command line asks for and return it with all that is needed to repeat it."""
     before = os.getloadavg()[0]
-    rows = measure(arguments.lives, arguments.repeats)
+    measured = measure(arguments.lives, arguments.repeats)
     return {
         "command": command("sampling"),
         **surroundings(),
         "threads": torch.get_num_threads(),
         "load_average_1min": [before, os.getloadavg()[0]],
         "num_repeats": arguments.repeats,
-        "rows": rows,
+        **measured,
     }
 
 

@@ -13,6 +13,7 @@ from chunkmem.cli import build, check, chunk_size, config, convert, estimate, in
 from chunkmem.cli.answer import CommandResult
 from chunkmem.errors import ChunkmemError
 from chunkmem.sizes import printable
+from chunkmem.version import __version__
 
 BAD_INPUT = 2
 DOES_NOT_FIT = 1
@@ -37,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     parser = _Parser(prog="chunkmem", description=_DESCRIPTION, epilog=_EPILOG,
                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in _COMMANDS:
         command = commands.add_parser(

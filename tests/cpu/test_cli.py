@@ -110,6 +110,13 @@ def test_help_imports_nothing_that_takes_long() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"chunkmem {chunkmem.__version__}\n"
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_each_command_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

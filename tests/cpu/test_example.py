@@ -47,6 +47,8 @@ DOCUMENTS = (
     ),
 )
 
+NOT_RUN = {"docs/activations.md": 1, "docs/pipelines.md": 6}
+"""Blocks that take a model of the reader's; the last one of pipelines.md is run by tests/contrib/test_elastic.py."""
 TINY = ("--model", "1m", "--batch", "2", "--seq", "16", "--sample", "4")
 WRITTEN = {"checkpoints", "sample.txt"}
 RECORDED = {"trace.json", "plan.json", "timeline.json"}
@@ -363,6 +365,14 @@ def test_the_code_in_documents_runs(tmp_path: Path, name: str) -> None:
     write_named_blocks(document, tmp_path)
     result = python("-c", program_of(document), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
+
+
+def test_no_code_in_documents_is_forgotten() -> None:
+    run = {name if isinstance(name, str) else str(name.values[0]) for name in DOCUMENTS}
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in documents}
+    blocks = {name: text.count("\n```python\n") for name, text in texts.items()}
+    assert {name: count for name, count in blocks.items() if count and name not in run} == NOT_RUN
 
 
 def test_the_program_of_a_document() -> None:

@@ -158,3 +158,11 @@ def test_the_file_table_is_read() -> None:
         "`text.py`\n| `orphan.py` |\n"
     )
     assert listed_files(document) == ["types.py", "errors.py", "layout/spec.py"]
+
+
+def test_a_release_has_one_version() -> None:
+    cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    assert cited is not None
+    assert cited[1] == chunkmem.__version__
+    released = re.findall(r"^## \[(\d.*)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert released[0] == chunkmem.__version__

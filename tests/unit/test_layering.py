@@ -17,7 +17,7 @@ PACKAGE = ROOT / "chunkmem"
 
 LAYERS = (
     ("types", "files"),
-    ("errors",),
+    ("errors", "version"),
     ("sizes", "layout"),
     ("schema", "memory", "deepspeed"),
     ("config", "trace"),
