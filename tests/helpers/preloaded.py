@@ -21,11 +21,11 @@ import tests.helpers.twins  # noqa: F401
 from chunkmem.runtime.build import cpu_recipe
 from chunkmem.steps import planning
 
-WORK_A_STEP = 10_000
-"""Of a planner, in its units: two or three candidates of a step with a hundred moments, as most here have.
+WORK_A_STEP = 1
+"""Of a planner, in its units: one candidate.
 
-What it is in training would do for all candidates, in each of the first steps: that was a quarter of the time of all
-tests, and the plans that they followed were of the same kinds. A full run does so all the same.
+With what it is in training, each of the first steps would try all candidates there are for models this small: that was
+a quarter of the time of all tests, and the plans that steps followed were of the same kinds. A full run does so.
 """
 
 
