@@ -21,6 +21,7 @@ import tests.helpers.twins  # noqa: F401
 from chunkmem.runtime.build import cpu_recipe
 from chunkmem.steps import planning
 
+WORK_IN_TRAINING = planning.WORK_A_STEP
 WORK_A_STEP = 1
 """Of a planner, in its units: one candidate.
 
