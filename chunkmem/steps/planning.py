@@ -32,7 +32,6 @@ class StepPlanner:
         options: PlanOptions,
         bystanders_nbytes: Mapping[Tier, int],
         kept_nbytes: Mapping[Tier, int] = MappingProxyType({}),
-        work: int = WORK_A_STEP,
     ) -> None:
         """Make a first plan.
 
@@ -42,7 +41,6 @@ class StepPlanner:
             options: of a user's configuration.
             bystanders_nbytes: by tier, the bytes there of chunks that the trace does not touch.
             kept_nbytes: by tier, the bytes of chunks that are there for good: of modules on HOST, and of averages.
-            work: most work of this, and of each `improve`.
 
         Raises:
             CapacityError, PlanError: see `Planner.improve`.
@@ -52,7 +50,6 @@ class StepPlanner:
         machine = self._machine = machine.with_caps(
             {tier: max(0, cap - kept_nbytes.get(tier, 0)) for tier, cap in machine.cap_nbytes.items()}
         )
-        self._work = work
         goes_elsewhere = trace.mode is Mode.EVAL or machine.tiers[-1] not in MEMORY
         self._aside_nbytes = 0 if goes_elsewhere else sum(bystanders_nbytes.values())
         """Bytes on HOST that the plan does not know of."""
@@ -63,7 +60,7 @@ class StepPlanner:
             # What the evaluation does not touch stays where training left it, if that is possible.
             left_nbytes = max(0, machine.device_nbytes - bystanders_nbytes[Tier.DEVICE])
             self._try_instead(Planner(trace, replace(machine, device_nbytes=left_nbytes), options=options))
-        self.plan = self._of_this_machine(self._planner.plan or self._planner.improve(work))
+        self.plan = self._of_this_machine(self._planner.plan or self._planner.improve(WORK_A_STEP))
         """The best plan so far."""
         if not self._leaves_room(self.plan):
             # HOST is where chunks are that the step does not touch: a plan that fills it leaves them no room.
@@ -82,7 +79,7 @@ class StepPlanner:
         """Continue planning if there is more to try."""
         if self.is_done:
             return
-        before, plan = self._planner.plan, self._planner.improve(self._work)
+        before, plan = self._planner.plan, self._planner.improve(WORK_A_STEP)
         if plan is not before and self._leaves_room(plan):
             self.plan = self._of_this_machine(plan)
 
@@ -91,13 +88,13 @@ class StepPlanner:
         """Plan again for the same step with other durations. Raises what making this did."""
         self._trace = trace
         self._planner = self._planner.retimed(trace)
-        plan = self._planner.improve(self._work)
+        plan = self._planner.improve(WORK_A_STEP)
         if self._leaves_room(plan):
             self.plan = self._of_this_machine(plan)
 
     def _try_instead(self, planner: Planner) -> None:
         try:
-            planner.improve(self._work)
+            planner.improve(WORK_A_STEP)
         except CapacityError:
             return
         self._planner = planner

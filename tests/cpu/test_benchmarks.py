@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from chunkmem.trace.model import Trace
+from tests.helpers.programs import run_python
 
 ROOT = Path(__file__).parents[2]
 TRACES = sorted((ROOT / "benchmarks" / "knobs" / "traces").glob("chunks-*.json"))
@@ -28,19 +29,9 @@ def test_there_are_recorded_traces() -> None:
 def test_rows_of_traffic_are_written(tmp_path: Path) -> None:
     """A machine is in each row; its links are keyed by pairs, which JSON has no form for."""
     out = tmp_path / "results.json"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.traffic.run",
-        "--models",
-        "loose",
-        "--steps",
-        "plain",
-        "--out",
-        str(out),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    options = ["--models", "loose", "--steps", "plain", "--out", str(out)]
+    done = run_python("-m", "benchmarks.traffic.run", *options, cwd=tmp_path, paths=(ROOT,))
+    assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
     assert rows
     assert all(row["machine"]["links"] for row in rows)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from chunkmem.runtime import build
 from chunkmem.runtime.own_folder import default_cache_dir
+from tests.helpers.programs import run_python
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not build.cpu_recipe().compiler, reason="needs a C++ compiler")
 
 PROGRAM = """
@@ -91,12 +86,5 @@ print("done")
 
 def test_the_kernels_have_the_bits_of_the_reference_and_few_launches() -> None:
     """They are compiled where the package's own are, once for as long as their code stays as it is."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(default_cache_dir())],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-c", PROGRAM, default_cache_dir())
     assert (done.stdout, done.stderr[-2000:]) == ("done\n", "")

@@ -56,7 +56,7 @@ def test_one_layer_more_does_not_fit(
 
 def test_times_are_those_of_the_blocks_that_training_would_recompute(capsys: pytest.CaptureFixture[str]) -> None:
     """HOST binds, and DEVICE has room to keep what some blocks save."""
-    caps = "--device", str(60 * BLOCK_NBYTES), "--host", str(40 * BLOCK_NBYTES)
+    caps = "--device", str(30 * BLOCK_NBYTES), "--host", str(20 * BLOCK_NBYTES)
     words = *caps, "--batch", "8", "--chunk-size", "4160", "--largest"
     recompute, auto = (asked(capsys, TOWER, *words, "--activations", policy) for policy in ("recompute", "auto"))
     assert auto["largest"]["layers"] == recompute["largest"]["layers"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ from chunkmem.trace.model import Trace
 from chunkmem.types import Role, Tier
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.lanes import adversarial
+from tests.helpers.programs import run_python
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import Task, serial, train
 from tests.helpers.twins import WIDTH, Twin, assert_equal, config, copied, cpu_only, features, mlp, same
@@ -342,7 +341,7 @@ os._exit(0)  # torch's threads of the device would not end in order
 
 def test_ids_and_rows_are_all_that_crosses_to_another_device() -> None:
     """A step moves 2 B S D elements and the ids, and never V D; torch keeps one made-up device a process."""
-    done = subprocess.run([sys.executable, "-c", _ACROSS], capture_output=True, text=True, check=False)
+    done = run_python("-c", _ACROSS)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ import chunkmem
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.parameter_reads import ParameterReads
 from tests.helpers.audit import audit
+from tests.helpers.programs import run_python
 from tests.helpers.training import compute_device
 from tests.helpers.twins import AMPLE_NBYTES, SEED, WIDTH, Blocks, Twin, assert_equal, config, cpu_only, features, mlp
 
@@ -145,7 +144,8 @@ print((psutil.Process().memory_info().rss - before) / 2**20)
 @cpu_only
 def test_host_peak_is_the_model_and_one_chunk() -> None:
     """192 MiB in chunks of 16, and a little for Python and torch. `close()` gives all of it back."""
-    run = subprocess.run([sys.executable, "-c", HOST_PEAK], capture_output=True, text=True, check=True)
+    run = run_python("-c", HOST_PEAK)
+    assert run.returncode == 0, run.stderr
     peak, closed = map(float, run.stdout.split())
     assert 192 <= peak < 192 + 16 + 8
     assert closed < 8

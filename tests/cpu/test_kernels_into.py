@@ -6,13 +6,10 @@ And the trial that decides whether the kernels for CUDA are used.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,8 +31,8 @@ from tests.cpu.test_kernels import (
     updated,
 )
 from tests.helpers.kernel_reference import Reference
+from tests.helpers.programs import run_python
 
-ROOT = Path(__file__).parents[2]
 LARGE = (1 << 20) + 77
 """Elements of a call that writes past the caches."""
 
@@ -273,9 +270,7 @@ print(differences(as_segments(outputs, before), expected), torch.equal(again, sq
 
 
 def test_where_no_thread_can_be_started_the_calling_one_does_it_all() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", WITHOUT_MORE_THREADS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run_python("-c", WITHOUT_MORE_THREADS)
     assert (done.stdout, done.stderr) == ("can't start new thread\n[] True\n", "")
 
 

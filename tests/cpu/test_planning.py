@@ -12,7 +12,7 @@ import chunkmem
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import make_plan
-from chunkmem.steps import cached_plan
+from chunkmem.steps import cached_plan, planning
 from chunkmem.steps.planning import StepPlanner
 from chunkmem.trace.model import Trace
 from tests.helpers.audit import audit
@@ -25,13 +25,11 @@ WORK = 1
 
 
 class SlowStepPlanner(StepPlanner):
-    """Tries one candidate when it is made, and then less in each step than in training."""
+    """Counts the steps that continue the search."""
 
     def __init__(self, trace: Trace, machine: Machine, **options: Any) -> None:
-        super().__init__(trace, machine, **{**options, "work": 1})
-        self._work = WORK
+        super().__init__(trace, machine, **options)
         self.num_improved = 0
-        """Steps that continued the search."""
 
     def improve(self) -> None:
         self.num_improved += not self.is_done
@@ -74,6 +72,7 @@ def test_a_plan_is_followed_while_a_better_one_is_looked_for(monkeypatch: pytest
         planners.append(SlowStepPlanner(trace, machine, **options))
         return planners[-1]
 
+    monkeypatch.setattr(planning, "WORK_A_STEP", WORK)
     monkeypatch.setattr(cached_plan, "StepPlanner", make_planner)
     monkeypatch.setattr(cached_plan, "_MAX_REFINEMENTS", 1)  # further ones come with noise, and begin the search again
     values = {"memory": {"device": 24 * CHUNK_NUMEL, "host": 1 << 22}, "default_chunk_size": CHUNK_NUMEL}

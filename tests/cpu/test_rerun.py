@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.programs import run_python
 from tests.helpers.twins import cpu_only
 
-ROOT = Path(__file__).parents[2]
 CELL = """
 manager = chunkmem.ChunkManager(chunkmem.Config.from_dict({"memory": {"device": "6MiB", "host": "128MiB"}}))
 with manager.init():
@@ -52,8 +49,7 @@ print(json.dumps(seen))
 
 def run_cells(*, fails: tuple[int, ...] = ()) -> list[Any]:
     """[RSS in bytes, managers alive, threads] after each of six runs; those of `fails` end with an error."""
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, CELL, json.dumps(fails)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = run_python("-c", PROGRAM, CELL, json.dumps(fails))
     assert done.returncode == 0, done.stderr
     seen: list[Any] = json.loads(done.stdout)
     return seen

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.helpers.programs import run_python
 from tests.helpers.twins import cpu_only
 
-ROOT = Path(__file__).parents[2]
 SHARE = 0.05
 MIB = 1 << 20
 
@@ -66,8 +64,7 @@ print(json.dumps(plain() if sys.argv[1] == "plain" else managed()))
 
 
 def measured(which: str, precision: str) -> dict[str, int] | int:
-    command = [sys.executable, "-c", PROGRAM, which, precision]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=300)
+    run = run_python("-c", PROGRAM, which, precision)
     assert run.returncode == 0, run.stderr
     found: dict[str, int] | int = json.loads(run.stdout.splitlines()[-1])
     return found

@@ -15,8 +15,10 @@ import chunkmem
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime.step_log import StepLog
+from chunkmem.steps import planning
 from chunkmem.trace.model import Kind, Mode, Trace
 from tests.helpers.audit import assert_as_predicted, audit
+from tests.helpers.preloaded import WORK_IN_TRAINING
 
 WIDTH, NUM_BLOCKS = 32, 6
 PARAM_NBYTES = 4 * (WIDTH * WIDTH + WIDTH)
@@ -158,6 +160,7 @@ def test_plans_are_made_from_the_shortest_times(monkeypatch: pytest.MonkeyPatch)
         return dict.fromkeys(durations(step_log), next(moments_s))
 
     monkeypatch.setattr(StepLog, "durations", scripted)
+    monkeypatch.setattr(planning, "WORK_A_STEP", WORK_IN_TRAINING)
     with manager_with(4) as manager:
         training = Training(manager)
         training.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from typing import Any
 
 import pytest  # noqa: F401 - the files of tests import it
@@ -18,6 +19,15 @@ import tests.helpers.shared_training
 import tests.helpers.staged_training
 import tests.helpers.twins  # noqa: F401
 from chunkmem.runtime.build import cpu_recipe
+from chunkmem.steps import planning
+
+WORK_IN_TRAINING = planning.WORK_A_STEP
+WORK_A_STEP = 1
+"""Of a planner, in its units: one candidate.
+
+With what it is in training, each of the first steps would try all candidates there are for models this small: that was
+a quarter of the time of all tests, and the plans that steps followed were of the same kinds. A full run does so.
+"""
 
 
 def _do_nothing(*_: object, **__: Any) -> None:
@@ -34,6 +44,8 @@ cpu_recipe()
 if torch.accelerator.current_accelerator(check_available=False) is None:
     for kind in (torch.cuda, torch.xpu, torch.mtia):
         kind._lazy_call = _do_nothing  # type: ignore[assignment]
+if "TESTS_ARE_FULL" not in os.environ:
+    planning.WORK_A_STEP = WORK_A_STEP
 # A rank has one thread. Setting it starts none, and there must be none in a process that is forked.
 torch.set_num_threads(1)
 # Imports most of torch.

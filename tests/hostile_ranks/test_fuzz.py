@@ -65,7 +65,7 @@ def judge(case: Case, team: Team, run: Callable[..., Any] = train) -> bool:
 
 @pytest.mark.parametrize(
     ("count", "most_ranks", "most_steps"),
-    [pytest.param(20, 2, 2, id="few"), pytest.param(200, MAX_RANKS, 5, marks=pytest.mark.full, id="many")],
+    [pytest.param(12, 2, 2, id="few"), pytest.param(200, MAX_RANKS, 5, marks=pytest.mark.full, id="many")],
 )
 def test_random_trainings_are_those_of_one_process(
     count: int, most_ranks: int, most_steps: int, teams: dict[int, Team]
