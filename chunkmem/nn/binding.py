@@ -431,9 +431,14 @@ class BoundChunk:
         `note` is called before memory is given out that may be written to past autograd's version counters.
         """
         self.stays = True
+        # One class for all: where attributes are, Python remembers of a few thousand classes.
+        classes = {
+            open_class: resident_class(open_class, note, note_assigned=self._note_assigned)
+            for open_class in {managed.open_class for managed in self.parameters}
+        }
         for managed in self.parameters:
             managed.open()
-            managed.param.__class__ = resident_class(managed.open_class, note, note_assigned=self._note_assigned)
+            managed.param.__class__ = classes[managed.open_class]
 
     def may_leave(self) -> None:
         """Undo `stay`. Raises what `ManagedParameter.close` does; all parameters are closed then, too."""

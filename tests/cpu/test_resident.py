@@ -187,3 +187,15 @@ def test_writes_past_version_counters_are_noticed(precision: str) -> None:
             return twin.weights()
 
     assert_equal(trained(stays=True), trained(stays=False))
+
+
+def test_parameters_of_a_chunk_share_a_class() -> None:
+    """Python remembers where attributes of a few thousand classes are, and `.grad` of each parameter is looked up."""
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        twin = Twin(manager, Blocks)
+        twin.steps(*range(STEPS))
+        assert is_resident(twin)
+        classes: dict[int, set[type]] = {}
+        for managed in manager.runtime.registry.parameters:
+            classes.setdefault(managed.group, set()).add(type(managed.param))
+        assert {len(found) for found in classes.values()} == {1}
