@@ -173,11 +173,12 @@ class EntryPoints:
             label += self._modules.gradients.values.shared.in_words()
         with self._modules.turn.taken(), self._sharding.ranks.telling():
             began = self._memory.store.clock.timestamp()
-            self._look_over()
+            is_left = updates and not goes_on and self._controller.residence.is_on
+            self._look_over(is_left=is_left)
             self._stepping = True
             try:
                 if not goes_on:
-                    self._settle_gradients(label, is_step=updates)
+                    self._settle_gradients(label, is_left=is_left, is_step=updates)
                 yield
                 self._modules.access.refresh_held()
                 if updates:
@@ -223,8 +224,8 @@ class EntryPoints:
         if self._trial is not None:
             self._trial.restart()
 
-    def _look_over(self) -> None:
-        """Drop what was interrupted; take up what users have written."""
+    def _look_over(self, *, is_left: bool) -> None:
+        """Drop what was interrupted; take up what users have written, unless `settle_left` is going to."""
         if self.gathers_open:
             raise StateError("optimizer.step() inside manager.gather(): leave the block first, its writes count then")
         modules, pager = self._modules, self._memory.pager
@@ -235,16 +236,19 @@ class EntryPoints:
         modules.surface.check()
         modules.surface.check_copies()
         modules.require_values()
-        for chunk in modules.access.chunks.values():
+        for chunk in () if is_left else modules.access.chunks.values():
             pager.notice_writes(chunk)
         # Of a recorded step, too: optimizer states are about to be made.
         if self._controller.watch is not None or self._controller.known.plan is None:
             self._tiers.leave_room_for_activations()
 
-    def _settle_gradients(self, label: str, *, is_step: bool) -> None:
-        """Have the gradients as `.grad` says, over ranks as their means with their owners."""
+    def _settle_gradients(self, label: str, *, is_left: bool, is_step: bool) -> None:
+        """Have the gradients as `.grad` says, over ranks as their means with their owners.
+
+        With `is_left`, autograd has left them there, and no hook has told of any.
+        """
         gradients, reduction = self._modules.gradients, self._sharding.reduction
-        if self._controller.residence.is_on and is_step:
+        if is_left:
             gradients.settle_left()
         else:
             gradients.settle(self._modules.registry.parameters)

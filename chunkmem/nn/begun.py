@@ -39,8 +39,8 @@ class BegunStep:
     updated: dict[ManagedParameter, None] = field(default_factory=dict)
     is_stepping: bool = False
     """`step()` has changed something, and continues if it is called again."""
-    holds_weights: bool = False
-    """Some weights are new, and nobody may read any until it is over."""
+    has_updated: bool = False
+    """Some weights are new, or may be: if `step()` fails now, nobody may read any until it is over."""
     closure: Callable[[], Any] | None = None
     """That `step()` has called, and does not call again."""
     result: Any = None
@@ -129,6 +129,11 @@ class StepLedger:
         """By parameter: the call that has failed while it changed gradients, and is to be repeated before more come."""
         self.half_updated = ""
         """What was being updated when that failed."""
+
+    @property
+    def is_empty(self) -> bool:
+        """No step has begun that is not over."""
+        return not (self.begun or self.half_scaled)
 
     def end(self, params: Collection[ManagedParameter]) -> None:
         """The steps of `params` are over."""

@@ -109,7 +109,6 @@ class ManagedParameter:
     """A Parameter the user made, and where its values are. The Parameter object itself is never replaced."""
 
     __slots__ = (
-        "_assigned",
         "_blank",
         "_closed_class",
         "_num_users",
@@ -168,10 +167,8 @@ class ManagedParameter:
         self.open_class: type[torch.nn.Parameter] = type(param)
         self._closed_class: type[torch.nn.Parameter] | None = None
         self._num_users = 0
-        self._assigned: tuple[weakref.ref[torch.Tensor], int] | None = None
-        """What was last assigned to `.data`, and its version then."""
         self.num_assigned = 0
-        """How often something else was."""
+        """How often something was assigned to `.data`."""
 
     def __str__(self) -> str:
         return f"{self.name} {tuple(self.shape)}"
@@ -273,18 +270,8 @@ class ManagedParameter:
 
     def remember(self, assigned: torch.Tensor) -> None:
         """Note what was assigned to `.data`: in plain PyTorch the parameter would share its memory."""
-        self._assigned = weakref.ref(assigned), assigned._version
+        self.bound.assigned[self] = weakref.ref(assigned), assigned._version
         self.num_assigned += 1
-
-    def was_written_elsewhere(self) -> bool:
-        """Tell, once, whether what was assigned to `.data` has been written to since."""
-        assigned, version = (None, 0) if self._assigned is None else (self._assigned[0](), self._assigned[1])
-        if assigned is None:
-            self._assigned = None
-        elif assigned._version != version:
-            self._assigned = None
-            return True
-        return False
 
     def num_references(self) -> int:
         """Return how many references to the parameter itself there are, in addition to its own Python object's.
@@ -334,6 +321,8 @@ class BoundChunk:
         """On DEVICE, with parameters that are open; see [Note: Resident models] in `chunkmem.nn.hooks`."""
         self.was_assigned = False
         """A parameter's `.data` has been assigned, and the values put into the chunk."""
+        self.assigned: dict[ManagedParameter, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """What was last assigned to the `.data` of parameters, and its version then."""
         self.on_other_storage: Callable[[int, int], None] = lambda before, now: None
         """Called with the identities of the storage that was the chunk's, and of the one that is, on HOST."""
 
@@ -431,9 +420,14 @@ class BoundChunk:
         `note` is called before memory is given out that may be written to past autograd's version counters.
         """
         self.stays = True
+        # One class for all: where attributes are, Python remembers of a few thousand classes.
+        classes = {
+            open_class: resident_class(open_class, note, note_assigned=self._note_assigned)
+            for open_class in {managed.open_class for managed in self.parameters}
+        }
         for managed in self.parameters:
             managed.open()
-            managed.param.__class__ = resident_class(managed.open_class, note, note_assigned=self._note_assigned)
+            managed.param.__class__ = classes[managed.open_class]
 
     def may_leave(self) -> None:
         """Undo `stay`. Raises what `ManagedParameter.close` does; all parameters are closed then, too."""
@@ -446,9 +440,9 @@ class BoundChunk:
     def _take_assigned(self) -> None:
         """Take up what users have assigned to the `.data` of parameters that stay."""
         if self._is_assigned:
-            self._is_assigned = False
             for managed in self.parameters:
                 managed.take_assigned()
+            self._is_assigned = False  # after what put the views back
 
     def _note_assigned(self) -> None:
         self._is_assigned = True
@@ -461,6 +455,18 @@ class BoundChunk:
             self._is_assigned = self._is_assigned or bool(found)  # `param.set_(...)` counts as a write, too
             self._take_assigned()
         return found
+
+    def look(self) -> tuple[dict[ManagedParameter, torch.Tensor], bool]:
+        """Return what is in `.grad` of its parameters, and whether `was_written` finds something: it looks at all."""
+        grads, is_written = dict[ManagedParameter, torch.Tensor](), self.was_assigned
+        with torch._C.DisableTorchFunctionSubclass():
+            for managed in self.parameters:
+                param = managed.param
+                if (grad := param.grad) is not None:
+                    grads[managed] = grad
+                if param._version != managed.version:
+                    is_written = True
+        return grads, is_written
 
     def take_written(self) -> bool:
         """Tell, once, whether a bound parameter was written to: autograd's version counter moved."""
@@ -489,17 +495,13 @@ class BoundChunk:
             StateError: something gave a parameter other memory, or values that had nowhere to go.
         """
         self._take_assigned()
+        self._check_assigned()
         strayed, lost = [], self._lost
         self._lost = []
-        for managed in self.parameters:
-            if managed._assigned is not None and managed.was_written_elsewhere():
-                raise StateError(
-                    f"a tensor that was assigned to the .data of parameter {managed} has been written to since; the "
-                    "parameter keeps a copy of what was assigned: write to the parameter"
-                )
+        for managed in () if self.stays else self.parameters:
             own = managed.view if self.is_bound else managed.placeholder
             assert own is not None
-            if not self.stays and not stands_at(managed.param, own):
+            if not stands_at(managed.param, own):
                 managed.param.data = own
                 managed.version = managed.param._version
                 managed.accumulator = None  # torch has made itself another one
@@ -510,6 +512,19 @@ class BoundChunk:
             raise _not_kept(strayed, "given other memory after it was packed")
         if lost:
             raise _not_kept(lost, "written to past torch's functions while it was not on DEVICE: the values are lost")
+
+    def _check_assigned(self) -> None:
+        """Raise, once, if what was assigned to the `.data` of a parameter has been written to since."""
+        for managed, (reference, version) in list(self.assigned.items()):
+            assigned = reference()
+            if assigned is not None and assigned._version == version:
+                continue
+            del self.assigned[managed]
+            if assigned is not None:
+                raise StateError(
+                    f"a tensor that was assigned to the .data of parameter {managed} has been written to since; the "
+                    "parameter keeps a copy of what was assigned: write to the parameter"
+                )
 
 
 def _not_kept(names: list[str], deed: str) -> StateError:

@@ -23,8 +23,8 @@ class SlotGroup:
     """Of role GRAD."""
     members: tuple[ManagedParameter, ...]
     """All parameters of the group, in slot order."""
-    num_expected: int = 1
-    """Parameters that were trainable when the first gradient landed."""
+    num_expected: int | None = None
+    """Parameters that were trainable when gradients had landed, and it was first asked; None: it was not since."""
     is_mean: bool = False
     """What has landed is a mean over ranks."""
     mean_aside: torch.Tensor | None = None
@@ -120,16 +120,22 @@ class GradientSlots:
         self._has_landed(group, number)
 
     def _has_landed(self, group: SlotGroup, number: int) -> None:
-        chunk = group.chunk
+        chunk, expected = group.chunk, group.num_expected
         if len(chunk.replicas) > 1:
             self._pager.store.mark_written(chunk)
-        is_settled = len(self.landed[number]) >= group.num_expected and self._settles(number)
+        may_be_complete = expected is None or len(self.landed[number]) >= expected
+        is_settled = may_be_complete and self._settles(number) and self.is_complete(number)
         if is_settled or chunk.settled:
             self._pager.store.settle(chunk, is_settled=is_settled)
 
     def is_complete(self, group: int) -> bool:
-        """Tell whether each parameter of a group that was trainable when the first gradient landed has one."""
-        return len(self.landed.get(group, ())) >= self.groups[group].num_expected
+        """Tell whether each parameter of a group that was trainable when gradients first had landed has one."""
+        landed, slots = self.landed.get(group), self.groups[group]
+        if not landed:
+            return False
+        if slots.num_expected is None:
+            slots.num_expected = len(slots.trained)
+        return len(landed) >= slots.num_expected
 
     def complete(self, number: int, *, reader: str) -> None:
         """Have a gradient, of zeros where none has landed, for all trained parameters of a group: to be reduced."""
@@ -185,7 +191,7 @@ class GradientSlots:
         if chunk.version == NO_CONTENT:
             self._pager.create(chunk, chunk.compute_tier, reader=reader, zero=zero)
             self.landed[number] = set()
-            group.num_expected = len(group.trained)
+            group.num_expected = None
         else:
             self._pager.use(chunk, chunk.compute_tier, reader=reader)
         return group
@@ -251,7 +257,7 @@ class GradientSlots:
         self.num_changes += 1
         self.given.difference_update(params)
         self.anywhere.difference_update(params)
-        for group in {managed.group for managed in params}:
+        for group in {managed.group for managed in params} if self.landed else ():
             landed = self.landed.get(group)
             if landed is None:
                 continue

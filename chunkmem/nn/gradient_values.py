@@ -38,7 +38,7 @@ class GradientSource:
     """One parameter's gradient. It refers to no parameter: Python does not see the cycle through `.grad`."""
 
     __slots__ = (
-        "_owner", "device", "dtype", "group", "life", "name", "position", "shape", "state", "stride"
+        "_owner", "device", "dtype", "group", "life", "name", "position", "shape", "stride"
     )  # fmt: skip
 
     def __init__(self, managed: ManagedParameter, owner: GradientValues) -> None:
@@ -50,7 +50,6 @@ class GradientSource:
         self.stride = managed.stride
         self.dtype = managed.placeholder.dtype
         self.device = managed.placeholder.device
-        self.state = GradientState.NONE
         self.life = 0
         """Number of the gradient that `.grad` shows; what shows an earlier one has lost its values."""
 
@@ -83,15 +82,15 @@ class GradientSource:
                 "backward, have taken its memory; keep a copy, p.grad.clone(), to have it longer"
             )
 
-    def lacks_values(self) -> StateError:
+    def lacks_values(self, state: GradientState) -> StateError:
         """Return the error for what needs the values of a gradient that is not there."""
-        if self.state is GradientState.CONSUMED:
+        if state is GradientState.CONSUMED:
             return StateError(
                 f"the gradient of {self.name} was consumed by step(), or inside backward by an optimizer with "
                 "in_backward=True, and has no values any more; read it, or take p.grad.clone(), between backward and "
                 "step(), and call optimizer.zero_grad() before the next backward"
             )
-        if self.state is GradientState.OVERDUE:
+        if state is GradientState.OVERDUE:
             return self.is_overdue()
         return StateError(
             f"the gradient of {self.name} was discarded by zero_grad() or by an assignment to .grad; keep a copy, "
@@ -141,6 +140,8 @@ class GradientValues:
         self.is_of_stage = is_of_stage
         self.sources: dict[ManagedParameter, GradientSource] = {}
         """Of all managed parameters."""
+        self.states: dict[ManagedParameter, GradientState] = {}
+        """What `.grad` stands for, where that is not NONE."""
         self._by_param: dict[int, ManagedParameter] = {}
         """By the identity of the Parameter."""
 
@@ -149,6 +150,10 @@ class GradientValues:
         for managed in parameters:
             self.sources[managed] = GradientSource(managed, self)
             self._by_param[id(managed.param)] = managed
+
+    def state(self, managed: ManagedParameter) -> GradientState:
+        """Return what `.grad` of a parameter stands for."""
+        return self.states.get(managed, GradientState.NONE)
 
     def norm_over_ranks(self, source: GradientSource, order: float) -> float:
         """Return the norm of the mean over ranks of a gradient that `.grad` shows; all ranks ask for it.
@@ -175,8 +180,9 @@ class GradientValues:
         return self._slots.groups[source.group].members[source.position]
 
     def _over_ranks(self, source: GradientSource) -> SharedGradients:
-        if source.state is not GradientState.LIVE:
-            raise source.lacks_values()
+        state = self.state(self._managed(source))
+        if state is not GradientState.LIVE:
+            raise source.lacks_values(state)
         assert self.shared is not None
         return self.shared
 
@@ -188,33 +194,37 @@ class GradientValues:
         Raises:
             StateError: there was no `zero_grad()` after a step, and a backward since.
         """
-        sources = [self.sources[managed] for managed in params]
-        for source in sources:
-            if source.state is GradientState.OVERDUE:
-                raise source.is_overdue()
-        consumed = [source for source in sources if source.state is GradientState.CONSUMED]
-        if consumed and (has_new or any(source.state is GradientState.LIVE for source in sources)):
-            raise consumed[0].lacks_values()
+        if not self.states:
+            return
+        states = [(managed, self.states[managed]) for managed in params if managed in self.states]
+        for managed, state in states:
+            if state is GradientState.OVERDUE:
+                raise self.sources[managed].is_overdue()
+        consumed = [managed for managed, state in states if state is GradientState.CONSUMED]
+        if consumed and (has_new or any(state is GradientState.LIVE for _, state in states)):
+            raise self.sources[consumed[0]].lacks_values(GradientState.CONSUMED)
 
     def consumed(self, params: Iterable[ManagedParameter]) -> None:
         """The step has used up the gradients of `params`, on whichever rank."""
-        for managed in params:
-            if self.sources[managed].state is GradientState.LIVE:
-                self.sources[managed].state = GradientState.CONSUMED
+        states = self.states
+        for managed in params if states else ():
+            if managed in states and states[managed] is GradientState.LIVE:
+                states[managed] = GradientState.CONSUMED
 
     def accumulate(self, source: GradientSource, grad: torch.Tensor) -> None:
         """Add what autograd has found to the gradient that `.grad` shows. Raises what `land` does."""
         managed = self._managed(source)
         self._ledger.before_gradient(managed)
-        if source.state is GradientState.LIVE:
+        state = self.state(managed)
+        if state is GradientState.LIVE:
             self._slots.land(managed, grad)
-        elif source.state is GradientState.ZEROED:
+        elif state is GradientState.ZEROED:
             self._slots.land(managed, grad + 0, replacing=True)  # -0 becomes 0, as in a sum
-            source.state = GradientState.LIVE
-        elif source.state is GradientState.CONSUMED:
-            source.state = GradientState.OVERDUE
-        elif source.state is GradientState.NONE:
-            raise source.lacks_values()
+            self.states[managed] = GradientState.LIVE
+        elif state is GradientState.CONSUMED:
+            self.states[managed] = GradientState.OVERDUE
+        elif state is GradientState.NONE:
+            raise source.lacks_values(state)
 
     def locate(self, source: GradientSource, *, writing: bool, overwriting: bool = False) -> list[torch.Tensor]:
         """Return the slot where it is; with `writing`, on every tier that has it, the newest first.
@@ -225,18 +235,19 @@ class GradientValues:
             StateError: there are no values, or only this rank's part of them.
         """
         managed = self._managed(source)
+        state = self.state(managed)
         known = (GradientState.LIVE, GradientState.ZEROED)
-        if source.state not in known and (source.state is GradientState.NONE or not overwriting):
-            raise source.lacks_values()
+        if state not in known and (state is GradientState.NONE or not overwriting):
+            raise source.lacks_values(state)
         if self.shared is not None:
             raise StateError(
                 f"the gradient of {source.name} is summed over ranks when the step begins, and what this one has of it "
                 "is not the gradient; clip with optimizer.clip_grad_norm_(), read and write it inside "
                 "manager.gather(p, grads=True)"
             )
-        if source.state is GradientState.ZEROED and not writing:
+        if state is GradientState.ZEROED and not writing:
             return [source.zeros()]
-        if source.state is not GradientState.LIVE:
+        if state is not GradientState.LIVE:
             self.land_zeros(managed)
         if writing:
             self._before_change()
@@ -263,10 +274,11 @@ class GradientValues:
             StateError: the manager is closed, or the gradient was discarded.
         """
         managed = self._managed(source)
-        if source.state is GradientState.NONE:
-            raise source.lacks_values()
-        if source.state is not GradientState.LIVE:
-            source.state = GradientState.ZEROED
+        state = self.state(managed)
+        if state is GradientState.NONE:
+            raise source.lacks_values(state)
+        if state is not GradientState.LIVE:
+            self.states[managed] = GradientState.ZEROED
         elif managed in self._slots.given:  # of a mean, this rank can only withdraw its part
             self._before_change()
             self.land_zeros(managed)
@@ -293,4 +305,4 @@ class GradientValues:
         with runtime_mode():
             zero = torch.zeros((), dtype=source.dtype, device=source.device)
         self._slots.land(managed, zero, replacing=True)
-        source.state = GradientState.LIVE
+        self.states[managed] = GradientState.LIVE

@@ -48,6 +48,12 @@ class GradientBook:
         self.slots.add(parameters)
         self.values.add(parameters)
 
+    @property
+    def has_any(self) -> bool:
+        """There may be a gradient, or something that stands for one, here or in a mean over ranks."""
+        slots = self.slots
+        return bool(slots.landed or slots.given or slots.anywhere or self.values.states)
+
     # What `.grad` says.
 
     def take_final(self, managed: ManagedParameter) -> None:
@@ -78,7 +84,7 @@ class GradientBook:
         assert grad is not None
         self.slots.land(managed, grad, replacing=True)
         if is_held:
-            self.values.sources[managed].state = GradientState.NONE
+            self.values.states.pop(managed, None)
         else:
             self._show(managed)
 
@@ -86,7 +92,7 @@ class GradientBook:
         """Let `.grad` be what has landed."""
         source = self.values.sources[managed]
         source.life += 1
-        source.state = GradientState.LIVE
+        self.values.states[managed] = GradientState.LIVE
         # A new one in each step would lie where the gradient was, and the C library could not use that again. But what
         # somebody has kept, or a graph has, is to keep saying that its gradient is gone.
         if (
@@ -114,15 +120,15 @@ class GradientBook:
                 # Of another parameter, maybe, whose turn comes before this one's: two can be swapped.
                 managed.grad = grad.whole()
         for managed in unsettled:
-            grad, source = managed.grad, self.values.sources[managed]
+            grad, state = managed.grad, self.values.state(managed)
             if grad is None:
-                if source.state is not GradientState.NONE or self.slots.any_landed((managed,)):
+                if state is not GradientState.NONE or self.slots.any_landed((managed,)):
                     self.discard({managed})
             elif isinstance(grad, LazyGradient):
-                if source.state is GradientState.ZEROED:
+                if state is GradientState.ZEROED:
                     self.values.land_zeros(managed)
-                elif source.state is GradientState.NONE:
-                    raise source.lacks_values()
+                elif state is GradientState.NONE:
+                    raise self.values.sources[managed].lacks_values(state)
             else:
                 del grad
                 self._take(managed)
@@ -130,27 +136,31 @@ class GradientBook:
     def settle_left(self) -> None:
         """Make the book agree with `.grad`, where autograd has left gradients since no hook has caught them.
 
-        Those stay in `.grad`, as in plain PyTorch. Raises what `land` does.
+        Those stay in `.grad`, as in plain PyTorch. What users wrote to weights is noticed by the same look at all of
+        them. Raises what `land` does.
         """
-        sources, rest = self.values.sources, list[ManagedParameter]()
+        states, rest = self.values.states, list[ManagedParameter]()
         for number, group in self.slots.groups.items():
-            left = {m: grad for m in group.members if type(grad := m.param.grad) is torch.Tensor}
+            shown, is_written = group.members[0].bound.look()
+            weights = self._pager.store.weights(number)
+            if is_written or weights.is_written_past:
+                self._pager.notice_writes(weights)
+            left = {managed: grad for managed, grad in shown.items() if type(grad) is torch.Tensor}
             if [grad for grad in left.values() if grad.layout is not torch.strided]:
                 left = {}
             if left:
                 self.slots.land_all(number, left)
-                for managed in left:
-                    sources[managed].state = GradientState.NONE
-            if len(left) < len(group.members):
-                landed, none = self.slots.landed.get(number, ()), GradientState.NONE
-                others = [m for m in group.members if m not in left]
-                rest += [m for m in others if m.param.grad is not None or sources[m].state is not none or m in landed]
-        self.settle(rest)
+            for managed in left if states else ():
+                states.pop(managed, None)
+            rest += [managed for managed in (*shown, *self.slots.landed.get(number, ())) if managed not in left]
+        self.settle(dict.fromkeys([*rest, *states]))
 
     def _shown_state(self, managed: ManagedParameter) -> GradientState | None:
         """Return the state of a gradient that `.grad` shows; None: a user has replaced or discarded it."""
-        grad, source = managed.param.grad, self.values.sources[managed]
-        return source.state if isinstance(grad, LazyGradient) and grad.is_all_of(source) else None
+        grad, states = managed.param.grad, self.values.states
+        if not isinstance(grad, LazyGradient) or not grad.is_all_of(self.values.sources[managed]):
+            return None
+        return states.get(managed, GradientState.NONE)
 
     @contextmanager
     def exposing(self, exposed: Iterable[ManagedParameter], landed: Collection[ManagedParameter]) -> Iterator[None]:
@@ -248,11 +258,13 @@ class GradientBook:
 
     def use_up(self, params: Collection[ManagedParameter], *, of_all_ranks: bool = True) -> None:
         """Forget the gradients of `params`, as after their update; for the arguments see `GradientSlots.forget`."""
-        sources, none = self.values.sources, GradientState.NONE
+        states = self.values.states
         with torch._C.DisableTorchFunctionSubclass():
-            for managed in [managed for managed in params if sources[managed].state is not none]:
-                is_there = self._shown_state(managed) not in (None, none)
-                sources[managed].state = GradientState.CONSUMED if is_there else none
+            for managed in [managed for managed in params if managed in states] if states else ():
+                if self._shown_state(managed) is None:
+                    del states[managed]
+                else:
+                    states[managed] = GradientState.CONSUMED
         self.slots.forget(params, of_all_ranks=of_all_ranks)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from chunkmem.errors import CheckpointError, StateError
 from chunkmem.layout.spec import Layout
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.runtime.device import runtime_mode
 
 
@@ -35,16 +35,15 @@ class ModelRegistry:
         """Parameters that are known and not managed, by identity."""
         self._elsewhere: dict[int, torch.Tensor] = {}
         """Parameters that only other pipeline stages have."""
+        self._bounds: dict[BoundChunk, None] = {}
+        """Whose parameters these are."""
         self._place_of: dict[int, int] = {}
         """By the identity of a parameter, managed or excluded: the place in `model.parameters()`, model after model."""
         self.counted_elsewhere: set[ManagedParameter] = set()
         """Parameters that another pipeline stage has, too, and counts in norms."""
         self.models: list[PackedModel] = []
-
-    @property
-    def parameters(self) -> list[ManagedParameter]:
+        self.parameters: list[ManagedParameter] = []
         """All managed parameters."""
-        return [managed for model in self.models for managed in model.parameters]
 
     @property
     def padding_nbytes(self) -> int:
@@ -55,7 +54,9 @@ class ModelRegistry:
         """Take in models that were packed: `packed` are those of `roots`, and `excluded` modules stayed ordinary."""
         self.models += packed
         for model in packed:
+            self.parameters += model.parameters
             self.managed.update((id(managed.param), managed) for managed in model.parameters)
+            self._bounds.update((managed.bound, None) for managed in model.parameters)
         for module in excluded:
             self.excluded.update((id(param), param) for param in module.parameters(recurse=False))
         self.place(param for module in (*roots, *excluded) for param in module.parameters())
@@ -146,7 +147,7 @@ class ModelRegistry:
         """Look all parameters over, then raise if one no longer stands where it was packed; see `BoundChunk.check`."""
         errors = []
         with runtime_mode():
-            for bound in dict.fromkeys([managed.bound for managed in self.parameters]):
+            for bound in self._bounds:
                 try:
                     bound.check()
                 except StateError as error:

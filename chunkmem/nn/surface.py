@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from operator import is_
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -72,6 +73,8 @@ class ModuleSurface:
         """What was fitted so far."""
         self._owned: WeakKeyDictionary[nn.Module, Mapping[str, ManagedParameter]] = WeakKeyDictionary()
         """The managed parameters of modules that have some."""
+        self._places: tuple[list[weakref.ref[nn.Module]], list[str], list[nn.Parameter]] = [], [], []
+        """The same, a parameter each: its module, its name there, and itself."""
         self.awaited = AwaitedValues()
         """What was packed without values."""
 
@@ -92,8 +95,12 @@ class ModuleSurface:
 
     def check(self) -> None:
         """Raise if something still stands in for a managed parameter; see `check_own`."""
-        for module, own in self._owned.items():
-            check_own(module._parameters, own)
+        modules, names, params = self._places
+        found = [module._parameters for at in modules if (module := at()) is not None]
+        # In C, as all modules are looked at in each step. After one that is gone, the others are not in their places.
+        if not all(map(is_, map(dict.get, found, names), params)):
+            for module, own in self._owned.items():
+                check_own(module._parameters, own)
 
     def state_dict(self, root: nn.Module, *, lazily: bool = False) -> dict[str, Any]:
         """Return `root.state_dict()` with every tensor copied to the CPU; tied names share one copy.
@@ -129,6 +136,10 @@ class ModuleSurface:
         """Fit every module under `root`; `owned` holds the managed parameters of those that have some."""
         self._owned.update(owned)
         for module, own in owned.items():
+            modules, names, params = self._places
+            modules += [weakref.ref(module)] * len(own)
+            names += own
+            params += [managed.param for managed in own.values()]
             self.fitted.add(
                 module,
                 module._register_state_dict_hook(partial(self._on_state_dict, own)),
@@ -152,6 +163,7 @@ class ModuleSurface:
         """Undo all that `fit` did."""
         self.fitted.undo()
         self._owned.clear()
+        self._places = [], [], []
         self._given.clear()
 
     def _on_state_dict(

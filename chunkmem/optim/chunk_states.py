@@ -159,7 +159,11 @@ class ChunkStates:
 
     def _note(self, params: Iterable[ManagedParameter]) -> None:
         """Some of `params` have a state from now on, on this rank or on the one that owns them."""
-        self._anywhere.update(dict.fromkeys(m for m in params if m not in self._anywhere and self.form(m).is_there))
+        self._anywhere.update(dict.fromkeys(m for m in params if m not in self._anywhere and self._has_entry(m)))
+
+    def _has_entry(self, managed: ManagedParameter) -> bool:
+        record = self.records.get(managed)
+        return (record is not None and record.entry is not None) or self.form(managed).is_there
 
     def prepare(self, params: Iterable[ManagedParameter], *, others: Iterable[ManagedParameter] = ()) -> None:
         """Make states of zero where there are none, so that a lack of room is known before anything is updated.

@@ -27,6 +27,8 @@ class Claims:
         """Begin with no optimizer."""
         self._store = store
         self._owner: dict[ManagedParameter, weakref.ref[Owner]] = {}
+        self._has_newer = False
+        """An optimizer has taken a parameter that another one had."""
         self._states: dict[int, dict[ManagedParameter, Sequence[StateSpec]]] = {}
         """By group: what each of its parameters that has an owner needs."""
         self._specs: dict[int, tuple[StateSpec, ...]] = {}
@@ -68,7 +70,7 @@ class Claims:
         Raises:
             StateError: two optimizers would share the states of a parameter.
         """
-        for managed in params:
+        for managed in params if self._has_newer else ():
             if self._owner[managed]() is not owner:
                 raise StateError(
                     f"parameter {managed.name} was given to a newer optimizer; step that one, or make one optimizer "
@@ -102,8 +104,10 @@ class Claims:
             self._require_names(group, new)
         if any(group in self._specs and self._specs[group] != specs for group, specs in after.items()):
             before_change()
+        reference = weakref.ref(owner)
         for managed, specs in wanted.items():
-            self._owner[managed] = weakref.ref(owner)
+            self._has_newer = self._has_newer or self._owner.get(managed, reference) is not reference
+            self._owner[managed] = reference
             self._states.setdefault(managed.group, {})[managed] = specs
         for group, specs in after.items():
             self._set_states(group, specs, replaced)

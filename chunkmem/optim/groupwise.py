@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 from weakref import ref
@@ -14,7 +15,7 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.chunk_states import ChunkStates
 from chunkmem.optim.entries import Record
 from chunkmem.optim.host import OptimizerHost
-from chunkmem.optim.members import GroupMembers
+from chunkmem.optim.members import GroupMembers, Numbering
 from chunkmem.optim.pending import Clipping, PendingGradients
 from chunkmem.optim.rule import UpdateItem, UpdateRule
 from chunkmem.optim.speculative import Intent
@@ -57,10 +58,8 @@ class GroupwiseStep:
         """What was updated since the last step: inside backward, or by a `step()` that has failed."""
         self._clipping: Clipping | None = None
         """What has failed, and is to be continued."""
-        self._options_of: dict[ManagedParameter, int] = {}
-        """Which parameter group each one was in at the last step."""
-        self._numbers: dict[ManagedParameter, int] = {}
-        """Which place each one had in all of them then."""
+        self._numbering = Numbering()
+        """Of the parameters at the last step."""
 
     # Claims.
 
@@ -87,17 +86,9 @@ class GroupwiseStep:
 
     def new_begun(self, options: str) -> BegunStep:
         """Return a step that has changed nothing so far."""
-        hypers, known, number = [], list[ManagedParameter](), -1
-        known_as, lookup = self._host.registry.managed, self._host.registry.lookup
-        for index, group in enumerate(self._members.groups()):
-            hypers.append(self.rule.hyper(group))
-            for param in group["params"]:
-                number += 1
-                managed = known_as.get(id(param)) or lookup(param)
-                if managed is not None:
-                    known.append(managed)
-                    self._options_of[managed], self._numbers[managed] = index, number
-        return BegunStep(options, hypers, known)
+        self._numbering = self._members.numbering()
+        hypers = [self.rule.hyper(group) for group in self._members.groups()]
+        return BegunStep(options, hypers, self._numbering.known)
 
     def has_gradients(self, begun: BegunStep) -> bool:
         """Look up what there is to do; tell whether there is anything."""
@@ -127,9 +118,9 @@ class GroupwiseStep:
 
     def end(self) -> None:
         """The step is over, or given up."""
-        known = self._members.known() if self.begun is None else self.begun.known
-        self.begun = self._clipping = None
-        self._updater.ledger.end(known)
+        begun, self.begun, self._clipping = self.begun, None, None
+        if not self._updater.ledger.is_empty:
+            self._updater.ledger.end(self._members.known() if begun is None else begun.known)
         if self.in_backward:
             self._updater.in_backward.end_step()
 
@@ -140,15 +131,17 @@ class GroupwiseStep:
                 self._updater.gradients.use_up(set(self._members.known()))
             self.end()
 
-    def _hold(self, begun: BegunStep, *, weights: bool) -> None:
-        """Have the step be continued if it fails; with `weights`, some of which are new, nothing else is right then."""
-        self.begun, begun.is_stepping = begun, True
+    def hold(self, begun: BegunStep) -> None:
+        """A step has failed: have it be continued if some weights are new, since nothing else is right then."""
         ledger = self._updater.ledger
-        if weights and not begun.holds_weights:
-            begun.holds_weights = True
+        if begun.has_updated or ledger.half_updated:
+            self.begun, begun.is_stepping = begun, True
             ledger.begun.update(dict.fromkeys(begun.known, begun))
-        elif not weights:
-            ledger.half_scaled.update(dict.fromkeys(begun.known, "optimizer.step()"))
+
+    def _hold_gradients(self, begun: BegunStep) -> None:
+        """Have the step be continued if it fails, as some gradients are changed."""
+        self.begun, begun.is_stepping = begun, True
+        self._updater.ledger.half_scaled.update(dict.fromkeys(begun.known, "optimizer.step()"))
 
     # Gradients.
 
@@ -164,7 +157,7 @@ class GroupwiseStep:
             multiplier = self._gradients(pending).multiplier(max_norm)
             begun.multiplier, begun.overflows = None if multiplier == 1.0 else multiplier, multiplier is None
             if begun.overflows:
-                self._hold(begun, weights=False)  # the norm of some of them may be finite
+                self._hold_gradients(begun)  # the norm of some of them may be finite
         begun.is_scaled = True
 
     def _clip(self, gradients: PendingGradients, max_norm: float, begun: BegunStep | None) -> torch.Tensor:
@@ -172,7 +165,7 @@ class GroupwiseStep:
         clipping = gradients.clipping(max_norm) if self._clipping is None else self._clipping
         self._clipping = clipping
         if begun is not None and clipping.left:
-            self._hold(begun, weights=False)
+            self._hold_gradients(begun)
         elif clipping.left:
             called = dict.fromkeys(self._members.known(), "optimizer.clip_grad_norm_()")
             self._updater.ledger.half_scaled.update(called)
@@ -212,7 +205,7 @@ class GroupwiseStep:
 
     def _update(self, begun: BegunStep, left: list[ManagedParameter]) -> None:
         if not self._host.ranks.are_one:  # the others update their groups without waiting for this rank
-            self._hold(begun, weights=True)
+            begun.has_updated = True
         self.states.make(left, begun.hypers, anywhere=begun.anywhere)
         by_group: dict[int, list[ManagedParameter]] = {}
         for managed in left:
@@ -222,7 +215,7 @@ class GroupwiseStep:
         while begun.excluded:
             params, hyper = begun.excluded[0]
             if params:
-                self._hold(begun, weights=True)
+                begun.has_updated = True
                 with self._updater.ledger.updating(f"{len(params)} parameters outside of chunks"):
                     self.rule.update_excluded(params, self._state.excluded, hyper, multiplier=begun.multiplier)
             del begun.excluded[0]
@@ -231,16 +224,11 @@ class GroupwiseStep:
         """Update parameters of one chunk group, which have their states, in the order of the parameter groups."""
         found = self._items(params, begun.hypers.__getitem__)
         assert found is not None
-        try:
-            self._updater.update(group, found, self.rule, multiplier=begun.multiplier)
-        except BaseException:
-            if self._updater.ledger.half_updated:
-                self._hold(begun, weights=True)
-            raise
+        self._updater.update(group, found, self.rule, multiplier=begun.multiplier)
         done = [managed for item in found for managed in item.params]
         begun.updated.update(dict.fromkeys(done))
         if in_step:
-            self._hold(begun, weights=True)
+            begun.has_updated = True
         else:
             self._updater.ledger.begun.update(dict.fromkeys(done, begun))
         for item in found:
@@ -261,12 +249,12 @@ class GroupwiseStep:
             is_draft: the update may be thrown away.
         """
         items: dict[int, UpdateItem] = {}
-        options, numbers, records = self._options_of, self._numbers, self.states.records
+        ends, numbers, records = self._numbering.ends, self._numbering.numbers, self.states.records
         stateless = set[int]()
         for managed in params:
-            if managed not in options:
+            if managed not in numbers:
                 return None
-            index = options[managed]
+            index = bisect(ends, numbers[managed])
             if index not in items:
                 items[index] = UpdateItem(hyper_of(index), [], [], drafts=[] if is_draft else None)
                 if self.rule.is_stateless(items[index].hyper):
@@ -286,16 +274,21 @@ class GroupwiseStep:
         begun = self.begun
         if begun is None or not begun.updated:
             begun = self.begun = self.new_begun(options_in_words(self._members.groups()))
-        params = sorted(self._updater.gradients.slots.landed[group], key=self._numbers.__getitem__)
+        numbers = self._numbering.numbers
+        params = sorted(self._updater.gradients.slots.landed[group] & numbers.keys(), key=numbers.__getitem__)
         self.states.make(params, begun.hypers, anywhere=params)
-        self._update_group(group, params, begun, in_step=False)
+        try:
+            self._update_group(group, params, begun, in_step=False)
+        except BaseException:
+            self.hold(begun)
+            raise
 
     def intent(self, group: int) -> Intent | None:
         """Return what `step()` would do with a chunk group now if nothing is clipped; None if it cannot be told yet."""
         if self.in_backward:  # in place, and for good
             return None
         groups, landed = self._members.groups(), self._updater.gradients.slots.landed.get(group, ())
-        if any(self._options_of.get(managed, 0) >= len(groups) for managed in landed):  # a group was removed
+        if len(groups) < len(self._numbering.ends):  # one was removed
             return None
         items = self._items(landed, lambda index: self.rule.hyper(groups[index]), is_draft=True)
         if items is None:

@@ -98,7 +98,7 @@ class BackwardUpdates:
         """A gradient is about to land. Raises a `StateError` if its parameter was updated since the last step."""
         if self._unfinished:
             self.begin_again(managed.group)
-        if self._ledger.begun or self._ledger.half_scaled:
+        if not self._ledger.is_empty:
             self._ledger.before_gradient(managed)
         if managed in self._ledger.begun:
             raise StateError(

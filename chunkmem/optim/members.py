@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,22 @@ class Optimized(Protocol):
     """0 or less: gradients are not clipped."""
 
 
+@dataclass(frozen=True)
+class Numbering:
+    """The parameters of all parameter groups, as these were when somebody last looked."""
+
+    ids: list[int] = field(default_factory=list)
+    """Their identities, group after group."""
+    num_managed: int = 0
+    """How many parameters the manager has: an ordinary one may become managed."""
+    ends: list[int] = field(default_factory=list)
+    """By group: how many parameters it and those before it have."""
+    known: list[ManagedParameter] = field(default_factory=list)
+    """The managed ones, on whichever rank."""
+    numbers: dict[ManagedParameter, int] = field(default_factory=dict)
+    """The place of each of those among all."""
+
+
 class GroupMembers:
     """Looks up those of its parameter groups, which may change between any two calls."""
 
@@ -28,6 +46,7 @@ class GroupMembers:
         self.optimizer = optimizer
         self._host = host
         self._registry = host.registry
+        self._numbering = Numbering()
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups as they are now."""
@@ -35,13 +54,23 @@ class GroupMembers:
 
     def params(self) -> Iterator[torch.Tensor]:
         """Yield all."""
-        return (param for group in self.groups() for param in group["params"])
+        return chain.from_iterable([group["params"] for group in self.groups()])
+
+    def numbering(self) -> Numbering:
+        """Return the places that they have now: the same object as long as they are the same."""
+        ids = list(map(id, self.params()))
+        ends = list(accumulate(len(group["params"]) for group in self.groups()))
+        num_managed, last = len(self._registry.managed), self._numbering
+        if ids != last.ids or num_managed != last.num_managed or ends != last.ends:
+            found = list(map(self._registry.lookup, self.params()))
+            numbers = {managed: number for number, managed in enumerate(found) if managed is not None}
+            known = [managed for managed in found if managed is not None]
+            self._numbering = Numbering(ids, num_managed, ends, known, numbers)
+        return self._numbering
 
     def known(self) -> list[ManagedParameter]:
         """Return the managed ones, on whichever rank."""
-        managed, lookup = self._registry.managed, self._registry.lookup
-        params = [param for group in self.groups() for param in group["params"]]  # a generator takes longer
-        return [found for param in params if (found := managed.get(id(param)) or lookup(param)) is not None]
+        return self.numbering().known
 
     def owned(self, known: list[ManagedParameter]) -> list[ManagedParameter]:
         """Return those of `known` that this rank owns: over ranks, it has their states."""
@@ -67,10 +96,10 @@ class GroupMembers:
             StateError: plain PyTorch would use a gradient that is gone.
         """
         gradients = self._host.updater.gradients
-        others = [managed for managed in known if managed not in besides]
+        others = (managed for managed in known if managed not in besides)
         gradients.values.require_known(others, has_new=bool(besides))
-        landed = gradients.slots.landed
-        return [m for m in self.owned(known) if m.group in landed and m in landed[m.group]]
+        landed = set[ManagedParameter]().union(*gradients.slots.landed.values())
+        return [managed for managed in self.owned(known) if managed in landed]
 
     def by_index(self, saved: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, ManagedParameter]]:
         """Yield the managed ones with the index that each has in the parameter groups of a `state_dict`."""

@@ -184,19 +184,28 @@ class RuleOptimizer(torch.optim.Optimizer):
             if closure is None and self._saved.is_asked_for():
                 return self._saved.make_blank()
             begun = self._begin(closure)
-        with self._host.step(begun.options, updates=True, goes_on=begun.is_stepping):
-            updates.check_claims(begun.known)
-            if begun.is_stepping or updates.has_gradients(begun):
-                updates.run(begun)
-            elif begun.updated:
-                updater.ahead.end_step()
-            elif self._members.is_trainable() and not self._host.is_shared:
-                updates.end()
-                raise StateError("step() without a gradient: call manager.backward(loss) or loss.backward() before it")
-        if scaler is not None and begun.is_scaled:
-            scaler.step(overflow=begun.overflows)
+        try:
+            with self._host.step(begun.options, updates=True, goes_on=begun.is_stepping):
+                self._update(begun)
+            if scaler is not None and begun.is_scaled:
+                scaler.step(overflow=begun.overflows)
+        except BaseException:
+            updates.hold(begun)
+            raise
         updates.end()
         return begun.result
+
+    def _update(self, begun: BegunStep) -> None:
+        """Update what has a gradient. Raises what `step` does."""
+        updates = self.updates
+        updates.check_claims(begun.known)
+        if begun.is_stepping or updates.has_gradients(begun):
+            updates.run(begun)
+        elif begun.updated:
+            self._host.updater.ahead.end_step()
+        elif self._members.is_trainable() and not self._host.is_shared:
+            updates.end()
+            raise StateError("step() without a gradient: call manager.backward(loss) or loss.backward() before it")
 
     def _begin(self, closure: Callable[[], Any] | None) -> BegunStep:
         """Return a step that has changed nothing so far, or what backward has updated. Raises what `step` does."""
@@ -229,13 +238,14 @@ class RuleOptimizer(torch.optim.Optimizer):
                 first.
         """
         self._host.require_open()
-        updater, known = self._host.updater, self._members.known()
+        updater = self._host.updater
         if self.updates.begun is not None:
-            updater.ledger.require_over("zero_grad()", known)
+            updater.ledger.require_over("zero_grad()", self._members.known())
         with torch._C.DisableTorchFunctionSubclass():  # parameters are not asked for values
             super().zero_grad(set_to_none)  # with lazy gradients, zeros reach the chunks
         if set_to_none:
-            updater.gradients.discard(set(known))
+            if updater.gradients.has_any:
+                updater.gradients.discard(set(self._members.known()))
             if self._host.scaler is not None:
                 self._host.scaler.is_used = False
         self.updates.end_if_begun()

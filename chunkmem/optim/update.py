@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,15 +128,18 @@ class GroupUpdater:
         Raises:
             CapacityError: the states fit neither tier; weights and gradients are untouched.
         """
+        by_group: dict[int, list[ManagedParameter]] = {}
         for managed in params:
-            self.make_master(managed.group)
-            is_blank = managed in self._blank
-            self._blank.discard(managed)
-            for chunk in self.claims.chunks(managed.group)[2:]:
-                if chunk.id.role in roles and chunk.version == NO_CONTENT:
+            by_group.setdefault(managed.group, []).append(managed)
+        for group, members in by_group.items():
+            self.make_master(group)
+            for chunk in [chunk for chunk in self.claims.chunks(group)[2:] if chunk.id.role in roles]:
+                if chunk.version == NO_CONTENT:
                     self._begin_state(chunk)
-                elif chunk.id.role in roles and not is_blank:
-                    self._set(chunk, managed, torch.zeros((), dtype=chunk.dtype, device="cpu"))
+                elif others := [managed for managed in members if managed not in self._blank]:
+                    with self._writing(chunk) as views:
+                        torch._foreach_zero_([views[managed.position] for managed in others])
+            self._blank.difference_update(members)
 
     def complete_states(self, params: Iterable[ManagedParameter]) -> None:
         """Begin the states that another optimizer will need in the groups of `params`: an update touches all there are.
@@ -307,16 +311,28 @@ class GroupUpdater:
 
     def _set(self, chunk: Chunk, managed: ManagedParameter, value: torch.Tensor) -> None:
         self._blank.discard(managed)
+        with self._writing(chunk) as views:
+            if views:
+                copy_values(views[managed.position], value)
+
+    @contextmanager
+    def _writing(self, chunk: Chunk) -> Iterator[Sequence[torch.Tensor]]:
+        """Surround what writes to slots of `chunk`, where the newest version is; there are none if it will be rounded.
+
+        Raises:
+            StateError: the content is lost.
+        """
         self.pager.policy.before_demand()
         self.pager.notice_writes(chunk)
         tier = self.pager.in_memory(chunk, reader="loading") if chunk.newest_tier() is not None else None
-        if tier is None and chunk.can_be_rounded:
-            return  # it will be rounded from what is written to its master copy
+        if tier is None and chunk.can_be_rounded:  # from what is written to its master copy
+            yield ()
+            return
         if tier is None:
             raise lost_error("loading", chunk)
         self._store.before_change(chunk)
         with runtime_mode():
-            copy_values(self._store.views(chunk, tier)[managed.position], value)
+            yield self._store.views(chunk, tier)
         self._store.mark_written(chunk, tier)
 
     def weight(self, managed: ManagedParameter) -> torch.Tensor:

@@ -233,12 +233,15 @@ class FailsInside(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_update_that_fails_in_its_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_update_that_fails_in_its_middle(in_backward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows what it has done: only a checkpoint helps."""
     with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
         with manager.init():
             model = Blocks()
-        optimizer = chunkmem.Optimizer(FailsInside, model.parameters(), manager=manager, lr=0.1)
+        optimizer = chunkmem.Optimizer(
+            FailsInside, model.parameters(), manager=manager, lr=0.1, in_backward=in_backward
+        )
 
         def forward_backward() -> None:
             optimizer.zero_grad()
@@ -246,9 +249,9 @@ def test_an_update_that_fails_in_its_middle(tmp_path: Path, monkeypatch: pytest.
 
         manager.save(tmp_path / "saved", optimizer)
         before = {name: value.clone() for name, value in manager.state_dict().items()}
-        forward_backward()
         monkeypatch.setattr(FailsInside, "is_on", True)
         with pytest.raises(ValueError, match="of the class"):
+            forward_backward()
             optimizer.step()
         monkeypatch.setattr(FailsInside, "is_on", False)
         for call in (optimizer.step, optimizer.zero_grad, manager.state_dict, lambda: model(features(0))):

@@ -187,3 +187,121 @@ def test_writes_past_version_counters_are_noticed(precision: str) -> None:
             return twin.weights()
 
     assert_equal(trained(stays=True), trained(stays=False))
+
+
+def test_parameters_of_a_chunk_share_a_class() -> None:
+    """Python remembers where attributes of a few thousand classes are, and `.grad` of each parameter is looked up."""
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        twin = Twin(manager, Blocks)
+        twin.steps(*range(STEPS))
+        assert is_resident(twin)
+        classes: dict[int, set[type]] = {}
+        for managed in manager.runtime.registry.parameters:
+            classes.setdefault(managed.group, set()).add(type(managed.param))
+        assert {len(found) for found in classes.values()} == {1}
+
+
+IRREGULAR_STEPS = 20
+"""After which hooks are gone although no step is like another."""
+ROOMY = {"default_chunk_size": 1 << 13}
+
+
+class Experts(nn.Module):
+    """A step uses two experts, other ones each time; all are in one chunk, of `ROOMY`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(mlp() for _ in range(8))
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        for place in (self.num_calls, 3 * self.num_calls + 1):
+            x = x + self.experts[place % len(self.experts)](x)
+        return x
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    return [{"params": params[:9]}, {"params": params[9:], "lr": 3e-2}]
+
+
+def nothing(twin: Twin) -> None:
+    """The other experts are enough."""
+
+
+def move_to_another_group(twin: Twin) -> None:
+    """In the order of all parameters, none has another place."""
+    first, second = (group["params"] for group in twin.optimizer.param_groups)
+    second.insert(0, first.pop())
+
+
+def leave_one_out(twin: Twin) -> None:
+    twin.optimizer.state.pop(twin.optimizer.param_groups[1]["params"].pop(2), None)
+
+
+def exchange_two(twin: Twin) -> None:
+    first, second = (group["params"] for group in twin.optimizer.param_groups)
+    first[0], second[0] = second[0], first[0]
+
+
+def write_in_place(twin: Twin) -> None:
+    with torch.no_grad():
+        for param in twin.model.parameters():
+            param.mul_(0.9)
+
+
+def assign_data(twin: Twin) -> None:
+    """And nothing else, so that nobody has got hold of memory."""
+    for param in twin.model.parameters():
+        param.data = torch.full(param.shape, 0.1, dtype=param.dtype)
+
+
+def forget_a_state(twin: Twin) -> None:
+    """The next update begins with zeros."""
+    for param in list(twin.model.parameters())[::3]:
+        twin.optimizer.state.pop(param, None)
+
+
+BETWEEN = (nothing, move_to_another_group, leave_one_out, exchange_two, write_in_place, assign_data, forget_a_state)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("deed", BETWEEN)
+def test_what_is_done_between_steps_is_noticed(deed: Callable[[Twin], None], precision: str) -> None:
+    def left(manager: chunkmem.ChunkManager | None, *, stays: bool) -> dict[str, Any]:
+        if manager is not None and not stays:
+            manager.runtime.memory.pager.events.hears_inside.append(lambda: True)
+        twin = Twin(manager, Experts, params=two_groups)
+        twin.steps(*range(IRREGULAR_STEPS))
+        deed(twin)
+        twin.steps(*range(8))
+        assert manager is None or is_resident(twin) == stays
+        return twin.left()
+
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES, precision=precision, **ROOMY)) as manager:
+        ours = left(manager, stays=True)
+    if precision == "fp32":
+        assert_equal(ours, left(None, stays=False))
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES, precision=precision, **ROOMY)) as manager:
+        assert_equal(ours, left(manager, stays=False))
+
+
+def test_what_stands_in_for_a_weight_is_noticed() -> None:
+    """Also when another module has been deleted."""
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES, **ROOMY)) as manager:
+        twin = Twin(manager, Experts)
+        twin.steps(*range(IRREGULAR_STEPS))
+        own = twin.model.experts[1][0]._parameters
+        for _ in range(2):
+            weight = dict.__getitem__(own, "weight")
+            dict.__setitem__(own, "weight", weight.detach())
+            twin.loss(features(1)).backward()
+            with pytest.raises(chunkmem.StateError, match=r"parameter experts\.1\.0\.weight was replaced by a tensor"):
+                twin.optimizer.step()
+            dict.__setitem__(own, "weight", weight)
+            twin.optimizer.step()
+            twin.optimizer.zero_grad()
+            twin.steps(*range(4))
+            twin.model.experts[7] = nn.Identity()
+        assert is_resident(twin)
