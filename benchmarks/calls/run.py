@@ -1,7 +1,7 @@
 """How many calls of Python and C functions does a step take for each module without children, beside plain PyTorch?
 
 Counts, which do not depend on the machine or on what else runs there: `tests/cpu/test_calls.py` holds them to a limit.
-And how much processor time does a step of small modules take that all fit, in turn with plain PyTorch's?
+And how much processor time does a step of small modules take, in turn with plain PyTorch's?
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ WIDTH, NUM_LEAVES = 32, 8
 """Of a block: of its vectors, and its modules without children."""
 WARM_UP, COUNTED = 12, 4
 """Steps: after twelve, plans are final."""
+
+SHARE = 0.3
+"""Of model data that fits DEVICE, where not all does."""
 
 Step = Callable[[], object]
 
@@ -107,11 +110,12 @@ def _plain_step(build: Callable[[], nn.Module]) -> Step:
 
 def managed(num_blocks: int, *, share: float | None = None) -> Step:
     """Return a step of chunkmem; DEVICE holds this share of model data, or all of it."""
-    numel = sum(param.numel() for param in network(num_blocks).parameters())
-    return _managed_step(lambda: network(num_blocks), 1 << 30 if share is None else int(16 * numel * share))
+    return _managed_step(lambda: network(num_blocks), share)
 
 
-def _managed_step(build: Callable[[], nn.Module], cap_nbytes: int) -> Step:
+def _managed_step(build: Callable[[], nn.Module], share: float | None = None) -> Step:
+    numel = sum(param.numel() for param in build().parameters())
+    cap_nbytes = 1 << 30 if share is None else int(16 * numel * share)
     manager = chunkmem.ChunkManager(chunkmem.Config.from_dict({"memory": {"device": cap_nbytes}}))
     torch.manual_seed(0)
     with manager.init():
@@ -153,7 +157,8 @@ def times(build: Callable[[], nn.Module], rounds: int) -> dict[str, list[float]]
     """Return the processor seconds of steps, by who takes them, in turn."""
     steps = {
         "plain": _plain_step(build),
-        "chunkmem": _managed_step(build, 1 << 30),
+        "chunkmem, all fits": _managed_step(build),
+        "chunkmem, 30 %": _managed_step(build, SHARE),
         "plain again": _plain_step(build),
     }
     for _ in range(WARM_UP):
@@ -177,7 +182,7 @@ def _ratio(times_s: dict[str, list[float]], name: str) -> dict[str, float]:
 WAYS: dict[str, Callable[[int], Step]] = {
     "plain PyTorch": plain,
     "chunkmem, all fits": managed,
-    "chunkmem, 30 % of model data fits": partial(managed, share=0.3),
+    "chunkmem, 30 % of model data fits": partial(managed, share=SHARE),
     "FSDP2 by block, one rank": sharded,
 }
 
@@ -191,7 +196,7 @@ def measure(arguments: argparse.Namespace) -> Results:
     ratios = {}
     for model, build in SMALL.items():
         times_s = times(build, arguments.rounds)
-        ratios[model] = {name: _ratio(times_s, name) for name in ("chunkmem", "plain again")}
+        ratios[model] = {name: _ratio(times_s, name) for name in times_s if name != "plain"}
     return {"blocks": arguments.blocks, "torch": torch.__version__, "calls": calls, "processor_time": ratios}
 
 
@@ -203,8 +208,8 @@ def table(results: Results) -> str:
     for model, ratios in results["processor_time"].items():
         cells = [f"{each['median']:.2f} ({each['low']:.2f} – {each['high']:.2f})" for each in ratios.values()]
         shown.append(f"| {model} | {' | '.join(cells)} |")
-    second = "| all fits, one thread: processor time of a step / plain PyTorch | chunkmem | A/A |"
-    return "\n".join([head, "|---|---:|", *rows, "", second, "|---|---:|---:|", *shown])
+    second = "| one thread: processor time of a step / plain PyTorch | chunkmem, all fits | chunkmem, 30 % | A/A |"
+    return "\n".join([head, "|---|---:|", *rows, "", second, "|---|---:|---:|---:|", *shown])
 
 
 def main() -> int:

@@ -101,8 +101,7 @@ def build_runtime(origin: Origin, *, before: Runtime | None = None) -> Runtime:
         autocast=AutocastCache(compute.device.type, precision=config.precision),
         after_first_step=collect,
     )
-    hooks = modules.hooks(entry_points)
-    memory.pager.events.resident.append(hooks.stay)
+    hooks = modules.hooks(entry_points, memory.pager.events)
     built = BuiltModels(
         sharding, modules, updater, entry_points, hooks, device=compute.device, dtype=DTYPES[config.precision]
     )

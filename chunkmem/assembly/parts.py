@@ -75,6 +75,7 @@ from chunkmem.runtime.interrupts import InterruptGuard
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.shadow import ShadowBuffers
+from chunkmem.runtime.step_events import StepEvents
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import TierCaps
 from chunkmem.shard.shards import ShardStore
@@ -180,8 +181,8 @@ class Modules:
         """Raise a `StateError` if a parameter has no values yet: its model was packed with `skip_init=True`."""
         self.surface.awaited.require()
 
-    def hooks(self, calls: RootCalls) -> ModuleHooks:
-        """Make what modules are fitted with; `calls` hears of those from outside."""
+    def hooks(self, calls: RootCalls, events: StepEvents) -> ModuleHooks:
+        """Make what modules are fitted with; `calls` hears of those from outside, and `events` tell what to hear of."""
         return ModuleHooks(
             self.access,
             self.backward,
@@ -191,6 +192,7 @@ class Modules:
             turn=self.turn,
             saved=self.saved,
             calls=calls,
+            events=events,
         )
 
     def fit(
@@ -368,7 +370,7 @@ def make_modules(
         access,
         backward,
         gradients,
-        GradientHooks(gradients, backward, turn, pager.events, updates=updater.in_backward),
+        GradientHooks(gradients, backward, turn, pager.events, together=access.together, updates=updater.in_backward),
         server,
         surface,
         Borders(is_outermost=access.is_outermost),

@@ -317,7 +317,7 @@ class _Stage(TorchDispatchMode):
         added = self._modules.packer.add([module], [], _Fake())
         if not added:
             raise LayoutError("the model has no parameters, so there is nothing to train")
-        self._hooks = self._modules.hooks(self)
+        self._hooks = self._modules.hooks(self, memory.pager.events)
         self._modules.fit([module], added, self._hooks, dtype=setting.dtype)
         self._on_host = HostOperators(self._modules.packer.on_host)
         (self._packed,) = added

@@ -28,6 +28,7 @@ from torch import nn
 from chunkmem.errors import StateError
 from chunkmem.nn.begun import StepLedger
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
+from chunkmem.nn.blocks import Together
 from chunkmem.nn.frames import Frame, Referred
 from chunkmem.nn.transforms import check_transforms
 from chunkmem.nn.values import storage_id
@@ -58,6 +59,8 @@ class AccessTracker:
         """Groups that are pinned for somebody who keeps references; see [Note: References]."""
         self.resident: list[Chunk] = []
         """Pinned as they stay on DEVICE from step to step; see [Note: Resident models] in `chunkmem.nn.hooks`."""
+        self.together: dict[ManagedParameter, Together] = {}
+        """Weights of blocks: [Note: Blocks as a whole] in `chunkmem.nn.blocks`."""
         pager.holder = self
         pager.events.resident.append(self.stay)
 

@@ -184,12 +184,17 @@ class BackwardTracker:
 
         tensor.register_hook(on_gradient)
 
-    def landed(self, managed: ManagedParameter) -> None:
-        """The gradient of a parameter is complete for this backward."""
-        for call in self._waiting.pop(managed, ()):
-            if managed.group in call.open:
-                call.open[managed.group].discard(managed)
-                self._settle(call, managed.group)
+    def landed(self, *params: ManagedParameter) -> None:
+        """The gradients of parameters of one group are complete for this backward."""
+        calls = dict[BackwardCall, None]()
+        for managed in params:
+            for call in self._waiting.pop(managed, ()):
+                calls[call] = None
+        group = params[0].group
+        for call in calls:
+            if group in call.open:
+                call.open[group].difference_update(params)
+                self._settle(call, group)
         if self._left:
             self._settle_left()
 

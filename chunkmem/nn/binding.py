@@ -283,12 +283,6 @@ class ManagedParameter:
                 self.accumulator = torch.autograd.graph.get_gradient_edge(self.param).node
         return self.param._use_count() - 1 - (self.accumulator is not None)  # type: ignore[attr-defined, no-any-return]
 
-    def point(self, target: torch.Tensor, *, at: torch.Tensor) -> None:
-        """Move the parameter from `at` to `target`; one that stands elsewhere is left for `take_assigned`."""
-        if stands_at(self.param, at):
-            self.param.data = target
-            self.version = self.param._version
-
     def clear(self) -> bool:
         """Make the placeholder NaN again; tell whether it was something else."""
         blank = blank_value(self._blank)
@@ -309,6 +303,8 @@ class BoundChunk:
 
     def __init__(self, storage: ChunkStorage, *, device: torch.device) -> None:
         self.device = device
+        self.stands_at = torch.Tensor.is_set_to if device.type in ("cpu", "cuda") else stands_at
+        """`stands_at`, without asking each tensor for its device."""
         self._storage = storage
         self._slab: Slab | None = None
         self.parameters: list[ManagedParameter] = []
@@ -374,7 +370,9 @@ class BoundChunk:
                 self._lost.append(str(managed))
             if managed.view is None:
                 managed.view = torch.as_strided(flat, managed.shape, managed.stride, managed.slot.offset)
-            managed.point(managed.view, at=managed.placeholder)
+            if self.stands_at(managed.param, managed.placeholder):  # else `take_assigned` takes it up
+                managed.param.data = managed.view
+                managed.version = managed.param._version
         self.is_bound = True
 
     def detach(self) -> None:
@@ -394,7 +392,9 @@ class BoundChunk:
     def _unbind(self) -> None:
         for managed in self.parameters if self.is_bound else ():
             assert managed.view is not None
-            managed.point(managed.placeholder, at=managed.view)
+            if self.stands_at(managed.param, managed.view):
+                managed.param.data = managed.placeholder
+                managed.version = managed.param._version
         self.is_bound = False
         assert self._slab is not None
         self._slab = None
@@ -501,7 +501,7 @@ class BoundChunk:
         for managed in () if self.stays else self.parameters:
             own = managed.view if self.is_bound else managed.placeholder
             assert own is not None
-            if not stands_at(managed.param, own):
+            if not self.stands_at(managed.param, own):
                 managed.param.data = own
                 managed.version = managed.param._version
                 managed.accumulator = None  # torch has made itself another one

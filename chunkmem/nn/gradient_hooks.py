@@ -10,6 +10,7 @@ import torch
 
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.blocks import Together
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.turn import Turn
 from chunkmem.runtime.step_events import StepEvents
@@ -44,9 +45,11 @@ class GradientHooks:
         turn: Turn,
         events: StepEvents,
         *,
+        together: Mapping[ManagedParameter, Together],
         updates: UpdatesInBackward,
     ) -> None:
-        """Catch none yet; `events` tell when none need be caught."""
+        """Catch none yet; `events` tell when none need be caught, and `together` which ones land with others."""
+        self._together = together
         events.resident.append(self._pause)
         self._graph_references = backward.graph_references
         self._book = book
@@ -55,6 +58,10 @@ class GradientHooks:
         self._turn = turn
         self._handles: dict[ManagedParameter, torch.utils.hooks.RemovableHandle] = {}
         """Of the parameters whose gradients are caught."""
+        self._waiting: dict[int, list[ManagedParameter]] = {}
+        """By group, of one block: their gradients wait in `.grad` for the others, and at most until the step."""
+        self._waiting_for: object = None
+        """The block."""
 
     def watch(self, params: Iterable[ManagedParameter]) -> None:
         """Catch the gradients of those that are trainable from now on."""
@@ -80,9 +87,12 @@ class GradientHooks:
         def on_gradient(_param: torch.Tensor) -> None:
             hooks = ref()
             if hooks is not None:
+                landed = hooks._book.slots.groups[group].members[position]
+                if landed in hooks._together:
+                    hooks._wait(landed)
+                    return
                 took_turn = hooks._turn.take_in_hook()
                 try:
-                    landed = hooks._book.slots.groups[group].members[position]
                     hooks._updates.before_landing(landed)
                     hooks._book.take_final(landed)
                     hooks._backward.landed(landed)
@@ -95,3 +105,21 @@ class GradientHooks:
                         hooks._turn.give_back()
 
         self._handles[managed] = managed.param.register_post_accumulate_grad_hook(on_gradient)
+
+    def _wait(self, managed: ManagedParameter) -> None:
+        """Have a gradient wait for others of its block; see [Note: Blocks as a whole] in `chunkmem.nn.blocks`."""
+        block, num_together = self._together[managed]
+        if block is not self._waiting_for:
+            for group in list(self._waiting):  # of one block at a time there is room for gradients twice
+                self._land_together(group)
+            self._waiting_for = block
+        waiting = self._waiting.setdefault(managed.group, [])
+        waiting.append(managed)
+        if len(waiting) >= num_together:
+            self._land_together(managed.group)
+
+    def _land_together(self, group: int) -> None:
+        waiting = self._waiting.pop(group)
+        with self._turn.taken(in_hook=True):
+            self._book.take_all_final(group, waiting)
+            self._backward.landed(*waiting)

@@ -86,10 +86,7 @@ class GradientSlots:
             CapacityError: no room for the GRAD chunk on DEVICE.
             StateError: the gradient is sparse.
         """
-        if grad.layout is not torch.strided:
-            raise StateError(
-                f"parameter {managed.name} got a {grad.layout} gradient; fused AdamW takes dense ones (sparse=False)"
-            )
+        _require_dense({managed: grad})
         self.num_changes += 1
         reader = f"{managed.name} gradient"
         group = self._writable(managed.group, reader, zero=False)
@@ -108,6 +105,7 @@ class GradientSlots:
 
     def land_all(self, number: int, grads: Mapping[ManagedParameter, torch.Tensor]) -> None:
         """Put gradients of a group into their slots, replacing what has landed there. Raises what `land` does."""
+        _require_dense(grads)
         self.num_changes += 1
         group = self._writable(number, "gradients of a step", zero=False)
         if self.given:
@@ -293,3 +291,12 @@ class GradientSlots:
         """Tell whether one of `params` has a gradient, here or, after a mean over ranks, with its owner."""
         params = list(params)
         return self.any_landed(params) or not (self.given | self.anywhere).isdisjoint(params)
+
+
+def _require_dense(grads: Mapping[ManagedParameter, torch.Tensor]) -> None:
+    """Raise a `StateError` if a gradient is sparse."""
+    for managed, grad in grads.items():
+        if grad.layout is not torch.strided:
+            raise StateError(
+                f"parameter {managed.name} got a {grad.layout} gradient; fused AdamW takes dense ones (sparse=False)"
+            )

@@ -61,16 +61,39 @@ class GradientBook:
         if managed not in self.exposed:
             self._take(managed, from_autograd=True)
 
-    def _take(self, managed: ManagedParameter, *, from_autograd: bool = False) -> None:
-        """Let an ordinary tensor in `.grad`, if there is one, be the gradient.
+    def take_all_final(self, group: int, params: Iterable[ManagedParameter]) -> None:
+        """Do that for parameters of one group at once. Raises what `GradientSlots.land` does."""
+        final = dict[ManagedParameter, torch.Tensor]()
+        for managed in params:
+            if managed not in self.exposed and (found := self._ordinary(managed, from_autograd=True)) is not None:
+                final[managed] = found[0]
+        if final:
+            self.slots.land_all(group, final)
+        for managed in final:
+            self._show(managed)
 
-        One that somebody else refers to stays there: they may keep writing to it, and plain PyTorch would notice. It
-        is copied at the step.
+    def _take(self, managed: ManagedParameter, *, from_autograd: bool = False) -> None:
+        """Let an ordinary tensor in `.grad`, if there is one, be the gradient."""
+        found = self._ordinary(managed, from_autograd=from_autograd)
+        if found is None:
+            return
+        grad, is_held = found
+        self.slots.land(managed, grad, replacing=True)
+        if is_held:
+            self.values.states.pop(managed, None)
+        else:
+            self._show(managed)
+
+    def _ordinary(self, managed: ManagedParameter, *, from_autograd: bool) -> tuple[torch.Tensor, bool] | None:
+        """Return an ordinary tensor in `.grad` that is the gradient, and whether somebody else refers to it.
+
+        Such a one stays there: they may keep writing to it, and plain PyTorch would notice. It is copied at the step,
+        and is not returned before.
         """
         with torch._C.DisableTorchFunctionSubclass():
             grad = managed.param.grad
             if grad is None or isinstance(grad, LazyGradient):  # to that one autograd has added: `accumulate`
-                return
+                return None
             # What autograd has made may be a view of something of its own; it adds in place to what a user assigned.
             may_be_made_by_autograd = from_autograd and grad._version == 0
             del grad
@@ -78,15 +101,9 @@ class GradientBook:
                 sys.getrefcount(managed.param.grad) > self._unheld[1]
                 or (not may_be_made_by_autograd and _num_memory_references(managed.param) > self._unheld[2])
             )
-            if is_held and from_autograd:
-                return
             grad = managed.param.grad
         assert grad is not None
-        self.slots.land(managed, grad, replacing=True)
-        if is_held:
-            self.values.states.pop(managed, None)
-        else:
-            self._show(managed)
+        return None if is_held and from_autograd else (grad, is_held)
 
     def _show(self, managed: ManagedParameter) -> None:
         """Let `.grad` be what has landed."""
@@ -113,7 +130,8 @@ class GradientBook:
     def settle(self, params: Iterable[ManagedParameter]) -> None:
         """Make the book agree with `.grad`; see [Note: What `.grad` says]. Raises what `land` does."""
         with torch._C.DisableTorchFunctionSubclass():
-            unsettled = [managed for managed in params if self._shown_state(managed) not in _SETTLED]
+            shown, state_of = self._shown.get, self.values.states.get
+            unsettled = [m for m in params if m.param.grad is not shown(m) or state_of(m) not in _SETTLED]
         for managed in unsettled:
             grad = managed.grad
             if isinstance(grad, LazyGradient) and not grad.is_all_of(self.values.sources[managed]):
@@ -261,7 +279,7 @@ class GradientBook:
         states = self.values.states
         with torch._C.DisableTorchFunctionSubclass():
             for managed in [managed for managed in params if managed in states] if states else ():
-                if self._shown_state(managed) is None:
+                if managed.param.grad is not self._shown.get(managed) and self._shown_state(managed) is None:
                     del states[managed]
                 else:
                     states[managed] = GradientState.CONSUMED

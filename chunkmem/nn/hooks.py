@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -26,6 +27,7 @@ from chunkmem.errors import StateError
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter, trained
+from chunkmem.nn.blocks import Together, WholeBlock, blocks_of
 from chunkmem.nn.compiled import CompiledCall
 from chunkmem.nn.fitted import FittedModules, Paused
 from chunkmem.nn.frames import Frame, in_backward
@@ -36,11 +38,12 @@ from chunkmem.nn.regions import RegionActivations
 from chunkmem.nn.saved_tensors import ChunkHooks
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import tensors_in
+from chunkmem.runtime.step_events import StepEvents
 from chunkmem.shard.units import Unit, Units
 from chunkmem.types import Tier
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FittedModule:
     """What the hooks know of one module."""
 
@@ -107,6 +110,7 @@ class ModuleHooks:
         turn: Turn,
         saved: ChunkHooks,
         calls: RootCalls,
+        events: StepEvents,
     ) -> None:
         """Make hooks.
 
@@ -119,7 +123,11 @@ class ModuleHooks:
             turn: of this thread.
             saved: keeps chunk memory from a user's saved-tensor hooks.
             calls: hears of outermost calls.
+            events: tell what to hear of.
         """
+        events.resident.append(self._stay)
+        events.by_block.append(self._hear_by_block)
+        events.num_in_blocks.append(self._num_in_blocks)
         self._turn = turn
         self._access = access
         self._backward = backward
@@ -136,6 +144,12 @@ class ModuleHooks:
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._paused: WeakKeyDictionary[nn.Module, Paused] = WeakKeyDictionary()
         """Modules that nothing is heard of now; see [Note: Resident models]."""
+        self._callers: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
+        """In steps that were recorded: the modules that called each, by identity; 0: none did."""
+        self._blocks: dict[FittedModule, WholeBlock] = {}
+        """Those that are heard of as a whole."""
+        self._in_blocks: WeakKeyDictionary[nn.Module, Paused] = WeakKeyDictionary()
+        """Modules in them that nothing is heard of."""
         self.is_timed = False
         """Somebody asks for `spent_s`."""
         self.spent_s = 0.0
@@ -193,25 +207,53 @@ class ModuleHooks:
             return _SharedHook(self, ModuleHooks._enter, fitted), _SharedHook(self, ModuleHooks._leave, fitted)
         return partial(self._enter, fitted), partial(self._leave, fitted)
 
-    def stay(self, is_resident: bool) -> None:
+    def _stay(self, is_resident: bool) -> None:
         """Pause, or resume, as models are resident or not any more."""
         (self._pause if is_resident else self._resume)()
 
     def _pause(self) -> None:
         """Hear of no call inside of a model, and of no read there; see [Note: Resident models]."""
-        for module in self.fitted:
-            if module not in self._roots:
-                self._paused[module] = self.fitted.pause(module)
-                if isinstance(module._parameters, ParameterReads):
-                    vars(module)["_parameters"] = module._parameters.quiet()
+        self._hear_nothing_of(
+            (m for m in self.fitted if m not in self._roots and m not in self._in_blocks), self._paused
+        )
 
     def _resume(self) -> None:
         """Undo `_pause`."""
-        for module, paused in self._paused.items():
-            self.fitted.resume(paused)
+        self._hear_again_of(self._paused)
+
+    def _hear_nothing_of(self, modules: Iterable[nn.Module], paused: MutableMapping[nn.Module, Paused]) -> None:
+        for module in modules:
+            paused[module] = self.fitted.pause(module)
+            if isinstance(module._parameters, ParameterReads):
+                vars(module)["_parameters"] = module._parameters.quiet()
+
+    def _hear_again_of(self, paused: MutableMapping[nn.Module, Paused]) -> None:
+        for module, hooks in paused.items():
+            self.fitted.resume(hooks)
             if isinstance(module._parameters, QuietReads):
                 vars(module)["_parameters"] = module._parameters.reporting()
-        self._paused.clear()
+        paused.clear()
+
+    def _hear_by_block(self, is_on: bool) -> None:
+        """Hear of blocks as a whole, or of each module in them again; see [Note: Blocks as a whole]."""
+        self._hear_again_of(self._in_blocks)
+        self._blocks.clear()
+        self._access.together.clear()
+        if is_on:
+            for block in self._find_blocks():
+                self._blocks[self._about[block.module]] = block
+                num_together = Counter(managed.group for managed in block.parameters)
+                for managed in block.parameters:
+                    self._access.together[managed] = Together(block, num_together[managed.group])
+                self._hear_nothing_of((m for m in block.inside if m not in self._in_blocks), self._in_blocks)
+
+    def _num_in_blocks(self) -> int:
+        """Return how many modules nothing would be heard of, if blocks were heard of as a whole."""
+        return len({id(module) for block in self._find_blocks() for module in block.inside})
+
+    def _find_blocks(self) -> list[WholeBlock]:
+        found = (block for root in self._roots for block in blocks_of(root, self._about, self._callers))
+        return [block for block in found if self._roots.isdisjoint(block.inside)]
 
     def enclose(self, unit: nn.Module, call: CompiledCall) -> None:
         """Have a compiled call read all that its module may, and no module inside of it; see `CompiledModules`.
@@ -243,6 +285,10 @@ class ModuleHooks:
         for module in self.fitted:
             if isinstance(module._parameters, ParameterReads):
                 vars(module)["_parameters"] = dict(module._parameters)
+        self._paused.clear()
+        self._in_blocks.clear()
+        self._blocks.clear()
+        self._access.together.clear()
         self.fitted.undo()
         self._about.clear()
         self._roots.clear()
@@ -282,7 +328,8 @@ class ModuleHooks:
         if fitted.unit is not None:
             self._enter_unit(fitted.unit, frame)
         self._saved.replace()
-        access.push(frame, fitted.unseen)
+        block = self._blocks.get(fitted)
+        access.push(frame, fitted.unseen if block is None else block.parameters)
         if fitted.region is not None and not recomputing:
             come_to = None if fitted.unit is None else partial(self._units.come_to, fitted.unit)
             self._regions.enter(fitted.name, fitted.region, module, args, kwargs, start=start, come_to=come_to)
@@ -326,8 +373,11 @@ class ModuleHooks:
                 self._access.references(frame, handed={})
             if frame.opened is not None and not frame.opened.is_read:
                 self._backward.watch_unit(frame.opened, result)
-            if not frame.recomputing and self._regions.now() > 0:  # of a recorded step
-                self._note_backward(frame.name, frame.first_node, result)
+            if self._regions.now() > 0:  # of a recorded step
+                caller = self._access.stack[-1].module if self._access.stack else None
+                self._callers.setdefault(module, set()).add(0 if caller is None else id(caller))
+                if not frame.recomputing:
+                    self._note_backward(frame.name, frame.first_node, result)
         finally:
             try:
                 # Only now: until then, hooks tell where tensors of this call are saved.

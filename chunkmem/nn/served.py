@@ -182,6 +182,9 @@ class ParameterServer:
             return [result for part, options in parts for result in self.call(func, part, options) or ()] or None
         with self._turn.taken():
             if self._access.stack:
+                if not self._access.together.keys().isdisjoint(parameters):
+                    for note in self._pager.events.read_in_part:
+                        note()
                 for managed in parameters:
                     self._access.read(self._access.stack[-1], managed)
                 self._saved.replace()

@@ -71,6 +71,9 @@ class Pager:
         self.speculative: SpeculativeUpdates = speculative or NoSpeculativeUpdates()
         self.events = StepEvents()
         """Who is told what happens in a step."""
+        self._is_by_block = False
+        """More is pinned at once than has to be: [Note: Blocks as a whole] in `chunkmem.nn.blocks`."""
+        self.events.by_block.append(self._hear_by_block)
         store.on_copy = lambda *copy: self.policy.copied(*copy)
         self._clock = 0
 
@@ -153,7 +156,7 @@ class Pager:
         if replica.pins == 1:
             pinned = self.pinned_nbytes[tier] = self.pinned_nbytes[tier] + chunk.nbytes
             if pinned > self.required_nbytes[tier] and not elastic:
-                self.required_nbytes[tier] = pinned
+                self._note_required(tier, pinned)
 
     def hold_empty(self, chunk: Chunk, tier: Tier, reader: object) -> None:
         """Like `pin`, for a chunk whose content is about to be made again.
@@ -429,8 +432,11 @@ class Pager:
         notice_writes(chunk, self.store, self.policy, is_held=chunk in self.held, is_outside=is_outside)
 
     def _note_required(self, tier: Tier, nbytes: int) -> None:
-        if nbytes > self.required_nbytes[tier]:
+        if nbytes > self.required_nbytes[tier] and not self._is_by_block:
             self.required_nbytes[tier] = nbytes
+
+    def _hear_by_block(self, is_on: bool) -> None:
+        self._is_by_block = is_on
 
     def _bring(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> Replica:
         self._require_open(reader)

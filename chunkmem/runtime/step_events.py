@@ -32,5 +32,11 @@ class StepEvents:
     """Tells whether somebody has to hear of calls inside of models, and of gradients: [Note: Resident models]."""
     resident: list[Callable[[bool], object]] = field(default_factory=list)
     """All chunks are on DEVICE, and stay there (True), or may leave it again: [Note: Resident models]."""
+    by_block: list[Callable[[bool], object]] = field(default_factory=list)
+    """Blocks are heard of as a whole from now on (True), or module by module: [Note: Blocks as a whole]."""
+    num_in_blocks: list[Callable[[], int]] = field(default_factory=list)
+    """Returns how many modules are in blocks that can be heard of as a whole."""
+    read_in_part: list[Callable[[], object]] = field(default_factory=list)
+    """Inside of models, a weight of a block that is heard of as a whole was read outside of the block's own calls."""
     compiled: list[Callable[[], object]] = field(default_factory=list)
     """A module of a packed model is about to be compiled: steps read weights in another order from then on."""

@@ -136,6 +136,11 @@ class CachedPlan:
             self._predicted = plan, trace, simulate(plan, trace)
         return self._predicted[2]
 
+    @property
+    def is_by_block(self) -> bool:
+        """Steps like this one hear of blocks as a whole: [Note: Blocks as a whole] in `chunkmem.nn.blocks`."""
+        return self.trace is not None and self.trace.by_block
+
     def fits(self, chunks: Mapping[ChunkId, Chunk]) -> bool:
         """Tell whether steps like this one move none of all these chunks, which are on DEVICE.
 

@@ -24,12 +24,12 @@ from chunkmem.runtime.policy import BetweenSteps, OnDemand
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.steps.cached_plan import CachedPlan
+from chunkmem.steps.hearing import BlockSteps, Residence
 from chunkmem.steps.iteration_end import IterationEnd
 from chunkmem.steps.known import Iteration, KnownSteps
 from chunkmem.steps.plan_cache import Key
 from chunkmem.steps.plan_log import LOG
 from chunkmem.steps.region_choice import RegionChoices, Regions
-from chunkmem.steps.residence import Residence
 from chunkmem.steps.timelines import LastTimelines
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.tracing.recorder import Recorder
@@ -92,6 +92,7 @@ class StepController:
         """Training steps are like those to come."""
         self._regions = regions
         self.residence = Residence(pager, is_model=is_model)
+        self._blocks = BlockSteps(pager.events, machine=machine)
         self._iteration_end = IterationEnd(pending=self._pending, num_backwards=num_backwards, is_lone=is_lone)
         self.timelines = LastTimelines(tiers, pager.store)
         events = pager.events
@@ -225,6 +226,7 @@ class StepController:
     def forget(self) -> None:
         """There is more to manage than was recorded: record again."""
         self.residence.leave()
+        self._blocks.hear(self.now.key, by_block=False)
         self.now.recorder, self.known.trained = None, b""
         self._stop_watch()
         for kinds in self.known.kinds.values():
@@ -252,13 +254,19 @@ class StepController:
     def _begin_iteration(self, mode: Mode, root: int) -> None:
         kinds = self.known.kinds[mode]
         self.now.key = key = self.known.key_of(root, mode)
+        self._blocks.begin(key, kinds)
         is_recorded = (self.may_record or mode is Mode.EVAL) and kinds.wants_record(key)
         entry = None if is_recorded else kinds.choose(key)
+        if entry is not None and entry.is_by_block and entry.prepare(has_alternative=True) is None:
+            kinds.hear_by_block(key, False)
+            entry, is_recorded = None, True
         staying = None if is_recorded else self.residence.of(key, kinds, entry)
         if staying is None:
             self.residence.leave()
         else:
             entry = None
+        if staying is None:
+            self._blocks.hear(key, by_block=kinds.by_block.get(key, False) if entry is None else entry.is_by_block)
         for other in self.known.kinds.values():
             other.stop(besides=entry)
         plan_executor = None if entry is None else entry.prepare()
@@ -317,7 +325,11 @@ class StepController:
                 raise TraceError("other gradients wait for their step at its end than did at its beginning")
             return self._trace_of(recorder)
 
-        self.known.kinds[recorder.mode].recorded(self.now.key, trace)
+        kinds = self.known.kinds[recorder.mode]
+        kinds.recorded(self.now.key, trace)
+        entry = kinds.of(self.now.key)
+        if self._is_lone and entry is not None and entry.trace is not None:
+            self._blocks.decide(self.now.key, kinds, entry.trace)
 
     @property
     def is_choosing_regions(self) -> bool:
@@ -372,6 +384,7 @@ class StepController:
             take_peaks=watch.take_peaks,
             sampling_interval_s=lambda: watch.sampling_interval_s,
             left_nbytes=watch.left_nbytes,
+            by_block=self._blocks.is_on,
         )
         self.now.step_log, self.now.entry, self.now.plan_executor = self.now.recorder.step_log, None, None
         self._leave_plans()

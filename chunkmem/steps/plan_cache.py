@@ -104,6 +104,8 @@ class PlanCache:
         """Of the last steps."""
         self._has_warned = False
         self._needs_plans = True
+        self.by_block: dict[Key, bool] = {}
+        """Of keys that it was decided for: steps with this key hear of blocks as a whole."""
 
     def stop(self, *, besides: CachedPlan | None = None) -> None:
         """Follow no other plan any further, until the next iteration begins."""
@@ -140,6 +142,18 @@ class PlanCache:
     def record(self, key: Key) -> None:
         """The next step with this key is to be recorded, unless something is known of it."""
         self._unknown.append(key)
+
+    def is_by_block(self, key: Key) -> bool:
+        """Tell whether steps with this key hear of blocks as a whole, as was decided, or as a trace of them has it."""
+        return self.by_block.get(key, any(entry.is_by_block for entry in self._known(key)))
+
+    def hear_by_block(self, key: Key, is_on: bool) -> None:
+        """Record steps with this key again, with blocks as a whole or module by module, and so from then on.
+
+        What is known of them is kept until then.
+        """
+        self.by_block[key] = is_on
+        self.record(key)
 
     # Before a step.
 
@@ -189,7 +203,8 @@ class PlanCache:
             left_out: how many moments of `entry` it would leave out; None: they do not fit it.
         """
         best, fewest = None, left_out
-        for other in self._known(self._of[entry]):
+        of = [other for other in self._known(self._of[entry]) if other.is_by_block is entry.is_by_block]
+        for other in of:
             number = None if other is entry else other.num_left_out(came)
             if number is not None and (fewest is None or number < fewest):
                 best, fewest = other, number
@@ -210,6 +225,8 @@ class PlanCache:
         self._num_failed, self._tries = 0, max(0, self._tries - 1)
         for entry in reversed(list(self._known(key)) if self._is_lone else []):
             assert entry.trace is not None
+            if entry.is_by_block is not trace.by_block:
+                continue
             merged = merge(entry.trace, trace)
             if merged is None or (merged.is_longer and not entry.take_if_planned(merged.trace)):
                 continue
@@ -225,6 +242,7 @@ class PlanCache:
         self._tries = self._num_alike = 0
         if not self._is_lone:  # the ranks exchange the same in each step of a kind
             self.drop(key)
+        self._drop_other_than(trace, key)
         entry = self._make_entry()
         entry.take(trace)
         self._of[entry] = key
@@ -234,8 +252,15 @@ class PlanCache:
 
     def drop(self, key: Key) -> None:
         """Forget what steps with this key do: from now on they do something else."""
+        self.by_block.pop(key, None)
         for entry in list(self._known(key)):
             self._let_go(entry)
+
+    def _drop_other_than(self, trace: Trace, key: Key) -> None:
+        """Forget what steps with this key did before blocks were heard of as they are now."""
+        for entry, other in list(self._of.items()):
+            if other == key and entry.is_by_block is not trace.by_block:
+                self._let_go(entry)
 
     def _let_go(self, entry: CachedPlan) -> None:
         entry.stop()
@@ -311,4 +336,7 @@ class PlanCache:
 
     def _known(self, key: Key | None) -> Iterator[CachedPlan]:
         """Return those that steps with this key may be like, the least recently used first."""
-        return (entry for entry, other in self._of.items() if other is None or key is None or other == key)
+        found = (entry for entry, other in self._of.items() if other is None or key is None or other == key)
+        if key is None or key not in self.by_block:
+            return found
+        return (entry for entry in found if entry.is_by_block is self.by_block[key])

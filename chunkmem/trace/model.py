@@ -143,7 +143,7 @@ class Trace(
     error=TraceError,
     again="record it again",
     tables=("chunks", "labels"),
-    optional=("regions", "before_s", "update_form"),
+    optional=("regions", "before_s", "update_form", "by_block"),
 ):
     """The moments of one step, which is the body of a loop: after the last comes the first again."""
 
@@ -163,6 +163,8 @@ class Trace(
     """Computed before the first moment: by the first modules, before they read a parameter."""
     update_form: UpdateForm = UpdateForm.FP32
     """What most updates pass over."""
+    by_block: bool = False
+    """Blocks were heard of as a whole: [Note: Blocks as a whole] in `chunkmem.nn.blocks`."""
 
     def __post_init__(self) -> None:
         held: set[ChunkId] = set()

@@ -27,6 +27,7 @@ class Recorder(LoggedPolicy):
         take_peaks: Callable[[], tuple[int, int]],
         sampling_interval_s: Callable[[], float] = lambda: 0.0,
         left_nbytes: Callable[[], int] = lambda: 0,
+        by_block: bool = False,
     ) -> None:
         """Begin a record.
 
@@ -39,10 +40,12 @@ class Recorder(LoggedPolicy):
             left_nbytes: returns the bytes of non-model data that the step has left behind, such as states of parameters
                 outside chunks, or outputs that are kept; asked when the step is over. Later steps have them from their
                 first moment on.
+            by_block: blocks are heard of as a whole.
         """
         self.mode = mode
         self.step_log = StepLog(clock)
         self._take_peaks = take_peaks
+        self._by_block = by_block
         self._ask_interval_s = sampling_interval_s
         self._sampling_interval_s = 0.0
         self._ask_left_nbytes = left_nbytes
@@ -118,6 +121,7 @@ class Recorder(LoggedPolicy):
             tuple(regions),
             before_s,
             _update_form([chunks[key] for key in wanted]),
+            self._by_block,
         )
         return as_loop(trace)
 

@@ -168,8 +168,9 @@ def same(
 ) -> int:
     """Assert that a scenario returns, and leaves, the same in plain PyTorch, with ample room, and at the smallest cap.
 
-    Of three scenarios one, and of all in a full run each, has ample room once more, without hooks as soon as that can
-    be: see [Note: Resident models] in `chunkmem.nn.hooks`. Returns the smallest cap, in bytes.
+    Of three scenarios one, and of all in a full run each, has ample room twice more: without hooks as soon as that can
+    be, see [Note: Resident models] in `chunkmem.nn.hooks`, and with [Note: Blocks as a whole] in `chunkmem.nn.blocks`.
+    Returns the smallest cap, in bytes.
     """
     plain = twin(None, build, **options)
     expected = copied(scenario(plain)), plain.left()
@@ -187,6 +188,8 @@ def same(
     if "TESTS_ARE_FULL" in os.environ or zlib.crc32(scenario.__qualname__.encode()) % 3 == 0:
         with resident_at_once():
             required_at(AMPLE_NBYTES)
+        with by_block():
+            required_at(AMPLE_NBYTES)
     return required_nbytes
 
 
@@ -195,6 +198,16 @@ def never_resident() -> Iterator[None]:
     """Inside, models keep their hooks though all fits: for tests of what happens in those."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("chunkmem.steps.cached_plan.CachedPlan.fits", lambda *_: False)
+        yield
+
+
+@contextmanager
+def by_block(chunk_numel: int = 4 * CHUNK_NUMEL) -> Iterator[None]:
+    """Inside, blocks are heard of as a whole from the second step on, however small; some have chunks of their own."""
+    with pytest.MonkeyPatch.context() as patch, never_resident():
+        patch.setattr("tests.helpers.twins.CHUNK_NUMEL", chunk_numel)
+        patch.setattr("chunkmem.steps.hearing.WORTH", 1)
+        patch.setattr("chunkmem.steps.hearing.has_room", lambda *_: True)
         yield
 
 

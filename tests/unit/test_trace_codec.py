@@ -433,7 +433,8 @@ def test_a_message_is_one_line_whatever_is_in_labels_and_paths(tmp_path: Path) -
             ("lanes",),
             [],
             "this has a key 'lanes', which no chunkmem trace has; allowed: format, version, chunks, labels, mode, "
-            "layout, chunk_nbytes, moments, sampling_interval_s, remote_groups, regions, before_s, update_form",
+            "layout, chunk_nbytes, moments, sampling_interval_s, remote_groups, regions, before_s, update_form, "
+            "by_block",
         ),
         (
             ("sampling_interval_s",),

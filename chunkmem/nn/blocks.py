@@ -1,0 +1,129 @@
+"""Blocks whose weights lie in a chunk or two: they are heard of as a whole.
+
+[Note: Blocks as a whole] Where a plan is followed and memory is not short, a block of many small modules is one call,
+and not one for each module in it, if all its weights are in one chunk, or in two: they come and go together anyway.
+They are pinned and open from its beginning to its end, and no module inside of it has hooks or reports reads. In
+backward their gradients wait in `.grad` until all of a chunk are there, and land in one copy:
+
+    module by module   | norm | q | k | v | attention | out |     a pin, and a read of each weight, for each
+    as a whole         | block                            |       one pin
+    backward           .grad of out, v, k, q, norm, then one copy into the GRAD chunk
+
+The chunk is on DEVICE for longer than its reads are, and gradients are there twice for a while, so a plan by blocks
+needs more room. The smallest caps are served module by module, as is all that is not known yet: the first step, calls
+of modules from outside of their blocks, and what has missed its plans.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import nn
+
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.parameter_reads import ParameterReads
+from chunkmem.types import Tier
+
+
+class Fitted(Protocol):
+    """What is known of a module that was fitted."""
+
+    @property
+    def own(self) -> tuple[ManagedParameter, ...]:
+        """Managed parameters registered on it."""
+        ...
+
+    @property
+    def region(self) -> str | None:
+        """The policy for what autograd saves in its calls; None: it is no region."""
+        ...
+
+    @property
+    def tier(self) -> Tier:
+        """Where it computes."""
+        ...
+
+
+_MOST_CHUNKS = 2
+"""That the weights of a block are in."""
+_MOST_NUMEL = 1 << 20
+"""Weights a module, on average: larger ones compute for longer than it takes to hear of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class WholeBlock:
+    """A module that is heard of as a whole."""
+
+    module: nn.Module
+    parameters: tuple[ManagedParameter, ...]
+    inside: tuple[nn.Module, ...]
+    """The modules in it, without itself."""
+
+
+class Together(NamedTuple):
+    """Of a weight that a block reads together with all its others."""
+
+    block: object
+    num_in_group: int
+    """Weights of the block in the same group, whose gradients land together."""
+
+
+def blocks_of(
+    root: nn.Module, about: Mapping[nn.Module, Fitted], callers: Mapping[nn.Module, Collection[int]]
+) -> list[WholeBlock]:
+    """Return the outermost modules under a root that can be heard of as a whole.
+
+    Args:
+        root: a model that was packed.
+        about: its fitted modules; others in it hear of nothing anyway.
+        callers: by module, the identities of those that have called it; 0: none, it was called from outside.
+    """
+    num_parents = Counter(id(child) for module in root.modules() for child in module.children())
+
+    def find(module: nn.Module) -> Iterator[WholeBlock]:
+        block = _block(module, about, callers, num_parents)
+        if block is not None:
+            yield block
+        else:
+            for child in module.children():
+                yield from find(child)
+
+    return list(find(root))
+
+
+def _block(
+    module: nn.Module,
+    about: Mapping[nn.Module, Fitted],
+    callers: Mapping[nn.Module, Collection[int]],
+    num_parents: Mapping[int, int],
+) -> WholeBlock | None:
+    """Return a module as a block; None if it has to be heard of module by module, or has only one with weights."""
+    modules = list(module.modules())
+    known = [about[each] for each in modules if each in about]
+    parameters = tuple(dict.fromkeys(managed for fitted in known for managed in fitted.own))
+    num_readers = sum(bool(fitted.own) for fitted in known)
+    if module not in about or num_readers < 2:
+        return None
+    num_chunks = len({managed.group for managed in parameters})
+    is_small = sum(managed.param.numel() for managed in parameters) <= _MOST_NUMEL * num_readers
+    if num_chunks > _MOST_CHUNKS or not is_small or not all(managed.requires_grad for managed in parameters):
+        return None
+    members = {id(each) for each in modules}
+    for each in modules:
+        fitted = about.get(each)
+        if fitted is not None and fitted.tier is not Tier.DEVICE:
+            return None
+        if each is module:
+            continue
+        if fitted is not None and fitted.region is not None:
+            return None
+        has_weights = fitted is not None and bool(fitted.own)
+        is_only_here = num_parents[id(each)] <= sum(each is child for parent in modules for child in parent.children())
+        if has_weights and not (isinstance(each._parameters, ParameterReads) and is_only_here):
+            return None
+        if next(each.parameters(), None) is not None and not members.issuperset(callers.get(each, ())):
+            return None
+    return WholeBlock(module, parameters, tuple(modules[1:]))
