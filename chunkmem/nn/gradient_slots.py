@@ -103,11 +103,11 @@ class GradientSlots:
                 landed.add(managed)
         self._has_landed(group, managed.group)
 
-    def land_all(self, number: int, grads: Mapping[ManagedParameter, torch.Tensor]) -> None:
+    def land_all(self, number: int, grads: Mapping[ManagedParameter, torch.Tensor], *, reader: str) -> None:
         """Put gradients of a group into their slots, replacing what has landed there. Raises what `land` does."""
         _require_dense(grads)
         self.num_changes += 1
-        group = self._writable(number, "gradients of a step", zero=False)
+        group = self._writable(number, reader, zero=False)
         if self.given:
             self.withdraw(grads)
         views = self._pager.store.views(group.chunk, group.chunk.compute_tier)

@@ -68,7 +68,7 @@ class GradientBook:
             if managed not in self.exposed and (found := self._ordinary(managed, from_autograd=True)) is not None:
                 final[managed] = found[0]
         if final:
-            self.slots.land_all(group, final)
+            self.slots.land_all(group, final, reader="gradients of a block")
         for managed in final:
             self._show(managed)
 
@@ -167,7 +167,7 @@ class GradientBook:
             if [grad for grad in left.values() if grad.layout is not torch.strided]:
                 left = {}
             if left:
-                self.slots.land_all(number, left)
+                self.slots.land_all(number, left, reader="gradients of a step")
             for managed in left if states else ():
                 states.pop(managed, None)
             rest += [managed for managed in (*shown, *self.slots.landed.get(number, ())) if managed not in left]
