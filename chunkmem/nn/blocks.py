@@ -10,8 +10,8 @@ backward their gradients wait in `.grad` until all of a chunk are there, and lan
     backward           .grad of out, v, k, q, norm, then one copy into the GRAD chunk
 
 The chunk is on DEVICE for longer than its reads are, and gradients are there twice for a while, so a plan by blocks
-needs more room. The smallest caps are served module by module, as is all that is not known yet: the first step, calls
-of modules from outside of their blocks, and what has missed its plans.
+needs more room. The smallest caps are served module by module, and so are the first step of a kind, and kinds in which
+others call modules of a block.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Together(NamedTuple):
     """Of a weight that a block reads together with all its others."""
 
     block: object
+    """The same for all weights of the block, and for no others."""
     num_in_group: int
     """Weights of the block in the same group, whose gradients land together."""
 
@@ -112,6 +113,7 @@ def _block(
     if num_chunks > _MOST_CHUNKS or not is_small or not all(managed.requires_grad for managed in parameters):
         return None
     members = {id(each) for each in modules}
+    num_parents_here = Counter(id(child) for parent in modules for child in parent.children())
     for each in modules:
         fitted = about.get(each)
         if fitted is not None and fitted.tier is not Tier.DEVICE:
@@ -120,8 +122,8 @@ def _block(
             continue
         if fitted is not None and fitted.region is not None:
             return None
-        has_weights = fitted is not None and bool(fitted.own)
-        is_only_here = num_parents[id(each)] <= sum(each is child for parent in modules for child in parent.children())
+        has_weights = fitted is not None and fitted.own
+        is_only_here = num_parents[id(each)] <= num_parents_here[id(each)]
         if has_weights and not (isinstance(each._parameters, ParameterReads) and is_only_here):
             return None
         if next(each.parameters(), None) is not None and not members.issuperset(callers.get(each, ())):

@@ -213,9 +213,7 @@ class ModuleHooks:
 
     def _pause(self) -> None:
         """Hear of no call inside of a model, and of no read there; see [Note: Resident models]."""
-        self._hear_nothing_of(
-            (m for m in self.fitted if m not in self._roots and m not in self._in_blocks), self._paused
-        )
+        self._hear_nothing_of((module for module in self.fitted if module not in self._roots), self._paused)
 
     def _resume(self) -> None:
         """Undo `_pause`."""
@@ -223,6 +221,8 @@ class ModuleHooks:
 
     def _hear_nothing_of(self, modules: Iterable[nn.Module], paused: MutableMapping[nn.Module, Paused]) -> None:
         for module in modules:
+            if module in self._in_blocks or module not in self.fitted:
+                continue
             paused[module] = self.fitted.pause(module)
             if isinstance(module._parameters, ParameterReads):
                 vars(module)["_parameters"] = module._parameters.quiet()
@@ -242,14 +242,14 @@ class ModuleHooks:
         if is_on:
             for block in self._find_blocks():
                 self._blocks[self._about[block.module]] = block
-                num_together = Counter(managed.group for managed in block.parameters)
+                token, num_together = object(), Counter(managed.group for managed in block.parameters)
                 for managed in block.parameters:
-                    self._access.together[managed] = Together(block, num_together[managed.group])
-                self._hear_nothing_of((m for m in block.inside if m not in self._in_blocks), self._in_blocks)
+                    self._access.together[managed] = Together(token, num_together[managed.group])
+                self._hear_nothing_of(block.inside, self._in_blocks)
 
     def _num_in_blocks(self) -> int:
         """Return how many modules nothing would be heard of, if blocks were heard of as a whole."""
-        return len({id(module) for block in self._find_blocks() for module in block.inside})
+        return sum(len(block.inside) for block in self._find_blocks())
 
     def _find_blocks(self) -> list[WholeBlock]:
         found = (block for root in self._roots for block in blocks_of(root, self._about, self._callers))
@@ -282,13 +282,11 @@ class ModuleHooks:
 
     def unfit(self) -> None:
         """Undo all that `fit` and `fit_outermost` did: calls and lookups are heard of no more."""
+        self._hear_by_block(False)
         for module in self.fitted:
             if isinstance(module._parameters, ParameterReads):
                 vars(module)["_parameters"] = dict(module._parameters)
         self._paused.clear()
-        self._in_blocks.clear()
-        self._blocks.clear()
-        self._access.together.clear()
         self.fitted.undo()
         self._about.clear()
         self._roots.clear()

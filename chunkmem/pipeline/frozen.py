@@ -38,7 +38,10 @@ class FrozenBlocks:
         return 0
 
     def read(self, number: int, device: torch.device) -> torch.Tensor:
-        """Return what the first block that runs for a micro-batch is given. Raises a TierIOError if DISK failed."""
+        """Return what the first block that runs for a micro-batch is given. Raises a TierIOError if DISK failed.
+
+        Not called where that is the first of all.
+        """
         raise NotImplementedError
 
     def running(self, at: int, given: Any) -> AbstractContextManager[None]:

@@ -80,14 +80,17 @@ class BlockSteps:
         """Of the steps whose blocks are heard of as a whole; None: none are."""
         self._is_used = False
         """Steps of some kind have been heard of so."""
-        self._has_failed = False
-        """In the last step blocks should not have been heard of as a whole."""
+        self._running: list[tuple[Key, PlanCache]] = []
+        """The kind of the step that runs, or ran last, if there was one."""
+        self._failed: list[tuple[Key, PlanCache]] = []
+        """The same if blocks should not have been heard of as a whole in it."""
         events.failed.append(self.fail)
         events.read_in_part.append(self.fail)
 
     def fail(self) -> None:
         """In the step that runs an access has failed, or modules of a block were called by others."""
-        self._has_failed = self._has_failed or self.is_on
+        if self.is_on:
+            self._failed = self._running
 
     @property
     def is_on(self) -> bool:
@@ -113,9 +116,11 @@ class BlockSteps:
 
     def begin(self, key: Key, kinds: PlanCache) -> None:
         """A step begins: go back to module by module where blocks as a whole have failed, or others hear inside."""
-        if (self._has_failed or not self._may) and kinds.is_by_block(key):
-            kinds.hear_by_block(key, False)
-        self._has_failed = False
+        begun = [(key, kinds)]
+        for failed, of in self._failed if self._may else self._failed + begun:
+            if of.is_by_block(failed):
+                of.hear_by_block(failed, False)
+        self._running, self._failed = begun, []
 
     def hear(self, key: Key, *, by_block: bool) -> None:
         """Have the step that begins heard of by blocks, or module by module."""

@@ -203,8 +203,7 @@ class PlanCache:
             left_out: how many moments of `entry` it would leave out; None: they do not fit it.
         """
         best, fewest = None, left_out
-        of = [other for other in self._known(self._of[entry]) if other.is_by_block is entry.is_by_block]
-        for other in of:
+        for other in self._known(self._of[entry]):
             number = None if other is entry else other.num_left_out(came)
             if number is not None and (fewest is None or number < fewest):
                 best, fewest = other, number

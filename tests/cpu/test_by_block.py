@@ -18,7 +18,8 @@ from torch.nn import functional as F
 import chunkmem
 from chunkmem.errors import CapacityError
 from chunkmem.runtime.pager import Pager
-from chunkmem.trace.model import Trace
+from chunkmem.steps.cached_plan import CachedPlan
+from chunkmem.trace.model import Mode, Trace
 from chunkmem.types import Role
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.twins import WIDTH, Twin, assert_equal, config, cpu_only, features, resident_at_once
@@ -168,6 +169,41 @@ def test_modules_that_others_call_are_heard_of_again() -> None:
         assert_as_predicted(ours.manager)
 
 
+def test_evaluations_that_call_modules_of_blocks_are_another_kind() -> None:
+    """They are heard of module by module, and training goes on by block."""
+    with both() as (plain, ours):
+
+        def evaluate_both(*, directly: bool) -> None:
+            for twin in (plain, ours):
+                twin.model.directly = directly
+                with torch.no_grad():
+                    twin.model(features(3))
+                twin.model.directly = False
+                twin.steps(4)
+
+        for directly in (False, False, False, True, True):
+            evaluate_both(directly=directly)
+        by_block = {
+            mode: set(kinds.by_block.values()) for mode, kinds in ours.manager.runtime.controller.known.kinds.items()
+        }
+        assert by_block == {Mode.TRAIN: {True}, Mode.EVAL: {False}}
+
+
+def test_a_plan_by_block_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the step after the recorded one is recorded again, module by module."""
+    make = CachedPlan._make_planner
+
+    def short(self: CachedPlan, trace: Trace) -> Any:
+        if trace.by_block:
+            raise CapacityError("by block", needed_nbytes=2, cap_nbytes=1)
+        return make(self, trace)
+
+    monkeypatch.setattr(CachedPlan, "_make_planner", short)
+    with both(steps=5) as (_, ours):
+        assert not is_by_block(ours)
+        assert_as_predicted(ours.manager)
+
+
 def test_modules_that_others_have_called_are_in_no_block() -> None:
     with both(steps=0) as (plain, ours):
         for twin in (plain, ours):
@@ -250,6 +286,14 @@ def freeze_a_weight(twin: Any) -> None:
     twin.model.blocks[2].k.weight.requires_grad_(False)
 
 
+def add_a_module(twin: Any) -> None:
+    """It is not managed; and other blocks are to be found, as other weights are trained."""
+    twin.model.blocks[3].extra = nn.Identity()
+    twin.model.blocks[2].k.bias.requires_grad_(False)
+    twin.steps(15, 16, 17)
+    twin.model.blocks[2].k.bias.requires_grad_(True)
+
+
 def compile_a_block(twin: Any) -> None:
     if twin.manager is not None:
         twin.manager.compile(twin.model.blocks[0], backend="eager")
@@ -318,7 +362,7 @@ def tie(twin: Any) -> None:
 
 
 DEEDS = (
-    accumulate, compile_a_block, evaluate, freeze_a_weight, keep_a_graph, penalise, read_in_hooks, tie,
+    accumulate, add_a_module, compile_a_block, evaluate, freeze_a_weight, keep_a_graph, penalise, read_in_hooks, tie,
     wrap_another, write_to_gradients,
 )  # fmt: skip
 
