@@ -126,8 +126,9 @@ def _open_ranks(config: Config, origin: Origin) -> Ranks:
     opened = open_ranks(origin.process_group, mesh=rows, timeout_s=config.distributed.timeout_s)
     opened.require_whole()
     for ranks in several_ranks(opened):
-        for path, value in flattened(config.to_dict()).items():
-            ranks.agree(f"{path} of the configuration", json.dumps(value))
+        values = flattened(config.to_dict()).items()
+        named = {f"{path} of the configuration": json.dumps(value) for path, value in values}
+        ranks.agree_on_all(named, label="comparing the configuration")
     return opened
 
 

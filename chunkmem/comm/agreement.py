@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -110,22 +110,28 @@ def verdict(smallest: Sequence[int]) -> Verdict:
     return Verdict(is_same, can == 1, all_wait, one_waits, source, complete, minus_joined < 0)
 
 
-def smallest_over(group: dist.ProcessGroup, rank: int, size: int, numbers: Sequence[int]) -> list[int]:
-    """Return the smallest over ranks of each number, the same on all of them.
+def over_ranks(
+    group: dist.ProcessGroup,
+    rank: int,
+    size: int,
+    known: torch.Tensor,
+    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return what the tensors of all ranks make together, the same on all of them, in ceil(log2 size) messages each.
 
     In round k each rank hands what it knows to the one 2**k further on, so that after the last round it has heard of
-    all; that it may have heard of some twice does not change what is smallest.
+    all. It may have heard of some twice.
 
     Args:
         group: over gloo; this thread alone uses it.
         rank: this one.
         size: of the group.
-        numbers: as many on every rank.
+        known: of the same shape and dtype on every rank.
+        combine: a minimum or the like, of which the order does not matter, nor how often a rank counts.
 
     Raises:
         RuntimeError: a rank did not come.
     """
-    known = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     distance = 1
     while distance < size:
         heard, told = torch.empty_like(known), known
@@ -133,10 +139,10 @@ def smallest_over(group: dist.ProcessGroup, rank: int, size: int, numbers: Seque
         receive = group.recv([heard], (rank - distance) % size, tag)
         send = group.send([told], (rank + distance) % size, tag)
         receive.wait()
-        known = torch.minimum(known, heard)
+        known = combine(known, heard)
         send.wait()
         distance *= 2
-    return [int(number) for number in known.tolist()]
+    return known
 
 
 def packed(operation: Operation, raised: str, facts: Collection[str]) -> bytes:

@@ -10,7 +10,7 @@ import hashlib
 import pickle
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -22,12 +22,12 @@ from chunkmem.comm.agreement import (
     Verdict,
     difference,
     numbers_of,
+    over_ranks,
     packed,
-    smallest_over,
     unpacked,
     verdict,
 )
-from chunkmem.comm.failure_detector import RankStatus, collect_statuses, hang_up, said_by_torch
+from chunkmem.comm.failure_detector import RankStatus, collect_statuses, hang_up, said_by_torch, tell_raised
 from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.same_code import require_same_code
 from chunkmem.errors import ChunkmemError, ConfigError, RankError, StateError, said
@@ -203,13 +203,12 @@ class Connection:
         self._raised = text
         assert self._store is not None
         with contextlib.suppress(RuntimeError):  # the store is lost: the others will say so
-            self._store.set(f"raised {self.rank}", text)
+            tell_raised(self._store, self.rank, text)
 
     def _agreed(self, operation: Operation) -> Verdict:
-        label, numbers = operation.label, self._open_numbers(operation.label)
         values = numbers_of(operation, self.rank, facts=self._facts_digest, has_joined=self._has_joined)
-        with self.waiting(label):
-            found = verdict(smallest_over(numbers, self.rank, self.size, values))
+        stated = torch.tensor(values, dtype=torch.int64, device="cpu")
+        found = verdict(self.over_ranks(stated, torch.minimum, operation.label).tolist())
         if not found.is_same:
             raise self._disagreement(operation)
         if self._raised:  # and has gone on
@@ -331,6 +330,16 @@ class Connection:
         with self.waiting(label):
             self._open_numbers(label).scatter([mine], [rows] if rows else [], dist.ScatterOptions()).wait()
         return mine[: lengths[self.rank]].numpy().tobytes()
+
+    def over_ranks(
+        self, mine: torch.Tensor, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], label: str
+    ) -> torch.Tensor:
+        """Return what the tensors of all ranks make together; see `chunkmem.comm.agreement.over_ranks`."""
+        if self.size == 1:
+            return mine
+        numbers = self._open_numbers(label)
+        with self.waiting(label):
+            return over_ranks(numbers, self.rank, self.size, mine, combine)
 
     def exchange(self, mine: torch.Tensor, label: str) -> list[torch.Tensor]:
         if self.size == 1:

@@ -22,8 +22,9 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,23 +67,77 @@ class _Statuses:
     """All there is to know is known; otherwise the store was lost or is silent."""
 
     def read(self, store: Store, rank: int, size: int, limit_s: float) -> None:
-        """Write this rank's answer, and read the others'."""
+        """Write this rank's answer, and read the others': a few requests, however many ranks there are."""
         deadline_s = time.monotonic() + limit_s
         # Without the store there is no more to read; that it was lost shows in `complete`.
         with contextlib.suppress(RuntimeError):
-            store.set(str(rank), json.dumps(asdict(self.answers[rank])))
-            missing = set(range(size)) - {rank}
-            for other in missing:
-                if store.check([f"raised {other}"]) and (error := store.get(f"raised {other}").decode()):
+            answers = _List(store, "answer")
+            self._take(answers.new())
+            own = self.answers[rank]
+            # What closed connections and has answered is not dead.
+            told = replace(own, closed=[other for other in own.closed if other not in self.answers])
+            answers.append(json.dumps([rank, asdict(told)]))
+            for other, error in read_raised(store).items():
+                if other not in self.answers:
                     self.raised[other] = error
             while True:
-                for other in [other for other in missing if store.check([str(other)])]:
-                    self.answers[other] = RankStatus(**json.loads(store.get(str(other))))
-                    missing.remove(other)
+                self._take(answers.new())
+                missing = set(range(size)) - self.answers.keys()
                 if missing <= self.raised.keys() or time.monotonic() > deadline_s:
                     break
                 time.sleep(_POLL_S)
             self.complete.set()
+
+    def _take(self, texts: Sequence[str]) -> None:
+        for other, answer in map(json.loads, texts):
+            self.answers.setdefault(other, RankStatus(**answer))
+
+
+class _List:
+    """Texts that ranks append to a list in the store, and what of it this rank has not read yet."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = store
+        self._name = name
+        self._num_read = 0
+
+    def append(self, text: str) -> None:
+        """Add a text at the end."""
+        self._store.set(f"{self._name} {self._store.add(self._name, 1)}", text)
+
+    def new(self) -> list[str]:
+        """Return what others have appended since, and this rank."""
+        keys = [f"{self._name} {n}" for n in range(self._num_read + 1, self._store.add(self._name, 0) + 1)]
+        if not keys:
+            return []
+        if not self._store.check(keys):  # somebody has counted and not written yet, and may have died in between
+            keys = list(takewhile(lambda key: self._store.check([key]), keys))
+        self._num_read += len(keys)
+        return _values(self._store, keys)
+
+
+def _values(store: Store, keys: Sequence[str]) -> list[str]:
+    """Return what the store has under keys that it has."""
+    if not keys:
+        return []
+    is_extended = store.has_extended_api()  # type: ignore[attr-defined]
+    found = store.multi_get(list(keys)) if is_extended else [store.get(key) for key in keys]
+    return [value.decode() for value in found]
+
+
+def tell_raised(store: Store, rank: int, text: str) -> None:
+    """Have other ranks know what this one raised; "" if it has gone on since."""
+    is_first = not store.check([f"raised {rank}"])
+    store.set(f"raised {rank}", text)
+    if is_first:
+        _List(store, "raiser").append(str(rank))
+
+
+def read_raised(store: Store) -> dict[int, str]:
+    """Return, by rank, what those raised that have done nothing together with the others since."""
+    ranks = [int(rank) for rank in _List(store, "raiser").new()]
+    errors = _values(store, [f"raised {rank}" for rank in ranks])
+    return {rank: error for rank, error in zip(ranks, errors, strict=True) if error}
 
 
 def hang_up(group: dist.ProcessGroup, rank: int, size: int) -> set[int]:

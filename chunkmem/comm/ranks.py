@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import pickle
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -179,22 +181,39 @@ class Ranks:
                 others.note_error(error)
 
     def agree(self, name: str, digest: str) -> None:
-        """Check that all ranks have the same of something.
+        """Check that all ranks have the same of something: see `agree_on_all`."""
+        self.agree_on_all({name: digest}, label=f"comparing {name}")
+
+    def agree_on_all(self, digests: Mapping[str, str], *, label: str) -> None:
+        """Check that all ranks have the same of several things.
 
         Args:
-            name: what it is, as a sentence may begin: ``"the layout of the chunks"``.
-            digest: the same text on two ranks means that they have the same.
+            digests: by what it is, as a sentence may begin: ``"the layout of the chunks"``. The same text on two ranks
+                means that they have the same.
+            label: what for, for messages.
 
         Raises:
             ConfigError: they have not; on every rank, in the same words.
             RankError: a rank did not come.
         """
-        ranks_of: dict[str, list[int]] = {}
-        for rank, text in enumerate(self._all_bytes(digest.encode(), f"comparing {name}")):
-            ranks_of.setdefault(text.decode(), []).append(rank)
-        if len(ranks_of) > 1:
-            found = ", ".join(f"{text} on {named(ranks, self.connection.names)}" for text, ranks in ranks_of.items())
-            raise ConfigError(f"{name} differs between ranks: {found}; start all ranks with the same of it")
+        if self.size == 1:
+            return
+        self.connection.begin(Operation(label))
+        told = hashlib.blake2b(json.dumps(dict(digests)).encode(), digest_size=7).digest()
+        code = int.from_bytes(told, "big")
+        codes = torch.tensor([code, -code], dtype=torch.int64, device="cpu")
+        smallest, minus_largest = self.connection.over_ranks(codes, torch.minimum, label).tolist()
+        if smallest == -minus_largest:
+            return
+        everybodys = [json.loads(each) for each in self.connection.all_bytes(json.dumps(dict(digests)).encode(), label)]
+        for name in digests:
+            ranks_of: dict[str, list[int]] = {}
+            for rank, each in enumerate(everybodys):
+                ranks_of.setdefault(each.get(name, "nothing"), []).append(rank)
+            if len(ranks_of) > 1:
+                named_by_text = ((text, named(ranks, self.connection.names)) for text, ranks in ranks_of.items())
+                found = ", ".join(f"{text} on {ranks}" for text, ranks in named_by_text)
+                raise ConfigError(f"{name} differs between ranks: {found}; start all ranks with the same of it")
 
     def sum_over(self, values: Sequence[float], *, label: str = "summing numbers") -> tuple[float, ...]:
         """Return the sums over the ranks of one replica, in float64 and in their order: the same bits on all ranks.
@@ -230,7 +249,20 @@ class Ranks:
 
     def max_over(self, values: Sequence[float], *, label: str = "comparing numbers") -> tuple[float, ...]:
         """Return the largest over ranks, NaN if one is NaN. Arguments and errors are those of `sum_over`."""
-        return tuple(torch.stack(self._all_values(values, label)).amax(dim=0).tolist())
+        own = torch.tensor(values, dtype=torch.float64, device="cpu")
+        if self.size > 1:
+            self.connection.begin(Operation(label, f"{len(values)} numbers"))
+        return tuple(self.connection.over_ranks(own, torch.maximum, label).tolist())
+
+    def any_over(self, flags: Sequence[bool], *, label: str) -> list[bool]:
+        """Tell of each flag whether it is set on any rank; a flag is a bit of a message. Errors are those of
+        `sum_over`."""
+        if self.size == 1 or not flags:
+            return list(flags)
+        self.connection.begin(Operation(label, f"{len(flags)} flags"))
+        own = torch.from_numpy(numpy.packbits(numpy.array(flags, dtype=bool)))
+        found = self.connection.over_ranks(own, torch.bitwise_or, label)
+        return [bool(flag) for flag in numpy.unpackbits(found.numpy(), count=len(flags))]
 
     def broadcast_object(self, value: _T, *, label: str = "sending an object", source: int = 0) -> _T:
         """Return what rank `source` passes, as `pickle` copies it; that rank's is the one it passed.
@@ -326,7 +358,8 @@ class Ranks:
         Raises:
             RankError: a rank did not come.
         """
-        self._all_values((0.0,), label)
+        if self.size > 1:
+            self.connection.begin(Operation(label))
 
     def _all_values(self, values: Sequence[float], label: str) -> list[torch.Tensor]:
         if self.size > 1:

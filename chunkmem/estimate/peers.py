@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,11 @@ class Unison(Connection):
     def begin(self, operation: Operation) -> bool:
         """Tell whether all can do it: they are all in the same place of the program."""
         return operation.can
+
+    def over_ranks(
+        self, mine: torch.Tensor, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], label: str
+    ) -> torch.Tensor:
+        return mine
 
     def exchange(self, mine: torch.Tensor, label: str) -> list[torch.Tensor]:
         return [mine]

@@ -91,7 +91,7 @@ class OrdinaryTensors:
         buffers = self._buffers() if self._modules else {}
         if not buffers:
             return
-        changed = self._ranks.max_over([float(self._has_changed(*each)) for each in buffers.items()], label=_BUFFERS)
+        changed = self._ranks.any_over([self._has_changed(*each) for each in buffers.items()], label=_BUFFERS)
         wanted = [buffer for buffer, has in zip(buffers, changed, strict=True) if has]
         self._ranks.broadcast_tensors(wanted, label=_BUFFERS)
         self._note(wanted)

@@ -80,10 +80,10 @@ class Reduction:
         """Return of which parameters a rank has a gradient, has one in a mean, and has withdrawn one from a mean."""
         gradients = self._gradients
         fresh = gradients.fresh
-        rows = [float(managed in fresh.get(managed.group, ())) for managed in params]
-        rows += [float(managed in gradients.given) for managed in params]
-        rows += [float(managed in gradients.withdrawn) for managed in params]
-        found = self.shards.ranks.max_over(rows, label=_READER) if rows else ()
+        flags = [managed in fresh.get(managed.group, ()) for managed in params]
+        flags += [managed in gradients.given for managed in params]
+        flags += [managed in gradients.withdrawn for managed in params]
+        found = self.shards.ranks.any_over(flags, label=_READER)
         per_row = (found[row * len(params) : (row + 1) * len(params)] for row in range(3))
         return [{managed for managed, has in zip(params, row, strict=True) if has} for row in per_row]
 
@@ -101,8 +101,8 @@ class Reduction:
         """
         groups = self._gradients.groups
         self._reduce_fresh([managed for group in sorted(groups) for managed in groups[group].members])
-        rows = [float(m in self._gradients.landed.get(m.group, ())) for m in params]
-        anywhere = self.shards.ranks.max_over(rows, label=_READER) if rows else ()
+        landed = [m in self._gradients.landed.get(m.group, ()) for m in params]
+        anywhere = self.shards.ranks.any_over(landed, label=_READER)
         return [managed for managed, has in zip(params, anywhere, strict=True) if has]
 
     def reduce_groups(self, groups: Sequence[int]) -> bool:
@@ -204,7 +204,7 @@ class OrdinaryGradients:
         if self._shards is None:
             return
         params, ranks = self.parameters, self._shards.ranks
-        anywhere = ranks.max_over([float(p.grad is not None) for p in params], label=_READER) if params else ()
+        anywhere = ranks.any_over([p.grad is not None for p in params], label=_READER)
         alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for param, found in zip(params, anywhere, strict=True):
             if found:
