@@ -39,11 +39,11 @@ class Reporting:
 
     def memory(self) -> MemoryReport:
         """Return bytes by tier and role, now and at the peak, and what has been moved. `str()` is a table."""
-        sharing = self.runtime.sharding.shards
+        sharing, units = self.runtime.sharding.shards, self.runtime.sharding.units
         return memory_report(
             self.runtime.tiers,
             self.runtime.memory.pager,
-            traces=self.runtime.controller.known.traces,
+            traces=[] if units.any_stay else self.runtime.controller.known.traces,  # they hold more than they have to
             padding_nbytes=self.runtime.registry.padding_nbytes,
             exchange_nbytes=(0, 0) if sharing is None else sharing.buffered_nbytes,
             left_nbytes=self.runtime.modules.regions.left.nbytes,

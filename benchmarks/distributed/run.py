@@ -41,6 +41,7 @@ HEADER = (
     "step, median s",
     "× DDP",
     "95 % interval",
+    "CPU seconds, × DDP",
     "aim",
     "largest difference of a loss",
     "kept after a step, MiB",
@@ -49,8 +50,8 @@ HEADER = (
 )
 
 
-Turn = dict[str, list[tuple[float, float]]]
-"""A variant's name to the seconds and the loss of each rank."""
+Turn = dict[str, list[tuple[float, float, float]]]
+"""A variant's name to the seconds, the loss and the CPU seconds of each rank."""
 
 
 class Team:
@@ -136,7 +137,8 @@ class Team:
 
 
 def take_turns(teams: Sequence[Team], step: int, *, draw: random.Random, bar: tqdm[Any]) -> Turn:
-    """Let every variant train step number `step`, one after the other in random order; return (seconds, loss) by rank.
+    """Let every variant train step number `step`, one after the other in random order; return, by rank, what a
+    step is answered with.
 
     Raises:
         BenchmarkError: the loss of a variant on a rank is further than the tolerance from DDP's.
@@ -147,7 +149,7 @@ def take_turns(teams: Sequence[Team], step: int, *, draw: random.Random, bar: tq
         turn[team.variant.name] = team.ask(step)
         bar.update()
     for name, answers in turn.items():
-        for rank, ((_, loss), (_, expected)) in enumerate(zip(answers, turn[DDP.name], strict=True)):
+        for rank, ((_, loss, _), (_, expected, _)) in enumerate(zip(answers, turn[DDP.name], strict=True)):
             if not abs(loss - expected) <= TOLERANCE:  # Also when it is not a number.
                 raise BenchmarkError(f"step {step}, rank {rank}: {name} has loss {loss!r}, {DDP.name} {expected!r}")
     return turn
@@ -180,12 +182,13 @@ def measure(variants: Sequence[Variant], shape: Shape, *, warm_up: int, rounds: 
 
 def make_row(name: str, turns: Sequence[Turn], *, warm_up: int) -> dict[str, Any]:
     """Return a variant's timed steps, slowest rank and each, and how far a loss of all steps was from DDP's."""
-    rank_step_s = [[seconds for seconds, _ in turn[name]] for turn in turns[warm_up:]]
+    rank_step_s = [[seconds for seconds, _, _ in turn[name]] for turn in turns[warm_up:]]
     pairs = [pair for turn in turns for pair in zip(turn[name], turn[DDP.name], strict=True)]
     return {
         "step_s": [max(by_rank) for by_rank in rank_step_s],
         "rank_step_s": rank_step_s,
-        "loss_difference": max(abs(loss - expected) for (_, loss), (_, expected) in pairs),
+        "cpu_step_s": [sum(cpu_s for _, _, cpu_s in turn[name]) for turn in turns[warm_up:]],
+        "loss_difference": max(abs(loss - expected) for (_, loss, _), (_, expected, _) in pairs),
     }
 
 
@@ -215,6 +218,7 @@ def _cells(row: Mapping[str, Any], ddp: Mapping[str, Any]) -> list[str]:
     if "missing" in row:
         return [f"not run: {row['missing']}", *["–"] * (len(HEADER) - 2)]
     interval = median_interval(paired_ratios(row["step_s"], ddp["step_s"]))
+    cpu = median_interval(paired_ratios(row["cpu_step_s"], ddp["cpu_step_s"]))
     aim = row["aim"]
     # The aims are for the lower end: a miss is then one that the noise of the machine does not explain.
     verdict = "" if aim is None else f"≤ {aim:.2f}: {'met' if interval.low <= aim else 'missed'}"
@@ -223,6 +227,7 @@ def _cells(row: Mapping[str, Any], ddp: Mapping[str, Any]) -> list[str]:
         f"{statistics.median(row['step_s']):.3f}",
         f"{interval.median:.3f}",
         f"{interval.low:.3f} – {interval.high:.3f}",
+        f"{cpu.median:.3f} ({cpu.low:.3f} – {cpu.high:.3f})",
         verdict,
         f"{row['loss_difference']:.1e}" if row["loss_difference"] else "0",
         *(" / ".join("–" if a[key] is None else f"{a[key] / 2**20:.1f}" for a in row["ranks"]) for key in keys),

@@ -203,8 +203,8 @@ TRAINERS = {"ddp": train_ddp, "fsdp2": train_fsdp2, "zero3": train_zero3, "chunk
 def serve(connection: Connection, variant: Variant, shape: Shape, rank: int, store: Path) -> None:
     """Be one rank of `variant`: answer each request until the other end is gone.
 
-    A step's number is answered with `(seconds, loss)`, `"account"` with an `Account`. The first message, unasked, is
-    None, or `Missing`. A `Failure` in place of any answer is the last message.
+    A step's number is answered with `(seconds, loss, CPU seconds)`, `"account"` with an `Account`. The first message,
+    unasked, is None, or `Missing`. A `Failure` in place of any answer is the last message.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent gets Ctrl-C too, and ends every process.
     try:
@@ -231,13 +231,13 @@ def serve(connection: Connection, variant: Variant, shape: Shape, rank: int, sto
         os._exit(0)
 
 
-def _answer(request: int | str, training: Training, batches: Tensor) -> tuple[float, float] | Account:
+def _answer(request: int | str, training: Training, batches: Tensor) -> tuple[float, float, float] | Account:
     if request == "account":
         return training.account()
     batch = batches[int(request) % NUM_BATCHES]
-    began_s = time.perf_counter()
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
     loss = training.step(batch)
-    return time.perf_counter() - began_s, loss
+    return time.perf_counter() - began_s, loss, time.process_time() - began_cpu_s
 
 
 def process_peak_nbytes() -> int:

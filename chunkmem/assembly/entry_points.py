@@ -99,7 +99,7 @@ class EntryPoints:
         modules.access.reset(step=False)
         modules.backward.reset(step=False)
         modules.turn.end_hooks()
-        units.reset()
+        units.reset(step=False)
         grad_enabled = torch.is_grad_enabled()
         units.begin_root(grad_enabled=grad_enabled)
         self._state_frozen()
@@ -205,7 +205,7 @@ class EntryPoints:
 
     def declare_last(self, is_last: bool) -> None:
         """Say, as `DistributedDataParallel` does, whether the next backward is the last one before the step."""
-        self._sharding.units.declare_last(is_last)
+        self._sharding.units.backwards.declare_last(is_last)
         self._sharding.ordinary.declare_last(is_last)
 
     @property
@@ -231,7 +231,7 @@ class EntryPoints:
         modules, pager = self._modules, self._memory.pager
         modules.access.reset(step=True)
         modules.backward.reset(step=True)
-        self._sharding.units.reset()
+        self._sharding.units.reset(step=True)
         modules.registry.check()
         modules.surface.check()
         modules.surface.check_copies()

@@ -140,11 +140,18 @@ class Sharding:
         """
         with turn.taken(), self.ranks.telling():
             self.ranks.connection.begin(Operation(call))
+            self.units.let_go()  # weights may change in it
             yield
 
     def owns(self, managed: ManagedParameter) -> bool:
         """Tell whether this rank keeps a parameter and updates it."""
         return self.shards is None or self.shards.owns(managed.group)
+
+    def before_write(self, managed: ManagedParameter) -> None:
+        """All ranks are about to change a weight: what was gathered of it before is not used any more."""
+        if self.shards is not None:
+            self.units.let_go()
+            self.shards.renew([managed.group])
 
     def from_owner(self, managed: ManagedParameter, read: Callable[[], T]) -> T:
         """Return what `read` returns on the rank that owns a parameter; every rank calls it."""
@@ -247,7 +254,7 @@ class Modules:
 
     def know_as(self, other: Modules) -> None:
         """Know from the beginning what is known there."""
-        self.units.expect_as(other.units)
+        self.units.backwards.expect_as(other.units.backwards)
         self.regions.inputs.know_as(other.regions.inputs)
 
 
@@ -456,6 +463,7 @@ def _write(
     pager: Pager, sharding: Sharding, updater: GroupUpdater, managed: ManagedParameter, value: torch.Tensor
 ) -> None:
     require_open(pager)
+    sharding.before_write(managed)
     if sharding.owns(managed) or updater.is_on_host(managed.group):
         updater.write_weight(managed, value)
     updater.mark_written([managed])

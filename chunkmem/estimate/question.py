@@ -103,7 +103,10 @@ class Finding:
 
 def device_need(question: Question, rehearsal: Rehearsal) -> DeviceNeed:
     """Return the smallest cap on DEVICE under which a rank trains, if HOST takes everything that nobody uses."""
-    return least_on_device(_steps(question, rehearsal), charges_non_model=question.hardware.is_accelerator)
+    steps = _steps(question, rehearsal)
+    if steps.units_stay:
+        steps = _steps(replace(question, device_nbytes=1), rehearsal)  # where nothing is held longer than it has to be
+    return least_on_device(steps, charges_non_model=question.hardware.is_accelerator)
 
 
 def host_need(question: Question, rehearsal: Rehearsal) -> int:
@@ -239,12 +242,13 @@ def _kept(question: Question, rehearsal: Rehearsal) -> frozenset[int]:
 
 
 def _steps(question: Question, rehearsal: Rehearsal) -> RankSteps:
+    beside_nbytes = rehearsal.activation_nbytes if question.hardware.is_accelerator else 0
     return rehearsal.over(
         question.world,
         rank=rehearsal.fullest_ranks(question.world)[0],
         is_accelerator=question.hardware.is_accelerator,
         is_accumulating=question.is_accumulating,
-        device_nbytes=question.device_nbytes,
+        device_nbytes=max(1, question.device_nbytes - beside_nbytes),
     )
 
 

@@ -49,6 +49,8 @@ class RankSteps:
     """A later one that gathers when it needs to."""
     ahead: Step | None
     """A later one that gathers one unit ahead; None: that is not tried, as there is no room for two units at a time."""
+    units_stay: bool = False
+    """From the second step on, units are held from forward to backward, as there is room."""
 
 
 class _Meter:
@@ -144,7 +146,7 @@ class RankStage:
         self._has_states: set[int] = set()
         self._num_steps = 0
         if is_accumulating:
-            self._units.accumulate(1)
+            self._units.backwards.declare(1)
 
     def _pack(self) -> None:
         step, packer, shards = self._log, self._memory.packer(()), self._sharding.shards
@@ -170,7 +172,8 @@ class RankStage:
             return RankSteps(first, first, None)
         lazy = self.step()
         prefetch.is_wanted = prefetch.has_room
-        return RankSteps(first, lazy, self.step() if prefetch.is_wanted else None)
+        units_stay = bool(prefetch.staying)
+        return RankSteps(first, lazy, self.step() if prefetch.is_wanted else None, units_stay)
 
     def step(self) -> Step:
         """Do one step, and write it down.

@@ -250,7 +250,7 @@ class PackedStage(_PipelineStageBase):
             self._hold(self.module)
             with self._timed(StageWork.BACKWARD, bwd_chunk_id), self._step.times.backward(list(self.module.blocks)):
                 # Gradients are not reduced after it: more of them come.
-                self._runtime.sharding.units.declare_last(False)
+                self._runtime.sharding.units.backwards.declare_last(False)
                 with self._runtime.backward():
                     torch.autograd.backward([edge for edge, _ in begun], [grad for _, grad in begun])
         del begun

@@ -396,14 +396,23 @@ class Pager:
         Raises: what `pin` does.
         """
         self._follow_stream()
-        tier = chunk.compute_tier
-        self._hold(chunk, tier, reader, elastic=True)
-        self.pinned_nbytes[tier] -= chunk.nbytes
+        self._hold(chunk, chunk.compute_tier, reader, elastic=True)
+        self.begin_spare(chunk)
 
     def let_go(self, chunk: Chunk) -> None:
         """Undo a `keep`."""
         self.pinned_nbytes[chunk.compute_tier] += chunk.nbytes
         self._let_go(chunk, chunk.compute_tier)
+
+    def begin_spare(self, chunk: Chunk) -> None:
+        """A chunk is pinned on, though no step has to have room for that: it does not count in `required_nbytes`."""
+        self.pinned_nbytes[chunk.compute_tier] -= chunk.nbytes
+
+    def end_spare(self, chunk: Chunk) -> None:
+        """A chunk that was pinned on is in use again."""
+        tier = chunk.compute_tier
+        self.pinned_nbytes[tier] += chunk.nbytes
+        self._note_required(tier, self.pinned_nbytes[tier])
 
     @contextmanager
     def staying(self, chunk: Chunk) -> Iterator[None]:

@@ -57,6 +57,8 @@ class PrefetchSchedule:
         """Gathers are to be begun ahead where there is room."""
         self.has_room = False
         """All ranks have room for two units at a time."""
+        self.staying: frozenset[Groups] = frozenset()
+        """What all ranks have room to hold from forward to backward."""
         self.was_empty = True
         """Nothing was exchanged in the step before: no rank had a batch."""
         self.complete = 0
@@ -68,8 +70,8 @@ class PrefetchSchedule:
         self._is_shown = False
         """A step has shown the schedule, and had as many backwards as the one before it: reductions wait for the last
         one, whose number steps learn from that."""
-        self._of_others: dict[bytes, tuple[Schedule, bool]] = {}
-        """By what was trained: the exchanges of such a step, and whether there was room for two units."""
+        self._of_others: dict[bytes, tuple[Schedule, bool, frozenset[Groups]]] = {}
+        """By what was trained: the exchanges of such a step, whether there was room for two units, and which stay."""
 
     @property
     def is_overlapped(self) -> bool:
@@ -87,11 +89,12 @@ class PrefetchSchedule:
             before: what was trained.
             after: what is; what was exchanged in the last step that trained it comes next, if there was one.
         """
-        self._drop()
+        self.drop_ahead()
         if self._is_shown:
-            self._of_others[before] = self._schedule, self.has_room
+            self._of_others[before] = self._schedule, self.has_room, self.staying
         self._is_shown = after in self._of_others
-        self._schedule, self.has_room = self._of_others.get(after, ([], self.has_room))
+        unknown: tuple[Schedule, bool, frozenset[Groups]] = [], self.has_room, frozenset()
+        self._schedule, self.has_room, self.staying = self._of_others.get(after, unknown)
         self._is_alike = True
 
     def forget(self) -> None:
@@ -110,7 +113,7 @@ class PrefetchSchedule:
             self._ahead = None
             self._shards.release(groups)
         else:
-            self._drop()
+            self.drop_ahead()
         if not self._shards.gather(groups, reader=reader, can=can):
             return False
         if is_part:
@@ -139,7 +142,7 @@ class PrefetchSchedule:
             CapacityError: what they exchange does not fit DEVICE.
             RankError: a rank is missing, or somewhere else.
         """
-        self._drop()
+        self.drop_ahead()
         while (asked := self._shards.ranks.connection.wait_for_others(label)) is not None:
             what, lists = asked
             self._reduction.join(lists) if what == "reduce" else self._shards.join_gather(lists)
@@ -153,7 +156,7 @@ class PrefetchSchedule:
 
         Raises what `gather` does.
         """
-        self._drop()
+        self.drop_ahead()
         complete = self._shards.ranks.connection.end_step()
         self.complete = 0 if complete is None else complete
         if complete is not None:  # ranks that only took part do not know the order of units
@@ -164,9 +167,19 @@ class PrefetchSchedule:
             self._is_shown, self._num_backwards = num_backwards == self._num_backwards, num_backwards
         if self._log and self._log != self._schedule:
             self._schedule = self._log
-            self.has_room = self._shards.fits_beside(self._gathers(), always=always)
+            self._find_room(always)
         self._log, self._is_alike = [], True
         return num_backwards
+
+    def _find_room(self, always: Sequence[int]) -> None:
+        """Learn what all ranks have room for in steps with this schedule."""
+        gathers = self._gathers()
+        is_short = not self._shards.fits_beside(gathers, always=always)
+        numbers = float(is_short), float(-self._shards.spare_nbytes())
+        any_is_short, minus_least = self._shards.ranks.max_over(numbers, label="room for the weights of units")
+        units = list(dict.fromkeys(gathers))
+        num_staying = self._shards.num_that_stay(units, spare_nbytes=int(-minus_least))
+        self.has_room, self.staying = not any_is_short, frozenset(units[len(units) - num_staying :])
 
     def largest(self) -> Groups:
         """Return the groups of the largest gather of the step before; none if there was no gather."""
@@ -175,7 +188,7 @@ class PrefetchSchedule:
     def reset(self) -> None:
         """Drop what an interrupted step has begun. If that failed, the next exchange raises."""
         with contextlib.suppress(RankError):
-            self._drop()
+            self.drop_ahead()
         with contextlib.suppress(RankError):
             self.settle()
 
@@ -210,7 +223,8 @@ class PrefetchSchedule:
         if is_held:
             self._shards.release(groups)
 
-    def _drop(self) -> None:
+    def drop_ahead(self) -> None:
+        """Let what was gathered ahead arrive, and release it. Raises what `gather` does."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             self._is_alike = False

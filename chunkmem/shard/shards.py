@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from heapq import nlargest
 from itertools import pairwise
 from typing import TypeVar
 
@@ -37,6 +38,8 @@ class ShardStore:
         self._store: ChunkStore = pager.store
         self._holds: Counter[int] = Counter()
         """By group: how often it is held. The same on all ranks."""
+        self._spare: Counter[int] = Counter()
+        """By group: how often of these nothing has to have room for it. The same on all ranks."""
         self._present: set[int] = set()
         """Held groups that were sent since they are. The same on all ranks."""
         self._under_way: dict[int, tuple[list[Chunk], Callable[..., None]]] = {}
@@ -100,6 +103,8 @@ class ShardStore:
                     self._pager.pin_remote(chunk, reader=reader)
                 else:
                     self._pager.pin(chunk, Tier.DEVICE, reader=reader)
+                if self._is_spare(group):
+                    self._pager.end_spare(chunk)
                 self._holds[group] += 1
                 held.append(group)
         except BaseException:
@@ -113,7 +118,32 @@ class ShardStore:
             if not self._holds[group]:
                 del self._holds[group]
                 self._present.discard(group)
+            elif self._is_spare(group):
+                self._pager.begin_spare(self._store.weights(group))
             self._pager.unpin(self._store.weights(group), Tier.DEVICE)
+
+    def hold_spare(self, groups: Iterable[int]) -> None:
+        """Go on holding groups though nothing uses them now; `hold_in_use` or `release_spare` ends it."""
+        for group in groups:
+            self._spare[group] += 1
+            if self._is_spare(group):
+                self._pager.begin_spare(self._store.weights(group))
+
+    def hold_in_use(self, groups: Iterable[int]) -> None:
+        """Use groups again that were held all the while."""
+        for group in groups:
+            if self._is_spare(group):
+                self._pager.end_spare(self._store.weights(group))
+            self._spare[group] -= 1
+
+    def release_spare(self, groups: Sequence[int]) -> None:
+        """Undo `hold_spare`, and `hold` with it."""
+        self.hold_in_use(groups)
+        self.release(groups)
+
+    def _is_spare(self, group: int) -> bool:
+        """Tell whether a group is held, and nothing has to have room for it."""
+        return 0 < self._spare[group] == self._holds[group]
 
     def send(self, groups: Iterable[int], *, reader: object, can: bool = True) -> bool:
         """Begin to have every rank see the owners' weights of groups that all ranks `hold`; `arrive` ends it.
@@ -281,15 +311,40 @@ class ShardStore:
         return min(times)
 
     def fits_beside(self, groups: Iterable[Sequence[int]], *, always: Sequence[int]) -> bool:
-        """Tell whether on every rank two lists of groups that follow each other fit DEVICE at a time.
+        """Tell whether two lists of groups that follow each other fit this rank's DEVICE at a time.
 
-        Beside them `always`, and gradients: those of the first list, which are reduced, and one that lands. All ranks
-        call it.
+        Beside them `always`, and gradients: those of the first list, which are reduced, and one that lands.
         """
         lists = [set(each) - set(always) for each in groups]
         pairs = [self._nbytes(one | other) + self._nbytes(one) for one, other in pairwise(lists)]
-        fits = self._fits(max(pairs, default=0) + self._nbytes(always))
-        return not any(self.ranks.max_over((float(not fits),), label="room to gather ahead"))
+        return self._fits(max(pairs, default=0) + self._nbytes(always))
+
+    def spare_nbytes(self) -> int:
+        """Return the bytes of this rank's DEVICE that are left if all that it owns is there, and a gradient lands."""
+        owned = [c.nbytes for c in self._on_device() if self.owns(c.id.group) and c.id.role is not Role.GRAD]
+        return self._cap_nbytes() - sum(owned) - self._largest_nbytes()
+
+    def num_that_stay(self, units: Sequence[Sequence[int]], *, spare_nbytes: int) -> int:
+        """Return how many units can be held from forward to backward on every rank, the last ones of forward first.
+
+        There is room for all gradients at once then, and for the two largest units beside those that stay.
+
+        Args:
+            units: the groups of each, in the order of forward.
+            spare_nbytes: `spare_nbytes` of the rank that has least.
+        """
+        gradients = sum(chunk.nbytes for chunk in self._on_device() if chunk.id.role is Role.GRAD)
+        left_nbytes = spare_nbytes - gradients - sum(nlargest(2, map(self._nbytes, units)))
+        staying: set[int] = set()
+        for count, unit in enumerate(reversed(units)):
+            staying.update(unit)
+            if self._nbytes(staying) > left_nbytes:
+                return count
+        return len(units)
+
+    def _on_device(self) -> Iterator[Chunk]:
+        chunks = self._store.chunks.values()
+        return (c for c in chunks if c.compute_tier is Tier.DEVICE and not c.id.role.kind.is_of_call)
 
     def fits_together(self, lists: Sequence[Sequence[int]], *, always: Iterable[int]) -> bool:
         """Tell whether lists of groups fit this rank's DEVICE together, with what comes while they are in use.
@@ -304,8 +359,13 @@ class ShardStore:
 
     def _fits(self, nbytes: int) -> bool:
         """Tell whether so many bytes of weights and gradients fit this rank's DEVICE, and a gradient that lands."""
-        largest = max((chunk.nbytes for chunk in self._store.chunks.values()), default=0)
-        return nbytes + largest <= self._store.pools[Tier.DEVICE].ledger.cap_nbytes
+        return nbytes + self._largest_nbytes() <= self._cap_nbytes()
+
+    def _largest_nbytes(self) -> int:
+        return max((chunk.nbytes for chunk in self._store.chunks.values()), default=0)
+
+    def _cap_nbytes(self) -> int:
+        return self._store.pools[Tier.DEVICE].ledger.cap_nbytes
 
     def _nbytes(self, groups: Iterable[int]) -> int:
         return sum(self._store.weights(group).nbytes for group in groups)

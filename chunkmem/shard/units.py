@@ -16,6 +16,11 @@ together if that leaves room for what comes with them on all ranks. Else each re
     gathered, all fit           A B C    C              A B                      (C is held all the time)
     gathered, one at a time     A B C    C              A B C             B A
 
+[Note: Units that stay] Where all ranks have room for it beside everything else that they have, a unit is held from its
+first call in a step until the last backward has left it, so a step gathers it once. The last units of forward come
+first: backward needs them soonest. If one rank finds no room for another unit after all, all of them release those that
+stay, and gather as above.
+
 A rank that comes to the end of its step before the others, since it has had no batch, fewer micro-batches or no
 backward, takes part in what they exchange until they come, too; its gradients count as zeros.
 """
@@ -53,6 +58,50 @@ class Unit:
         return f"unit {self.name}"
 
 
+class Backwards:
+    """Which backward is the last one before the step: as it was said, or as the steps before tell."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        """Begun since the last step."""
+        self.is_last = False
+        """No other backward is thought to follow the running one before the step."""
+        self._expected: int | None = None
+        """Backwards a step: declared, or as many as the step before had; None: not known."""
+        self._is_declared = False
+        self._is_next_last: bool | None = None
+
+    @property
+    def are_all(self) -> bool:
+        """Whether no backward is thought to come before the step, after those that have begun."""
+        return self.is_last or (self._expected is not None and self.num >= self._expected)
+
+    def declare_last(self, is_last: bool | None) -> None:
+        """Say whether the next one is the last; None: as the steps before tell."""
+        self._is_next_last = is_last
+
+    def declare(self, num: int) -> None:
+        """Expect so many before each step from now on."""
+        self._expected, self._is_declared = num, True
+
+    def expect_as(self, other: Backwards) -> None:
+        """Expect as many as there, if that was declared."""
+        if other._is_declared:
+            self._expected, self._is_declared = other._expected, True
+
+    def begin(self, agree: Callable[[bool], bool]) -> None:
+        """One begins; `agree` tells whether what was declared for it was declared on all ranks."""
+        self.num += 1
+        is_last, self._is_next_last = self._is_next_last, None
+        self.is_last = self.num == self._expected if is_last is None else agree(is_last)
+
+    def end_step(self, num: int) -> None:
+        """A step is over that had `num` on a rank that had all of it."""
+        if num and not self._is_declared:
+            self._expected = num
+        self.num = 0
+
+
 class Units:
     """Which units are open. With one rank there are none, and nothing is done."""
 
@@ -61,11 +110,7 @@ class Units:
         self.prefetch = None if shards is None or reduction is None else PrefetchSchedule(shards, reduction)
         """The schedule of exchanges; None with one rank."""
         self._shards = shards
-        self._is_next_last: bool | None = None
-        """The next backward is the last one before the step; None: what the steps before tell."""
-        self._expected: int | None = None
-        """Backwards a step: declared, or as many as the step before had; None: not known."""
-        self._is_declared = False
+        self.backwards = Backwards()
         self._users: dict[int, set[Unit]] = {}
         """By group: the units that have a part in it."""
         self._unit_of: WeakKeyDictionary[nn.Module, Unit] = WeakKeyDictionary()
@@ -73,6 +118,8 @@ class Units:
         """Held by calls."""
         self._backward: dict[Unit, None] = {}
         """Held by a backward."""
+        self._staying: dict[Unit, None] = {}
+        """Held though nothing runs in them, since more of the step will."""
         self._last: Unit | None = None
         """The one that backward is in."""
         self._in_backward = False
@@ -86,25 +133,13 @@ class Units:
         """How often forward has come to each, by a call or back from one, since the last backward."""
         self._reduced: set[int] = set()
         """Groups that it has reduced."""
-        self._is_last = False
-        """No other backward is thought to follow the running one before the step."""
-        self._num_backwards = 0
-        """Since the last step."""
         self.is_in_step = False
         """A model has been called with gradients since the last step: what is called now is no evaluation."""
 
-    def declare_last(self, is_last: bool | None) -> None:
-        """Say whether the next backward is the last one before the step; None: as the steps before tell."""
-        self._is_next_last = is_last
-
-    def accumulate(self, num_backwards: int) -> None:
-        """Expect so many backwards before each step from now on."""
-        self._expected, self._is_declared = num_backwards, True
-
-    def expect_as(self, other: Units) -> None:
-        """Expect as many backwards as there, if that was declared."""
-        if other._is_declared:
-            self._expected, self._is_declared = other._expected, True
+    @property
+    def any_stay(self) -> bool:
+        """Whether units are held in steps though nothing runs in them."""
+        return self.prefetch is not None and bool(self.prefetch.staying)
 
     def of(
         self, root: nn.Module, group_of: Mapping[int, int], is_asked: Callable[[nn.Module], bool]
@@ -158,7 +193,7 @@ class Units:
         """
         assert self._shards is not None
         if unit.depth == 0:
-            self._shards.hold(unit.groups, reader=unit)
+            self._hold(unit, unit)
             unit.depth = 1
             unit.is_read = unit.is_root or not unit.groups
             self._running.append(unit)
@@ -204,7 +239,7 @@ class Units:
         unit.depth -= 1
         if unit.depth == 0:
             self._running.remove(unit)
-            self._release(unit)
+            self._leave(unit)
             if self._running:
                 self._run_in(self._running[-1])
 
@@ -233,10 +268,11 @@ class Units:
             self._come_to(unit)
         self._keep(unit, *self._recomputed)
         self._reduce_left()
+        reader = f"{unit} backward"
         if unit not in self._backward:
-            self._shards.hold(unit.groups, reader=unit)
+            self._hold(unit, reader)
             self._backward[unit] = None
-        self._gather(unit, f"{unit} backward")
+        self._gather(unit, reader)
 
     def recompute(self, unit: Unit) -> None:
         """The forward of a unit runs again in a backward; see [Note: Recomputed units]. Raises what `enter` does."""
@@ -247,10 +283,14 @@ class Units:
             self._recomputed[unit] = self._recomputed.pop(unit, 0) + 1
         if unit in self._backward:
             return
-        if not self._gather_beside(unit):
+        reader = f"{unit} recomputation"
+        if unit in self._staying:
+            self._hold(unit, reader)
+            self._gather(unit, reader)
+        elif not self._gather_beside(unit, reader):
             self._keep(unit)
-            self._shards.hold(unit.groups, reader=unit)
-            self._gather(unit, f"{unit} recomputation")
+            self._hold(unit, reader)
+            self._gather(unit, reader)
         self._backward[unit] = None
 
     def _come_to(self, unit: Unit) -> None:
@@ -261,7 +301,7 @@ class Units:
         elif not count and not unit.is_root:
             self._recomputed.clear()
 
-    def _gather_beside(self, unit: Unit) -> bool:
+    def _gather_beside(self, unit: Unit, reader: str) -> bool:
         """Hold and gather a unit in addition to those that backward holds; tell whether all ranks have room for that.
 
         If not, nothing has changed.
@@ -277,7 +317,7 @@ class Units:
                 self._shards.hold(unit.groups, reader=unit)
             except CapacityError:
                 can = False
-        if self.prefetch.gather(unit.groups, reader=f"{unit} recomputation", is_part=True, can=can):
+        if self.prefetch.gather(unit.groups, reader=reader, is_part=True, can=can):
             return True
         unit.is_alone = True
         if can:
@@ -293,6 +333,8 @@ class Units:
             self._reduce_left(is_over=True)
             assert self.prefetch is not None
             self.prefetch.settle()
+            if self.backwards.are_all:
+                self._release_staying()
         self._close_backward()
 
     def begin_root(self, *, grad_enabled: bool) -> None:
@@ -308,38 +350,40 @@ class Units:
         """The optimizer has stepped, on all ranks."""
         if self.prefetch is None:
             return
-        num_backwards = self.prefetch.end_step(always=self._root_groups(), num_backwards=self._num_backwards)
-        if num_backwards and not self._is_declared:
-            self._expected = num_backwards
-        self._num_backwards = 0
+        num = self.prefetch.end_step(always=self._root_groups(), num_backwards=self.backwards.num)
+        self.backwards.end_step(num)
         self.is_in_step = False
 
-    def reset(self) -> None:
-        """Drop what interrupted calls left open, if they did."""
-        if self.prefetch is not None and (self._running or self._in_backward):
+    def reset(self, *, step: bool) -> None:
+        """Drop what interrupted calls left open, if they did; before the optimizer steps also what stays until then."""
+        is_interrupted = bool(self._running) or self._in_backward
+        if self.prefetch is not None and is_interrupted:
             self.prefetch.reset()
         self._close_backward()
         running, self._running = self._running, []
         for unit in running:
             unit.depth = 0
             self._release(unit)
+        if step or is_interrupted:
+            self._release_staying()
+
+    def let_go(self) -> None:
+        """Release what is held though nothing runs in it: units that stay, and the one that was gathered ahead."""
+        if self.prefetch is not None:
+            self.prefetch.drop_ahead()
+        self._release_staying()
 
     def close(self) -> None:
         """Wait for what is under way."""
         if self.prefetch is not None:
             self.prefetch.reset()
-        self.reset()
+        self.reset(step=True)
 
     def _begin_backward(self) -> None:
         if self._in_backward:
             return
         self._in_backward = True
-        self._num_backwards += 1
-        is_last, self._is_next_last = self._is_next_last, None
-        if is_last is None:
-            self._is_last = self._num_backwards == self._expected
-        else:  # others may have more to come, and say so
-            self._is_last = self.agree("the last backward before the step", holds=is_last)
+        self.backwards.begin(lambda is_last: self.agree("the last backward before the step", holds=is_last))
         self._reduced = set()
 
     def _is_left(self, unit: Unit) -> bool:
@@ -349,7 +393,7 @@ class Units:
 
     def _reduce_left(self, *, is_over: bool = False) -> None:
         """Reduce what only units that backward has left have a part in; when it is over, all that it has been in."""
-        if not self._is_last:
+        if not self.backwards.is_last:
             return
         visited = {group for unit in self._visited for group in unit.groups} - self._reduced
         ready = {group for group in visited if is_over or all(map(self._is_left, self._users[group]))}
@@ -358,12 +402,61 @@ class Units:
             assert self.prefetch is not None
             self.prefetch.reduce(ready)
 
+    def _stays(self, unit: Unit) -> bool:
+        """A call or a backward leaves a unit: tell whether it goes on being held for what follows in the step."""
+        is_over = not self.is_in_step or self.backwards.are_all or unit in self._staying
+        return not is_over and self.prefetch is not None and unit.groups in self.prefetch.staying
+
+    def _leave(self, unit: Unit) -> None:
+        """Nothing runs in a unit for now."""
+        assert self._shards is not None
+        if self._stays(unit):
+            self._shards.hold_spare(unit.groups)
+            self._staying[unit] = None
+        else:
+            self._release(unit)
+
+    def _hold(self, unit: Unit, reader: object) -> None:
+        """Hold a unit that is about to be gathered, or go on holding what has stayed. Raises `CapacityError`."""
+        assert self._shards is not None
+        if unit in self._staying:
+            del self._staying[unit]
+            self._shards.hold_in_use(unit.groups)
+            return
+        try:
+            self._shards.hold(unit.groups, reader=unit)
+        except CapacityError:
+            if not self._staying:
+                raise
+            self._try_gather(unit, reader, can=False)
+            self._let_none_stay()
+            self._shards.hold(unit.groups, reader=unit)
+
     def _gather(self, unit: Unit, reader: object) -> None:
+        """Bring a unit together that is held on all ranks, once all of them have room for it."""
+        if not self._try_gather(unit, reader, can=True):
+            self._let_none_stay()
+            self._try_gather(unit, reader, can=True)
+
+    def _try_gather(self, unit: Unit, reader: object, *, can: bool) -> bool:
         assert self.prefetch is not None
-        self.prefetch.gather(unit.groups, reader=reader, is_part=self.is_in_step or self._in_backward)
+        is_part = self.is_in_step or self._in_backward
+        return self.prefetch.gather(unit.groups, reader=reader, is_part=is_part, can=can)
+
+    def _let_none_stay(self) -> None:
+        """A rank has no room for a unit beside those that stay: none does from now on. All ranks come here alike."""
+        assert self.prefetch is not None
+        self.prefetch.staying = frozenset()
+        self._release_staying()
+
+    def _release_staying(self) -> None:
+        staying, self._staying = self._staying, {}
+        for unit in staying:
+            assert self._shards is not None
+            self._shards.release_spare(unit.groups)
 
     def _close_backward(self) -> None:
-        self._last, self._is_last, self._in_backward = None, False, False
+        self._last, self.backwards.is_last, self._in_backward = None, False, False
         self._visited.clear()
         self._recomputed.clear()
         self._runs.clear()
@@ -373,12 +466,12 @@ class Units:
         """Release what backward holds, but for `units`."""
         for other in [other for other in self._backward if other not in units]:
             del self._backward[other]
-            self._release(other)
+            self._leave(other)
 
     def _release_backward(self) -> None:
         open_units, self._backward = self._backward, {}
         for unit in open_units:
-            self._release(unit)
+            self._leave(unit)
 
     def _root_groups(self) -> list[int]:
         return sorted(group for group, users in self._users.items() if any(unit.is_root for unit in users))

@@ -181,7 +181,7 @@ def _no_room(*_: Any, **__: Any) -> None:
 
 SCRIPTS: dict[Script, tuple[str, ...]] = {
     evaluates_another_expert: ("rank 0 in 'unit experts.0", "rank 1 in 'unit experts.1", "manager.unit(module)"),
-    trains_another_expert: ("rank 0 in 'unit experts.0", "rank 1 in 'unit experts.1"),
+    trains_another_expert: ("rank 0 in 'reduction of gradients", "rank 1 in 'unit experts.1"),  # as units stay
     leaves_out_another_layer: ("rank 0 in 'unit blocks.1", "rank 1 in 'unit blocks.0"),
     evaluates_alone: ("rank 0 in '", "rank 1 in '", "all have to run the same modules in the same order"),
     saves_alone: ("rank 0 in 'manager.state_dict()'", "rank 1 in 'unit blocks.0"),

@@ -76,10 +76,12 @@ def record_both(rank: int, task: Task) -> tuple[list[list[tuple[str, str]]], lis
     ]
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("device_nbytes", [80 << 10, 1 << 20], ids=["no unit stays", "all stay"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("model", STEADY)
-def test_the_moments_of_every_rank(teams: dict[int, Team], model: str, size: int) -> None:
-    task = Task(model, device_nbytes=100 << 10)
+def test_the_moments_of_every_rank(teams: dict[int, Team], model: str, size: int, device_nbytes: int) -> None:
+    task = Task(model, device_nbytes=device_nbytes)
     rehearsal = rehearsed(task, size)
     for rank, (moments, digests) in enumerate(teams[size].run(record_both, task)):
         steps = rehearsal.over(size, rank=rank, is_accelerator=False, device_nbytes=task.device_nbytes)

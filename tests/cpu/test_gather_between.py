@@ -1,10 +1,11 @@
-"""Gathers between backward and optimizer.step() over two ranks: such steps are recorded, planned and exact."""
+"""What is gathered or written over two ranks between backward and step: such steps are recorded, planned and exact."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,3 +208,97 @@ def test_frozen_after_steps_with_gathers(pair: Team, how: tuple[str, str], what:
 
 def train_frozen(rank: int, *args: Any) -> Found:
     return train(rank, *args, freezes=True)
+
+
+# Weights that are written between the backwards of a step, when the next unit may have been gathered already.
+
+WRITES = ("gathered", "module", "manager", "checkpoint", "averages")
+
+
+def changed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: 1.5 * value + 0.01 for key, value in state.items()}
+
+
+def write(manager: chunkmem.ChunkManager, model: Net, ema: chunkmem.EMA, what: str, folder: str) -> list[Tensor]:
+    """Have other weights from now on; with averages, for one evaluation, whose results are returned."""
+    state = changed(manager.state_dict())
+    if what == "gathered":
+        with manager.gather(), torch.no_grad():
+            for key, param in model.named_parameters():
+                param.copy_(state[key])
+    elif what == "module":
+        model.load_state_dict(state)
+    elif what == "manager":
+        manager.load_state_dict(state)
+    elif what == "checkpoint":
+        manager.load(folder)
+    else:
+        with ema.swapped(), torch.no_grad():
+            return [model(batch(0, 0)[0])]
+    return []
+
+
+def train_written(rank: int, what: str, device_nbytes: int, folder: str) -> Found:
+    torch.set_num_threads(1)
+    values: dict[str, Any] = {"default_chunk_size": CHUNK_NUMEL, "memory": {"device": device_nbytes, "host": 8 << 20}}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Net()
+            manager.unit(model.stem)
+            manager.unit(model.head)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        ema = chunkmem.EMA(manager, 0.9)
+        manager.accumulate(2)
+        manager.save(folder)
+        seen = []
+        for step in range(NUM_STEPS):
+            for half in range(2):
+                x, y = (each.chunk(2)[half] for each in batch(step, rank))
+                manager.backward(F.cross_entropy(model(x), y))
+                if half == 0 and step > NUM_STEPS // 2:
+                    seen += write(manager, model, ema, what, folder)
+            optimizer.step()
+            ema.update()
+            optimizer.zero_grad()
+        return Found(manager.state_dict(), seen, 1)
+
+
+def serial_written(what: str) -> Found:
+    torch.manual_seed(0)
+    model = Net()
+    start = {key: value.clone() for key, value in model.state_dict().items()}
+    averages = start
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=1e-2, fused=True)
+    seen = []
+    for step in range(NUM_STEPS):
+        grads: list[list[Tensor]] = [[torch.zeros_like(param) for param in params] for _ in range(2)]
+        for half in range(2):
+            for rank in range(2):
+                x, y = (each.chunk(2)[half] for each in batch(step, rank))
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                for total, param in zip(grads[rank], params, strict=True):
+                    assert param.grad is not None
+                    total += param.grad
+            if half == 0 and step > NUM_STEPS // 2:
+                now = {key: value.clone() for key, value in model.state_dict().items()}
+                if what == "averages":
+                    model.load_state_dict(averages)
+                    seen.append(model(batch(0, 0)[0]).detach())
+                    model.load_state_dict(now)
+                else:
+                    model.load_state_dict(start if what == "checkpoint" else changed(now))
+        for param, *each in zip(params, *grads, strict=True):
+            param.grad = mean_of(param, each)
+        optimizer.step()
+        now = {key: value.clone() for key, value in model.state_dict().items()}
+        averages = now if step == 0 else {key: value.lerp(now[key], 1 - 0.9) for key, value in averages.items()}
+    return Found({key: value.detach() for key, value in model.state_dict().items()}, seen, 0)
+
+
+@pytest.mark.parametrize("device_nbytes", [AMPLE_NBYTES, TIGHT_NBYTES], ids=["units stay", "units come and go"])
+@pytest.mark.parametrize("what", WRITES)
+def test_weights_are_written_between_backwards(pair: Team, tmp_path: Path, what: str, device_nbytes: int) -> None:
+    assert_equal(pair.run(train_written, what, device_nbytes, str(tmp_path / "checkpoint")), serial_written(what))

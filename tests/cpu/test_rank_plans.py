@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -407,15 +407,26 @@ def own(size: int, rank: int) -> list[int]:
     return [group for group in range(NUM_BLOCKS) if group % size == rank]
 
 
-@pytest.mark.few(1)
+def room(size: int, num_staying: int) -> int:
+    """The smallest cap on DEVICE under which so many last units stay: for weights and states of the rank that owns
+    most, for all gradients, for two units that come and go, for those that stay, and for a gradient that lands."""
+    return (3 * len(own(size, 0)) + NUM_BLOCKS + 2 + num_staying + 1) * CHUNK_NBYTES
+
+
+@pytest.mark.few(2)
 @pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("num_staying", [NUM_BLOCKS, 3, 0])
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_exchanged_is_as_the_formulas_say(teams: dict[int, Team], size: int, micro_batches: int) -> None:
-    """Units are gathered for forward and backward, but where one follows the other; gradients are reduced once."""
+def test_what_is_exchanged_is_as_the_formulas_say(
+    teams: dict[int, Team], size: int, num_staying: int, micro_batches: int
+) -> None:
+    """Units are gathered for forward and backward, but where one follows the other, and those that stay once a step;
+    gradients are reduced once."""
     gathers = dict.fromkeys(range(NUM_BLOCKS), 2 * micro_batches)
     gathers[NUM_BLOCKS - 1] -= micro_batches  # backward begins where forward ends
     gathers[0] -= micro_batches - 1  # and the other way round
-    for rank, found in enumerate(teams[size].run(stack, size, 1 << 20, micro_batches)):
+    gathers |= dict.fromkeys(range(NUM_BLOCKS - num_staying, NUM_BLOCKS), 1)
+    for rank, found in enumerate(teams[size].run(stack, size, room(size, num_staying), micro_batches)):
         num_own = len(own(size, rank))
         num_sent = sum(gathers[group] for group in own(size, rank))
         num_received = sum(gathers.values()) - num_sent
@@ -427,20 +438,71 @@ def test_what_is_exchanged_is_as_the_formulas_say(teams: dict[int, Team], size: 
         assert found.exchange == (0, (size - 1) * CHUNK_NBYTES)
 
 
+def train_short_of_room(rank: int, until: int) -> tuple[dict[str, Tensor], list[int]]:
+    """Train a stack of blocks whose units stay; in step 3, rank 1 has no room for one of them in forward.
+
+    Returns:
+        The weights, and how many groups were gathered in each step.
+    """
+    values = {"default_chunk_size": BLOCK_NUMEL, "memory": {"device": 1 << 20, "host": 8 << 20}}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        manager.accumulate(1)
+        shards = manager.runtime.sharding.shards
+        assert shards is not None
+        hold, failures = shards.hold, []
+
+        def short(groups: Iterable[int], *, reader: object) -> None:
+            if step == 3 and rank == 1 and tuple(groups) == (until,) and shards._holds[0]:
+                failures.append(reader)
+                raise chunkmem.CapacityError(
+                    "no room", needed_nbytes=2, cap_nbytes=1, enough_nbytes=2, tier=Tier.DEVICE
+                )
+            hold(groups, reader=reader)
+
+        shards.hold = short  # type: ignore[method-assign]
+        counts = []
+        for step in range(7):
+            before = shards.exchange.traffic.num_gathers
+            x: Tensor = torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+            manager.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(shards.exchange.traffic.num_gathers - before)
+        # Where it is gathered ahead, and where it is used.
+        assert len(failures) == (2 if until > 0 and rank == 1 else 0)
+        return manager.state_dict(), counts
+
+
+def test_a_rank_that_finds_no_room_has_all_units_come_and_go(teams: dict[int, Team]) -> None:
+    (expected, counts), _ = teams[2].run(train_short_of_room, -1)
+    assert counts[1:] == [NUM_BLOCKS] * 6
+    for weights, counts in teams[2].run(train_short_of_room, 3):
+        assert [key for key, value in expected.items() if not torch.equal(value, weights[key])] == []
+        assert counts[1:3] == [NUM_BLOCKS] * 2
+        assert counts[4:] == [2 * NUM_BLOCKS] * 3
+
+
 def most_of_others(size: int, rank: int, *, at_a_time: int) -> int:
     """The most chunks of other ranks among so many blocks that follow each other."""
     windows = [range(start, start + at_a_time) for start in range(NUM_BLOCKS - at_a_time + 1)]
     return max(sum(group % size != rank for group in window) for window in windows)
 
 
+@pytest.mark.parametrize("stay", [True, False])
 @pytest.mark.parametrize("size", SIZES)
-def test_what_a_rank_holds_is_as_the_formulas_say(teams: dict[int, Team], size: int) -> None:
-    """With room for all: on DEVICE own chunks, and of two units what others own; on HOST nothing."""
-    for rank, found in enumerate(teams[size].run(stack, size, 1 << 20, 1)):
+def test_what_a_rank_holds_is_as_the_formulas_say(teams: dict[int, Team], size: int, stay: bool) -> None:
+    """With room for all: on DEVICE own chunks, and what others own, all of it or of two units; on HOST nothing."""
+    at_a_time = NUM_BLOCKS if stay else 2
+    device_nbytes = room(size, NUM_BLOCKS) if stay else room(size, 0)
+    for rank, found in enumerate(teams[size].run(stack, size, device_nbytes, 1)):
         own_nbytes = len(own(size, rank)) * CHUNK_NBYTES
-        others_nbytes = most_of_others(size, rank, at_a_time=2) * CHUNK_NBYTES
+        others_nbytes = most_of_others(size, rank, at_a_time=at_a_time) * CHUNK_NBYTES
         assert found.device["param"] == (own_nbytes, own_nbytes + others_nbytes)
-        assert found.device["grad"][1] <= own_nbytes + others_nbytes
+        assert found.device["grad"][1] <= own_nbytes + 2 * CHUNK_NBYTES
         for role in ("exp_avg", "exp_avg_sq"):
             assert found.device[role] == (own_nbytes, own_nbytes)
         assert set(found.host.values()) == {(0, 0)}
