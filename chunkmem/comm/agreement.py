@@ -1,13 +1,15 @@
 """What ranks are about to do: all of them the same, or all of them raise the same error.
 
-[Note: Agreement] Collectives are matched by their place in the sequence. Ranks that issue different ones mix their
-bytes, abort, or wait for ever. So before an operation between ranks begins, each of them states it. A few numbers go
-from rank to rank, in ceil(log2 W) messages from each, and then all know the smallest of each number: where the smallest
-and the largest hash are the same, so are the operations. Where they are not, all ranks are told what each of them was
-about to do, and raise the same error; nothing was issued.
+Collectives are matched by their place in the sequence. Ranks that issue different ones mix their bytes, abort, or wait
+for ever. So before an operation between ranks begins, each of them states it. A few numbers go from rank to rank, in
+ceil(log2 W) messages from each, and then all know the smallest of each number: where the smallest and the largest hash
+are the same, so are the operations. Where they are not, all ranks are told what each of them was about to do, and raise
+the same error; nothing was issued.
 
 A rank may wait for the others, at the end of its step or at clipping. It is told what they are about to do and joins
 in, until all of them wait at the same place.
+
+Decided in ADR 17.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A rank's connection to the others: what they agree on before they begin it, and what happens when one is missing.
 
-See [Note: Agreement] in `chunkmem.comm.agreement` and [Note: Failure detection] in `chunkmem.comm.failure_detector`.
+See `chunkmem.comm.agreement` and `chunkmem.comm.failure_detector`.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class Connection:
 
     @contextlib.contextmanager
     def waiting(self, label: str, *, is_own: bool = False) -> Iterator[None]:
-        """Turn what an exchange raises inside into an error that names ranks: [Note: Failure detection].
+        """Turn what an exchange raises inside into an error that names ranks; see `chunkmem.comm.failure_detector`.
 
         Args:
             label: what is waited for; the messages of other ranks may have it too.

@@ -1,8 +1,7 @@
 """Who is missing when an exchange between ranks fails.
 
-[Note: Failure detection] When a rank dies, gloo tells it, by a network address, to those that were just talking with
-it; all others wait until their time is up. When one hangs, the time of all others is up. So a rank that sees an
-exchange fail
+When a rank dies, gloo tells it, by a network address, to those that were just talking with it; all others wait until
+their time is up. When one hangs, the time of all others is up. So a rank that sees an exchange fail
 
 1. lingers: lets messages arrive that are on their way, as gloo forgets to tell a receiver of a connection that is
    closed in the middle of one, and it would wait until its time is up;
@@ -132,7 +131,7 @@ def collect_statuses(
         errors = "; ".join(f"rank {numbers[other]} raised {error}" for other, error in sorted(raised.items()))
         return RankError(f"{start} {errors}", tuple(numbers[other] for other in sorted(raised)))
     closed = {other for each in answers.values() for other in each.closed}
-    # In this order: see [Note: Failure detection].
+    # In this order, as step 4 of the module's docstring says.
     suspects = [other for other in silent if other in closed] or silent
     if not suspects:
         return RankError(f"{start} {_disagreement(answers, numbers)}", ())

@@ -1,9 +1,9 @@
 """Blocks that nothing trains, from the first on: run without what backward needs, or not at all.
 
-[Note: Frozen prefix] A step begins with the blocks that have no parameter that requires gradients. Their calls are no
-regions: autograd saves nothing, so nothing is kept, offloaded or recomputed. With a cache
-(`chunkmem.contrib.frozen_cache.prefix`) they run for samples that it does not have, and the weights of blocks that no
-micro-batch has to run are not fetched. Over stages, blocks are numbered over all of them.
+A step begins with the blocks that have no parameter that requires gradients. Their calls are no regions: autograd saves
+nothing, so nothing is kept, offloaded or recomputed. With a cache (`chunkmem.contrib.frozen_cache.prefix`) they run for
+samples that it does not have, and the weights of blocks that no micro-batch has to run are not fetched. Over stages,
+blocks are numbered over all of them.
 """
 
 from __future__ import annotations

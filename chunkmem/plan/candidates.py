@@ -213,9 +213,9 @@ class Candidates:
                 yield from self._by_rule(way, is_brief=True)
 
     def _with_less(self) -> Iterator[tuple[int, Candidate | None]]:
-        """Try the fastest candidate with less memory than there is, where COMPUTE waits; [Note: Less memory].
+        """Try the fastest candidate with less memory than there is, where COMPUTE waits.
 
-        [Note: Less memory] To keep all that fits and to update ahead all that the shadow buffers hold is best as a
+        To keep all that fits and to update ahead all that the shadow buffers hold is best as a
         rule, not always: copies and updates come at other times, and share HOST's memory. So what a smaller DEVICE or
         HOST would allow is tried, too: more memory should not make a step slower.
         """

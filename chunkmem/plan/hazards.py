@@ -1,10 +1,10 @@
 """Run a program's operations on lanes, iteration after iteration: what comes before what, and when each one runs.
 
-[Note: What comes before what] Every operation has a number on its lane, counted from the first iteration on. A lane
-*has seen* operation n of another if a Wait, or a Wait of an operation waited for, makes whatever is issued on it next
-start after that one's end. A slab remembers its last write and, lane by lane, its last read. A read has to have seen
-the write, a write the write and all those reads; who has seen a write has seen what came before it, too. Neither the
-order in which a host issues operations nor the times computed here count: a plan must be right at any speed.
+Every operation has a number on its lane, counted from the first iteration on. A lane *has seen* operation n of another
+if a Wait, or a Wait of an operation waited for, makes whatever is issued on it next start after that one's end. A slab
+remembers its last write and, lane by lane, its last read. A read has to have seen the write, a write the write and all
+those reads; who has seen a write has seen what came before it, too. Neither the order in which a host issues operations
+nor the times computed here count: a plan must be right at any speed.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class SimulatedLanes:
             self._host = ((lane, number),)
 
     def _check(self, operation: LaneOperation) -> None:
-        """Refuse the operation where [Note: What comes before what] does, then remember it."""
+        """Refuse the operation if it has not seen what it must (see the module's docstring), then remember it."""
         lane, slabs = operation.lane, self._slabs
         seen, seen_at = self._seen[lane], self._seen_at[lane]
         number = len(seen_at)

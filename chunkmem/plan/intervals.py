@@ -1,8 +1,8 @@
 """From kept gaps to stays: when each chunk is on a tier, where it comes from, and how early it is fetched. Pure.
 
-[Note: Room] A stretch can be as long as the step, so going through it moment by moment would make planning quadratic.
-The moments are the leaves of a tree; a node has the least of its two children plus what was added to its stretch as a
-whole. Both operations look at two nodes a level.
+A stretch can be as long as the step, so going through it moment by moment would make planning quadratic. The moments
+are the leaves of a tree; a node has the least of its two children plus what was added to its stretch as a whole. Both
+operations look at two nodes a level.
 """
 
 from __future__ import annotations

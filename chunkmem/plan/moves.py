@@ -1,10 +1,10 @@
 """In which order groups of chunks are moved to other ranks, which pack the parameters in other groups.
 
-[Note: Order of moves] A rank gives a group up when all of its parameters have been moved, and a new group takes its
-memory as a whole before the first parameter arrives. So the order decides what ranks have at a time. It is one order
-for all ranks, a new group after the other. Next comes the group after which the ranks have least beyond what they have
-at the beginning or at the end, whichever is more: a rank that has given much up receives, from one that has received
-much, and what is half empty is emptied.
+A rank gives a group up when all of its parameters have been moved, and a new group takes its memory as a whole before
+the first parameter arrives. So the order decides what ranks have at a time. It is one order for all ranks, a new group
+after the other. Next comes the group after which the ranks have least beyond what they have at the beginning or at the
+end, whichever is more: a rank that has given much up receives, from one that has received much, and what is half empty
+is emptied.
 
     rank 0   A B C D        A C E G          new groups in this order: A C F H E B G D, and not A C E G B D F H,
     rank 1   E F G H   to   B D F H          with which rank 0 would have six groups at a time
@@ -63,7 +63,7 @@ class Moves:
 
 
 def plan_moves(held: Sequence[HeldGroup], wanted: Sequence[WantedGroup]) -> Moves:
-    """Decide from where each wanted group gets its parameters, and in which order; see [Note: Order of moves].
+    """Decide from where each wanted group gets its parameters, and in which order.
 
     A rank that has a parameter itself takes it from there. What several ranks have, and the taker has not, comes from
     the first of them.

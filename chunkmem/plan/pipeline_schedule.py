@@ -1,8 +1,8 @@
 """In which order devices compute the stages of a pipeline for each micro-batch, and how long a step then takes. Pure.
 
-[Note: Schedules] A device computes one call after the other, in an order that does not depend on durations; a call
-waits for its input, which the stage before (in backward: the stage after) has sent. Two stages, three micro-batches,
-backward as long as forward; `.` is the bubble:
+A device computes one call after the other, in an order that does not depend on durations; a call waits for its input,
+which the stage before (in backward: the stage after) has sent. Two stages, three micro-batches, backward as long as
+forward; `.` is the bubble:
 
     gpipe  device 0   F0 F1 F2 .. .. B0 B1 B2        1f1b  device 0   F0 F1 .. B0 F2 B1 .. B2
            device 1   .. F0 F1 F2 B0 B1 B2 ..              device 1   .. F0 B0 F1 B1 F2 B2 ..

@@ -1,13 +1,15 @@
 """Where each group is updated, and which groups never leave DEVICE. Pure.
 
-[Note: Full placements] DEVICE is full where some groups have all that they are made of there, always, and all others
-only pass through: of those DEVICE needs a few chunks at a time, however many there are, and HOST has the rest.
+DEVICE is full where some groups have all that they are made of there, always, and all others only pass through: of
+those DEVICE needs a few chunks at a time, however many there are, and HOST has the rest.
 
     DEVICE   | 0 | 1 | 2 | 3 |  few chunks of 4 to 9  |     0 to 3: the resident groups, updated on DEVICE
     HOST     | 4 | 5 | 6 | 7 | 8 | 9 |                      4 to 9: the passing ones, updated on HOST
 
 The resident groups are the first ones: backward ends with them, so their gradients come too late for an update on HOST
 to be overlapped, and the next forward begins with them.
+
+Decided in ADR 27.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def has_idle_states(trace: Trace) -> bool:
 
 
 class FullPlacements:
-    """Which groups may be resident: prefixes of a trace's groups, by their number. See [Note: Full placements]."""
+    """Which groups may be resident: prefixes of a trace's groups, by their number."""
 
     def __init__(self, trace: Trace, budget: Sequence[int], *, host_nbytes: int, margin_use_ratio: float) -> None:
         """Find the most and the fewest.

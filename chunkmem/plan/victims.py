@@ -1,9 +1,9 @@
 """Which replicas leave a tier when room is needed. Pure: ids and numbers in, ids out.
 
-[Note: Leaving order] A tier may hold thousands of small chunks, and each one that comes may need another to leave, so
-nobody looks at all of them each time. `LeavingOrder` keeps a heap whose entries may be out of date, each telling when
-its replica leaves at the earliest. That a replica leaves later than that, since it was used again, shows when its turn
-comes, and puts it further back; that it leaves sooner, or may leave again, has to be announced.
+A tier may hold thousands of small chunks, and each one that comes may need another to leave, so nobody looks at all of
+them each time. `LeavingOrder` keeps a heap whose entries may be out of date, each telling when its replica leaves at
+the earliest. That a replica leaves later than that, since it was used again, shows when its turn comes, and puts it
+further back; that it leaves sooner, or may leave again, has to be announced.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _leaving_key(resident: Resident) -> _Key:
 
 
 class LeavingOrder:
-    """The replicas of one tier in leaving order, without looking at all of them; [Note: Leaving order]."""
+    """The replicas of one tier in leaving order, without looking at all of them."""
 
     def __init__(self, look: Callable[[ChunkId], Resident | None]) -> None:
         """Begin with none.

@@ -25,7 +25,7 @@ from chunkmem.sizes import format_nbytes
 
 _CANDIDATES = ((16 << 20, 4), (8 << 20, 8), (32 << 20, 2), (4 << 20, 8), (16 << 20, 8))
 """Bytes of a block, and how many are moved at once. The likeliest first: on a slow disk, the others are left out.
-Smaller blocks are not tried: here nothing computes in Python meanwhile, [Note: Turns]."""
+Smaller blocks are not tried: here nothing computes in Python meanwhile; see `runtime/disk_threads.py`."""
 _CLEARLY = 0.95
 """The share of the time at most that a later one has to take: what is measured varies."""
 _MIN_NBYTES, _MAX_NBYTES = 16 << 20, 128 << 20

@@ -1,9 +1,9 @@
 """Signals whose handlers wait while the runtime works.
 
-[Note: Held signals] Python runs a signal's handler in the main thread, between any two bytecodes, and Ctrl-C's raises.
-Raised between two lines of the pager, a chunk has its slab and no pin, and every step from then on is wrong. So while a
-manager is open, its handler stands before the one that was installed, and looks at where the signal has found the
-program: the frames on Python's stack tell, and nothing has to be counted while a step runs.
+Python runs a signal's handler in the main thread, between any two bytecodes, and Ctrl-C's raises. Raised between two
+lines of the pager, a chunk has its slab and no pin, and every step from then on is wrong. So while a manager is open,
+its handler stands before the one that was installed, and looks at where the signal has found the program: the frames on
+Python's stack tell, and nothing has to be counted while a step runs.
 
     for batch in loader:                  user code, which `loss = model(batch)` keeps on the stack
       └ Module._call_impl                 counts as user code, too: what a module computes is the user's
@@ -19,6 +19,8 @@ installed is called, and raises from that call, whose work is done. A backward i
 A wait that never ends would hold a signal for ever. So the second one says what is waited for, and the third one is not
 held any more; neither is SIGALRM, which is there to end what hangs. What is raised then has interrupted the runtime
 itself, and its managers refuse to be used.
+
+Decided in ADR 57.
 """
 
 from __future__ import annotations
@@ -157,7 +159,7 @@ class InterruptGuard:
 
 
 class HeldSignal:
-    """Stands before the handler of one signal, and calls it when user code runs; [Note: Held signals]."""
+    """Stands before the handler of one signal, and calls it when user code runs."""
 
     def __init__(self, installed: Handler) -> None:
         """Stand before a handler."""

@@ -45,8 +45,8 @@ class Pager:
         Args:
             store: that has them.
             meter: says what else takes room under the cap on DEVICE; None: nothing.
-            follow_stream: called before each access to DEVICE, where several streams may compute. See [Note: Streams of
-                a program] in `runtime.device`.
+            follow_stream: called before each access to DEVICE, where several streams may compute. See
+                `ComputeDevice.current_stream` in `runtime/device.py`.
             speculative: updates of groups ahead of the step; None: there are none.
             interrupts: knows whether the runtime itself was interrupted; None: nothing does that.
         """

@@ -1,12 +1,14 @@
 """The exchanges of a step, one after the other: the next gather begun ahead, the last reduction ended later.
 
-[Note: Gathering ahead] Steps repeat. While a unit computes, the gather that came next in the step before is begun,
-over a reduction if there is one between. It is if all ranks have room for two units at a time, and unless a trial has
-shown the slowest of them to be faster without (`chunkmem.steps.trial`). A rank that finds no room for it after all
-says so before it begins, and then no rank does. If something else comes, all ranks see that alike, let what was begun
-arrive, and begin nothing ahead until the next step.
+Steps repeat. While a unit computes, the gather that came next in the step before is begun, over a reduction if there is
+one between. It is if all ranks have room for two units at a time, and unless a trial has shown the slowest of them to
+be faster without (`chunkmem.steps.trial`). A rank that finds no room for it after all says so before it begins, and
+then no rank does. If something else comes, all ranks see that alike, let what was begun arrive, and begin nothing ahead
+until the next step.
 
 Then, too, a reduction is waited for when the next one begins, or backward is over.
+
+Decided in ADR 13.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Units of exchange: modules whose weights come together from their owners as a whole, before they are used.
 
-[Note: One order] Every rank gathers and reduces the same in the same order, whatever is read inside of a unit on which
-rank. Forward gathers a unit when a call enters it. Backward gathers it when the gradients of its outputs begin to
-arrive, and again if another unit's came in between. It leaves a unit for good when it has come to it as often as
-forward did: to one that is called twice, or that has others inside, more than once. When it has left all units that a
-group has a part in, or is over, the group is reduced, if no micro-batch is thought to follow. So what is exchanged
-depends on the order of units alone, which is the same on all ranks, and not on what a rank still has.
+Every rank gathers and reduces the same in the same order, whatever is read inside of a unit on which rank. Forward
+gathers a unit when a call enters it. Backward gathers it when the gradients of its outputs begin to arrive, and again
+if another unit's came in between. It leaves a unit for good when it has come to it as often as forward did: to one that
+is called twice, or that has others inside, more than once. When it has left all units that a group has a part in, or is
+over, the group is reduced, if no micro-batch is thought to follow. So what is exchanged depends on the order of units
+alone, which is the same on all ranks, and not on what a rank still has.
 
-[Note: Recomputed units] A unit whose forward is recomputed in backward is gathered for that, and held until backward
-has come to it, too, so that it is not gathered again. Units of a segment that is recomputed as a whole are held
-together if that leaves room for what comes with them on all ranks. Else each replaces the one before:
+A unit whose forward is recomputed in backward is gathered for that, and held until backward has come to it, too, so
+that it is not gathered again. Units of a segment that is recomputed as a whole are held together if that leaves room
+for what comes with them on all ranks. Else each replaces the one before:
 
     forward                     A B C
     backward                          C, then recompute A B C, then     C B A
@@ -18,6 +18,8 @@ together if that leaves room for what comes with them on all ranks. Else each re
 
 A rank that comes to the end of its step before the others, since it has had no batch, fewer micro-batches or no
 backward, takes part in what they exchange until they come, too; its gradients count as zeros.
+
+Decided in ADR 12.
 """
 
 from __future__ import annotations
@@ -239,7 +241,7 @@ class Units:
         self._gather(unit, f"{unit} backward")
 
     def recompute(self, unit: Unit) -> None:
-        """The forward of a unit runs again in a backward; see [Note: Recomputed units]. Raises what `enter` does."""
+        """The forward of a unit runs again in a backward. Raises what `enter` does."""
         if self._shards is None or (unit in self._backward and unit is next(reversed(self._recomputed), None)):
             return
         self._begin_backward()

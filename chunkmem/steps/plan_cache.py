@@ -1,7 +1,7 @@
 """The kinds of steps that a training loop, or its evaluations, are made of: a trace and a plan for each of a few.
 
-[Note: Kinds of steps] Steps of one kind have the same key: the model they begin with, and which parameters are
-trainable. The first step with a new key is recorded. Those of one key may still differ, and then:
+Steps of one kind have the same key: the model they begin with, and which parameters are trainable. The first step with
+a new key is recorded. Those of one key may still differ, and then:
 
 1. A step leaves out moments of its plan: it follows that all the same, see [Note: Left out] in
    `chunkmem.runtime.plan_executor`. If four in a row leave out the same, the next one is recorded, for a plan without
@@ -12,6 +12,8 @@ trainable. The first step with a new key is recorded. Those of one key may still
    so that one plan serves all ways to leave out layers or experts.
 
 Which of several plans a step begins with is what followed, the last time, on the two steps before.
+
+Decided in ADR 16.
 """
 
 from __future__ import annotations

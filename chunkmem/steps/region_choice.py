@@ -1,11 +1,13 @@
 """Which calls of regions a kind of step recomputes: chosen once its first step has been recorded, and again later.
 
-[Note: Choosing again] The first choice knows the times of a first step, which touches its memory for the first time and
-is watched, and guesses what a region saves when it is kept. When a plan has been followed for a few steps, and refined,
-both are known better: the search is repeated. If it finds a step that is faster by `_WORTH`, that is recorded, for a
-plan of its own. A few times at most, as each costs a step without a plan.
+The first choice knows the times of a first step, which touches its memory for the first time and is watched, and
+guesses what a region saves when it is kept. When a plan has been followed for a few steps, and refined, both are known
+better: the search is repeated. If it finds a step that is faster by `_WORTH`, that is recorded, for a plan of its own.
+A few times at most, as each costs a step without a plan.
 
 Where some choice leads to a step that cannot be planned, steps stay as they are, with a warning.
+
+Decided in ADR 34.
 """
 
 from __future__ import annotations

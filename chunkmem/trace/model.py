@@ -1,8 +1,8 @@
 """What one step does to memory, as plain data: the moments of a trace.
 
-[Note: Remote groups] A group that another rank owns has weights here only while they are held: a HOLD begins with none,
-an exchange brings them, the RELEASE ends them. Gradients that land here end with the CONSUME after their exchange. All
-ranks have the same exchanges in the same order; what lies between them may differ.
+A group that another rank owns has weights here only while they are held: a HOLD begins with none, an exchange brings
+them, the RELEASE ends them. Gradients that land here end with the CONSUME after their exchange. All ranks have the same
+exchanges in the same order; what lies between them may differ.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Trace(
     sampling_interval_s: Seconds = 0.0
     """Longest time between two looks of the sampling thread: what lives shorter may be missed; 0: none ran."""
     remote_groups: frozenset[int] = frozenset()
-    """Groups that another rank owns: [Note: Remote groups]."""
+    """Groups that another rank owns."""
     regions: tuple[Region, ...] = ()
     """In the order of their forward."""
     before_s: Seconds = 0.0
