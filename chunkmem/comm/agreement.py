@@ -28,7 +28,7 @@ from chunkmem.comm.failure_detector import named
 _NOTHING = 1 << 62
 """Larger than any hash, rank or flag."""
 _TAG = (1 << 30) - 64
-"""Of the messages of the first round; those of later rounds follow."""
+"""Tag of the messages of the first round; later rounds have the tags after it."""
 _NEXT = (
     "all have to run the same modules in the same order; a module that not every rank runs belongs to one unit with "
     "the module that chooses: manager.unit(module)"
@@ -42,7 +42,7 @@ class Operation:
     label: str
     """What it is, for messages; the same text on two ranks means that they do the same."""
     detail: str = ""
-    """What else has to be the same, such as a size."""
+    """Any other value that has to be equal on all ranks, such as a size."""
     joinable: Any = None
     """What a rank that waits needs in order to join in, as `pickle` copies it; None: it cannot."""
     waits: bool = False
@@ -64,7 +64,7 @@ class Verdict:
     complete: int
     """If all wait: the first rank that has not joined in what others did since it last came to the end of a step."""
     one_joined: bool
-    """If all wait: some rank has."""
+    """If all wait: at least one rank has joined in what others did since its last end of a step."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Statement:
 
     label: str
     error: str
-    """What it has raised before; empty if nothing."""
+    """Text of the error that the rank has raised before; empty: none."""
     facts: Sequence[str]
 
 

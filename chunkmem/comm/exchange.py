@@ -32,7 +32,7 @@ class Shard:
     """A chunk in an exchange."""
 
     index: int
-    """Of the chunk; different in each shard of an exchange, the same on all ranks."""
+    """Number of the chunk: different in each shard of an exchange, equal on all ranks."""
     owner: int
     """A rank, counted within the process group."""
     flat: torch.Tensor  # 1-D, contiguous

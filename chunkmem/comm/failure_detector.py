@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.02
 _STORE_GRACE_S = 0.5
-"""What an answer of the store may take."""
+"""Seconds that an answer of the store may take."""
 _UNSENT_TAG = 1 << 30
-"""Of a message that nobody sends."""
+"""Tag of a message that is never sent."""
 _NEXT = "see the output of every rank for the first error, then start all of them again"
 
 
@@ -46,10 +46,10 @@ class RankStatus:
     """What a rank says of itself when ranks are asked."""
 
     label: str
-    """Where it waited."""
+    """Operation in which the rank waited."""
     waited_s: float
     error: str
-    """What made it give up."""
+    """Text of the error that made the rank give up."""
     closed: Sequence[int] = ()
     """The ranks whose connections to it were closed before it hung up."""
 
@@ -60,7 +60,7 @@ class _Statuses:
 
     answers: dict[int, RankStatus]
     raised: dict[int, str] = field(default_factory=dict)
-    """By rank, what it raised, if it did nothing together with the others since."""
+    """By rank: the error it raised since its last common operation."""
     complete: threading.Event = field(default_factory=threading.Event)
     """All there is to know is known; otherwise the store was lost or is silent."""
 

@@ -107,7 +107,7 @@ class ExchangeMethod(ABC):
         """Exchange between `ranks`."""
         self.traffic = Traffic()
         self.rank = ranks.rank
-        """This one, of those that exchange with each other, from 0."""
+        """Number of this rank among those that exchange, from 0."""
         self.size = ranks.size
         self._ranks = ranks
 

@@ -31,11 +31,11 @@ class Message:
     """What is sent from one stage to another."""
 
     peer: int
-    """Rank, counted among those of the pipeline."""
+    """Rank of the other stage, numbered in the pipeline."""
     tag: int
     """The same where it is sent and where it is received, and of no other message that is under way."""
     label: str
-    """What it is, for messages."""
+    """Name of the message in errors."""
 
 
 class Neighbours:
@@ -48,9 +48,9 @@ class Neighbours:
         self._device = device
         self._in_ram = device.type == "cpu"
         self._sent: deque[tuple[list[dist.Work], str, Callable[[], None]]] = deque()
-        """Messages under way, the oldest first, and what is called when they have been sent."""
+        """Messages in flight, the oldest first, each with a callable for when it has been sent."""
         self._received: dict[int, tuple[list[dist.Work], str]] = {}
-        """By tag: what is waited for."""
+        """By tag: the receives that are waited for, with a label."""
 
     def send(
         self, tensors: Sequence[torch.Tensor], message: Message, *, done: Callable[[], None] = lambda: None

@@ -18,7 +18,7 @@ from chunkmem.comm.ranks import Ranks
 from chunkmem.pipeline.forms import BorderForm
 
 _FIRST_TAG = 1 << 28
-"""Above those of activations, below those of tied parameters."""
+"""First tag of these messages: above the tags of activations, below those of tied parameters."""
 
 
 class AnnouncedForms:

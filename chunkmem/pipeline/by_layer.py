@@ -52,7 +52,7 @@ class _Batch:
     parts: Sequence[MicroBatch]
     frozen: FrozenBlocks
     outputs: defaultdict[int, dict[int, BlockOutput]] = field(default_factory=lambda: defaultdict(dict))
-    """By number of the part; blocks that are not run for it have none."""
+    """By micro-batch, then by block: the block's output; frozen blocks that did not run have none."""
 
 
 class ByLayerPipeline(Pipeline):
@@ -81,7 +81,7 @@ class ByLayerPipeline(Pipeline):
         self._statistics = DeferredStatistics(named if options.deferred_batch_norm else ())
         self._prefix = FrozenPrefix(chain, options.cache, units=runtime.sharding.units)
         self._outermost: dict[int, _Outermost] = {}
-        """By the first block that runs: steps that begin with different ones are of different kinds."""
+        """By the first block that runs: the outermost module of such steps, which are a kind of step of their own."""
         self._is_running = False
         self._random = RandomStreams(runtime.memory.compute.generators())
 

@@ -37,7 +37,7 @@ class _Values:
     """The values that one call of a layer was given, over the micro-batches so far, by channel."""
 
     count: int
-    """Of each channel."""
+    """Number of elements in each channel."""
     mean: torch.Tensor
     squares: torch.Tensor
     """Sum of squared deviations from the mean."""
@@ -79,7 +79,7 @@ class DeferredStatistics:
         self._own: dict[_BatchNorm, tuple[dict[str, torch.Tensor | None], float | None]] = {}
         """Of layers whose call is running: their buffers and momentum, in place of which they have others."""
         self._num_calls: Counter[tuple[_BatchNorm, int]] = Counter()
-        """By layer and micro-batch."""
+        """Number of calls by (layer, micro-batch)."""
         self._values: defaultdict[_BatchNorm, list[_Values]] = defaultdict(list)
         """One item for each call in a micro-batch: a shared layer has several."""
 

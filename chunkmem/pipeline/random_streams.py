@@ -25,7 +25,7 @@ _MAX_PERIODS = 1 << 14
 """More are not counted."""
 
 States = tuple[torch.Tensor, ...]
-"""Of all generators."""
+"""States of all random number generators."""
 
 
 class MicroBatchStreams:

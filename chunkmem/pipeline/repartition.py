@@ -163,9 +163,9 @@ class _Ordinary:
     """What a stage has outside of chunks: buffers, and parameters of excluded modules with their states."""
 
     tensors: Mapping[tuple[str, str], torch.Tensor]
-    """By the name of the module, and its own."""
+    """Tensors by (module's name, tensor's own name)."""
     states: Sequence[Mapping[int, Mapping[str, Any]]]
-    """By optimizer or averages, and number of a parameter."""
+    """By optimizer or averages, then by number of a parameter: its states."""
 
 
 class _Change(Repacking):

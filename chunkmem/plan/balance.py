@@ -26,11 +26,11 @@ class Block:
     backward_s: float
     """Recomputation included."""
     nbytes: int
-    """Of weights, gradients and optimizer states that it alone has."""
+    """Bytes of weights, gradients and optimizer states that only this block has."""
     shared: Mapping[str, int] = field(default_factory=dict)
     """Bytes of parameters that other blocks have, too, by their first name: a stage has them once."""
     weight_nbytes: int = 0
-    """Of all weights that it reads."""
+    """Bytes of all weights that the block reads."""
     output_nbytes: int = 0
     """Handed on to the next block in a step, in all."""
 

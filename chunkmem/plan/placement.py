@@ -68,7 +68,7 @@ class Placement:
 
     update_tiers: Mapping[int, Tier]
     resident_groups: frozenset[int] = frozenset()
-    """Those whose content never leaves DEVICE."""
+    """Groups whose content never leaves DEVICE."""
 
 
 def has_idle_states(trace: Trace) -> bool:
@@ -98,7 +98,7 @@ class FullPlacements:
         self._known_left: dict[int, int] = {}
         self._limit = self._allowed(margin_use_ratio)
         self.most = self._most()
-        """Those that fit DEVICE next to some chunks of each that passes."""
+        """Largest number of resident groups that fit DEVICE next to the chunks that pass through."""
         self.fewest = min(self._limit, self._fewest(host_nbytes))
         """Without these the others do not fit HOST."""
 
@@ -178,11 +178,11 @@ class GroupNeed:
     """What one group takes of DEVICE, in bytes."""
 
     resident_nbytes: int
-    """At most, if its content never leaves."""
+    """Largest bytes of the group on DEVICE if it is resident."""
     weights_nbytes: int
     """While it passes through forward."""
     states_nbytes: int
-    """Of optimizer states, master weights not included."""
+    """Bytes of the group's optimizer states, without master weights."""
 
 
 def first_residents(needs: Sequence[GroupNeed], *, cap_nbytes: int, margin_use_ratio: float) -> int:

@@ -42,12 +42,12 @@ class Planner:
         self._candidates = Candidates(trace, machine, self._options)
         self._pieces = self._candidates.pieces()
         self._close: list[Candidate] = []
-        """Those so far that are as fast as the fastest, in their order."""
+        """Candidates that are about as fast as the fastest, in the order they were found."""
         self._before = before
         self.is_done = False
         """Every candidate has been tried."""
         self.work_done = 0
-        """In units."""
+        """Work done so far, in the planner's units."""
 
     @property
     def plan(self) -> Plan | None:

@@ -20,7 +20,7 @@ class Standing(enum.IntEnum):
     """How soon a replica may be wanted again where it is; lower leaves first."""
 
     DEAD = 0
-    """Its content is consumed or replaced by a newer version elsewhere: dropping it costs nothing."""
+    """A replica whose content is consumed, or replaced by a newer version elsewhere: dropping it costs nothing."""
     SETTLED = 1
     """Complete, and wanted next on the other tier: a finished gradient whose update runs on HOST."""
     ACTIVE = 2
@@ -35,7 +35,7 @@ class Resident(NamedTuple):
     chunk: ChunkId
     nbytes: int
     last_use: int
-    """When it was last used, on any clock that only grows."""
+    """Time of the last use, on any clock that only grows."""
     standing: Standing
     spill: bool
     """It is the only newest replica, so the other tier has to take its bytes first."""
@@ -69,7 +69,7 @@ class LeavingOrder:
         """
         self._look = look
         self._heap: list[tuple[_Key, int, ChunkId]] = []
-        """With a number that tells equal entries apart."""
+        """Heap of (key, a number that tells equal keys apart, chunk)."""
         self._listed: dict[ChunkId, _Key] = {}
         """The key of each replica's entry that counts; others in the heap are left over."""
         self.announced: set[ChunkId] = set()

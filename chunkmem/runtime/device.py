@@ -162,7 +162,7 @@ class ComputeDevice:
         """CUDA, or ROCm: host memory can be registered for direct copies, and events can block."""
         self.runs_cuda_kernels = self.is_cuda and torch.version.hip is None
         self._streams: list[torch.Stream] = []
-        """Those that something was computed on, the last one last."""
+        """Streams that something was computed on, the most recent one last."""
 
     @classmethod
     def default(cls, index: int | None = None) -> ComputeDevice:

@@ -31,7 +31,7 @@ _ALIGNMENTS = (4 << 10, 16 << 10, 64 << 10)
 """Tried in turn. Disks and file systems ask for 512 or 4096 bytes, few for more."""
 _MODE = 0o600
 _NO_UNNAMED_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
-"""What file systems and kernels without `O_TMPFILE` answer."""
+"""Error numbers of file systems and kernels without `O_TMPFILE`."""
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _MAX_STUCK = 8
 """So often in a row may a call move less than one aligned piece."""

@@ -47,10 +47,10 @@ class DiskSpeed:
     read_Bps: float
     write_Bps: float
     latency_s: float
-    """What reading a few bytes takes, handing them to a thread included."""
+    """Seconds to read a few bytes, including the hand-over to a thread."""
     block_nbytes: int
     depth: int
-    """How many blocks are moved at once."""
+    """Number of blocks that are moved at once."""
 
     @property
     def is_sound(self) -> bool:

@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 from chunkmem.errors import StateError
 
 Scratch = TypeVar("Scratch")
-"""What each thread has for itself."""
+"""The private buffer of each thread."""
 
 
 @dataclass(eq=False, slots=True)

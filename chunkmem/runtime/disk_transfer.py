@@ -39,7 +39,7 @@ class _Block(NamedTuple):
     """Offset in the slab."""
     nbytes: int
     offset: int
-    """In the file; aligned."""
+    """Offset in the file, in bytes; aligned."""
 
 
 class _Part(NamedTuple):
@@ -50,7 +50,7 @@ class _Part(NamedTuple):
     """Offset in the block."""
     memory: memoryview
     address: int
-    """Where `memory` is."""
+    """Address of the first byte of `memory`."""
 
     @property
     def is_whole(self) -> bool:

@@ -26,7 +26,7 @@ COPY_LANES = tuple(LANE_LINKS)
 
 
 Piece = tuple[torch.Tensor, torch.Tensor]
-"""What is copied to, and from where: 1-D, contiguous, of equal nbytes."""
+"""Target and source of one copy: 1-D, contiguous, of equal nbytes."""
 
 
 class Event(Protocol):

@@ -56,9 +56,9 @@ class Whose(Enum):
     RUNTIME = auto()
     USER = auto()
     BACKWARD = auto()
-    """Autograd's engine runs: it belongs to the runtime if that runs inside of it."""
+    """Autograd's engine: the frame belongs to the runtime if the runtime runs inside of it."""
     CALLER = auto()
-    """Its caller's: it is of torch, or of the standard library."""
+    """A frame of torch or the standard library: it belongs to whatever called it."""
 
 
 def whose(frame: FrameType) -> Whose:
@@ -125,7 +125,7 @@ class InterruptGuard:
         """Why nothing can be served any more, once the runtime itself was interrupted."""
         self._is_open = True
         self._handlers: dict[int, HeldSignal] = {}
-        """By signal: those that were installed when it looked last."""
+        """By signal number: the handlers that were installed at the last look."""
 
     def install(self) -> None:
         """Stand before the handlers that are installed now: others may have been since the last time.
@@ -165,7 +165,7 @@ class HeldSignal:
         """Stand before a handler."""
         self.installed = installed
         self.guards: WeakSet[InterruptGuard] = WeakSet()
-        """Of the managers that are open."""
+        """Guards of the open managers."""
         self._num_held = 0
         self._pid = os.getpid()
 
@@ -215,7 +215,7 @@ class _Watch:
         self._before: Trace | None = self._watched.f_trace
         self._starts_tracing = sys.gettrace() is None
         self._error: BaseException | None = None
-        """What was raised last in the frame that is watched."""
+        """The last exception raised in the watched frame; None: none was."""
 
     def begin(self) -> None:
         """Watch from now on."""

@@ -219,7 +219,7 @@ class DevicePool(SlabPool):
         """While a plan is followed: bytes that slabs may take, given out or kept; [Note: Room for kept slabs]."""
         self._kept: deque[Slab] = deque()
         self.reclaimable: NativeReclaimable | None = None
-        """By which torch's allocator takes kept slabs; see `runtime/kept.py`."""
+        """Handle by which torch's allocator takes kept slabs; see `runtime/kept.py`."""
         self.changing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         """Surrounds what may take memory from the allocator or give it back, with the entries in the ledger."""
 

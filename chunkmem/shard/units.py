@@ -43,9 +43,9 @@ class Unit:
     name: str
     groups: tuple[int, ...] = ()
     is_root: bool = False
-    """What is in no other unit; backward may come back to it at any time."""
+    """The unit of all modules in no other unit; backward may return to it at any time."""
     depth: int = field(default=0, init=False)
-    """Calls of it that run."""
+    """Number of the unit's calls that run."""
     is_read: bool = field(default=True, init=False)
     """A call in it has read some of its weights since it was entered, and tells when backward comes."""
     is_alone: bool = field(default=False, init=False)
@@ -69,7 +69,7 @@ class Units:
         """Backwards a step: declared, or as many as the step before had; None: not known."""
         self._is_declared = False
         self._users: dict[int, set[Unit]] = {}
-        """By group: the units that have a part in it."""
+        """By group: the units that have parameters in it."""
         self._unit_of: WeakKeyDictionary[nn.Module, Unit] = WeakKeyDictionary()
         self._running: list[Unit] = []
         """Held by calls."""
@@ -83,7 +83,7 @@ class Units:
         self._recomputed: dict[Unit, int] = {}
         """How often forward came to each again, less how often backward has come to it since; last at the end."""
         self._visited: dict[Unit, int] = {}
-        """How often the running backward has come to each that it has been in."""
+        """By unit: how often the running backward has reached it."""
         self._runs: dict[Unit, int] = {}
         """How often forward has come to each, by a call or back from one, since the last backward."""
         self._reduced: set[int] = set()
@@ -91,7 +91,7 @@ class Units:
         self._is_last = False
         """No other backward is thought to follow the running one before the step."""
         self._num_backwards = 0
-        """Since the last step."""
+        """Number of backwards since the last step."""
         self.is_in_step = False
         """A model has been called with gradients since the last step: what is called now is no evaluation."""
 

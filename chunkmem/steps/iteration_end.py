@@ -39,11 +39,11 @@ class IterationEnd:
         self._is_lone = is_lone
         self._pending_before: frozenset[ChunkId] = frozenset()
         self._known_pending: set[frozenset[ChunkId]] = set()
-        """What has waited when iterations began."""
+        """Sets of pending gradients with which iterations have begun."""
         self._backwards_before = 0
         self._num_steps = 0
         self._backwards_at_step: int | None = None
-        """At the last step of an optimizer."""
+        """Number of backwards at the last step of an optimizer; None: there was no step."""
 
     def begin(self) -> None:
         """An iteration begins."""

@@ -69,11 +69,11 @@ class _KindOfStep:
     kept: frozenset[int]
     """Numbers of the calls that are not recomputed."""
     recorded: Trace | None
-    """Its first step, which recomputed all; None: the choice stays."""
+    """Trace of its first step, which recomputed all regions; None: the choice is final."""
     outside: dict[int, int] = field(default_factory=dict)
-    """What calls have saved that is in no chunk, by number; see `outside_nbytes`."""
+    """By number of a call: bytes it saved outside of chunks; see `outside_nbytes`."""
     num_searches: int = 0
-    """For another choice, so far."""
+    """Number of searches for another choice so far."""
 
 
 class RegionChoices:
@@ -85,7 +85,7 @@ class RegionChoices:
         self._options = options
         self._kinds: dict[Key, _KindOfStep] = {}
         self._recorded: Trace | None = None
-        """That the last choice was made from."""
+        """Trace from which the last choice was made."""
         self._adopted: frozenset[int] | None = None
 
     def kept(self, key: Key) -> frozenset[int] | None:
