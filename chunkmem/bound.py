@@ -1,10 +1,10 @@
 """The least bytes that any plan has to move for a trace: a bound certified by Lagrange multipliers, no solver needed.
 
-[Note: The bound] Keeping a gap takes its chunk's bytes in each of its moments; letting it go costs a fetch, and one
-write-back for all gaps of a dirty epoch. Put a price on each byte of each moment instead of a limit. Then nothing ties
-one epoch to another: it keeps all its gaps for their prices, or pays the write-back and, for each gap, the cheaper of
-fetch and price. The sum of those, less what all the room costs at these prices, is at most what any plan moves,
-whatever the prices are: a plan that keeps to the room pays no more for it than that.
+Keeping a gap takes its chunk's bytes in each of its moments; letting it go costs a fetch, and one write-back for all
+gaps of a dirty epoch. Put a price on each byte of each moment instead of a limit. Then nothing ties one epoch to
+another: it keeps all its gaps for their prices, or pays the write-back and, for each gap, the cheaper of fetch and
+price. The sum of those, less what all the room costs at these prices, is at most what any plan moves, whatever the
+prices are: a plan that keeps to the room pays no more for it than that.
 
     moments      0 1 2 3 4 5            price of the gap = chunk's bytes x (p1 + p2 + p3)
     chunk a      W . . . R .            bound = sum over epochs - sum over moments of price x room
@@ -61,7 +61,7 @@ class TrafficBound:
 
 
 def traffic_bound(trace: Trace, machine: Machine, update_tiers: Mapping[int, Tier]) -> TrafficBound:
-    """Return a lower bound on what an iteration moves between HOST and DEVICE. See [Note: The bound].
+    """Return a lower bound on what an iteration moves between HOST and DEVICE.
 
     It holds for every plan of this trace within the cap on DEVICE, with each group updated on its tier of
     `update_tiers`. The cap on HOST is not looked at: a smaller one can only cost more.

@@ -53,7 +53,7 @@ class OptimizerParams(Section, at="optimizer.params"):
     master: Literal["fp32", "none"] = option(
         one_of("fp32", "none"),
         "fp32",
-        about="What updates go to in bf16; none: weights themselves, rounded stochastically; needs 8bit states.",
+        about="What updates go to in bf16; none: the weights, rounded stochastically; needs 8bit states.",
     )
     seed: int = option(integer(0), 0, about="Of the random bits of stochastic rounding, which 8bit updates by.")
     in_backward: bool = option(
@@ -142,8 +142,7 @@ class MemoryConfig(Section, at="memory"):
     device: int | None = option(
         either(NULL, CAPACITY),
         None,
-        about="Cap on accelerator memory; null: its capacity times `overall_gpu_mem_ratio`. A cap that is given is "
-        "taken as it is.",
+        about="Cap on accelerator memory; null: its capacity times `overall_gpu_mem_ratio`.",
     )
     host: int | None = option(
         either(NULL, CAPACITY),
@@ -226,7 +225,7 @@ class OptsConfig(
     undo_log_ratio: float | None = option(
         either(NULL, _SHARE),
         None,
-        about="Most of the cap on HOST that shadow buffers, which such updates write to before `step()`, may take; "
+        about="Largest share of the cap on HOST for the shadow buffers that such updates write to before `step()`; "
         "null: all that the plan leaves.",
     )
 
@@ -253,8 +252,8 @@ class Config(Section):
     master_weights: bool = option(
         BOOL,
         True,
-        about="In mixed precision, updates, optimizer states and master weights are in fp32, whatever dtype the model "
-        "was built in; false, in bf16 only: there are no master weights, and updates and states are in bf16.",
+        about="Mixed precision updates in fp32, with fp32 states and master weights; false (bf16 only): no master "
+        "weights, updates and states in bf16.",
     )
     fp16: Fp16Config = option(subsection(Fp16Config), Fp16Config())
     gradient_clipping: float = option(_FINITE, 0.0, about="Largest global norm of gradients; 0 or less is off.")
@@ -266,8 +265,8 @@ class Config(Section):
     release_after_init: bool = option(
         BOOL,
         False,
-        about="With several ranks, free the weights that other ranks own when the model is built; false: whenever a "
-        "module is attached, so that no rank ever holds the whole model.",
+        about="With several ranks, free other ranks' weights when the model is built; false: when a module is "
+        "attached, so that no rank holds the whole model.",
     )
     use_cpu_embedding: bool = option(
         BOOL,

@@ -6,7 +6,7 @@
 // rounded, denormals kept). So loops over it give the same bits at any vector width, on any back end, for any cut.
 // Only what a NaN's payload is stays open.
 //
-// [Note: torch's tail] The order is the one in which torch's fused CPU kernel on x86 works, as its compiler contracted
+// The order is the one in which torch's fused CPU kernel on x86 works, as its compiler contracted
 // it. That was done in one way in its vector loop and in another in the scalar loop over the last numel % 8 elements of
 // a tensor: fma(weight * g, g, beta2 * v) there, fma(v, beta2, (weight * g) * g) here. `kTail` is the latter.
 //

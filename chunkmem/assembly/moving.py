@@ -1,9 +1,9 @@
 """Chunks of one layout moved, parameter by parameter, into those of another one, over ranks.
 
-[Note: Moving chunks] Weights first, then each optimizer state; in each of these phases all ranks go through the new
-groups in one order, see [Note: Order of moves] in `chunkmem.plan.moves`. The owner of a group gets memory for one chunk
-of it. Each parameter comes from the rank that has it, straight into its slot, and goes to no other rank. An old chunk
-is freed as soon as all of its parameters are gone. Weights that are rounded from master weights are not sent.
+Weights first, then each optimizer state; in each of these phases all ranks go through the new groups in one order, see
+`chunkmem.plan.moves`. The owner of a group gets memory for one chunk of it. Each parameter comes from the rank that has
+it, straight into its slot, and goes to no other rank. An old chunk is freed as soon as all of its parameters are gone.
+Weights that are rounded from master weights are not sent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ChunkMover:
         numbers: Mapping[int, int],
         reader: str,
     ) -> None:
-        """Decide what goes where; see [Note: Moving chunks].
+        """Decide what goes where.
 
         Args:
             before: has the content.

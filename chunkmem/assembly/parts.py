@@ -1,6 +1,6 @@
 """What training is made of, in named groups; an estimate has the same parts made over memory that is only counted.
 
-[Note: Order of parts] Each part is made of earlier ones, so that calls can be followed from the last to the first:
+Each part is made of earlier ones, so that calls can be followed from the last to the first:
 
 memory         tiers, chunks, and who moves them; updates on HOST ahead of the step
 shards         which rank owns what
@@ -13,6 +13,8 @@ entry points   a model is called, an optimizer steps (`chunkmem.assembly.entry_p
 
 What a part has to tell those that are made after it, it tells by `StepEvents`. One arrow leads back: when room is
 short, the pager asks the tracker of accesses who keeps memory.
+
+Decided in ADR 61.
 """
 
 from __future__ import annotations

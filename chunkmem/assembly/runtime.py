@@ -69,7 +69,7 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Runtime:
-    """The parts of one manager, which has it; made once: [Note: Order of parts]."""
+    """The parts of one manager, which has it; made once, as `assembly/parts.py` says."""
 
     config: Config
     origin: Origin

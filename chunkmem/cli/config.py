@@ -41,8 +41,8 @@ _TITLE = """\
 Keys of `Config.from_json(path)` and `Config.from_dict(values)`, each with its default. A dot stands for an object in an
 object: `memory.device` is `{"memory": {"device": ...}}`. [tuning.md](tuning.md) tells how to choose values.
 
-`chunkmem config` prints this reference, `chunkmem config FILE` checks a file, and `chunkmem config --schema` prints a
-JSON Schema, with which editors check while you type.
+`chunkmem config` prints this reference, `chunkmem config FILE` checks a file, `chunkmem config --schema` prints a JSON
+Schema for editors.
 """
 
 

@@ -1,13 +1,15 @@
 """What ranks are about to do: all of them the same, or all of them raise the same error.
 
-[Note: Agreement] Collectives are matched by their place in the sequence. Ranks that issue different ones mix their
-bytes, abort, or wait for ever. So before an operation between ranks begins, each of them states it. A few numbers go
-from rank to rank, in ceil(log2 W) messages from each, and then all know the smallest of each number: where the smallest
-and the largest hash are the same, so are the operations. Where they are not, all ranks are told what each of them was
-about to do, and raise the same error; nothing was issued.
+Collectives are matched by their place in the sequence. Ranks that issue different ones mix their bytes, abort, or wait
+for ever. So before an operation between ranks begins, each of them states it. A few numbers go from rank to rank, in
+ceil(log2 W) messages from each, and then all know the smallest of each number: where the smallest and the largest hash
+are the same, so are the operations. Where they are not, all ranks are told what each of them was about to do, and raise
+the same error; nothing was issued.
 
 A rank may wait for the others, at the end of its step or at clipping. It is told what they are about to do and joins
 in, until all of them wait at the same place.
+
+Decided in ADR 17.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from chunkmem.comm.failure_detector import named
 _NOTHING = 1 << 62
 """Larger than any hash, rank or flag."""
 _TAG = (1 << 30) - 64
-"""Of the messages of the first round; those of later rounds follow."""
+"""Tag of the messages of the first round; later rounds have the tags after it."""
 _NEXT = (
     "all have to run the same modules in the same order; a module that not every rank runs belongs to one unit with "
     "the module that chooses: manager.unit(module)"
@@ -40,7 +42,7 @@ class Operation:
     label: str
     """What it is, for messages; the same text on two ranks means that they do the same."""
     detail: str = ""
-    """What else has to be the same, such as a size."""
+    """Any other value that has to be equal on all ranks, such as a size."""
     joinable: Any = None
     """What a rank that waits needs in order to join in, as `pickle` copies it; None: it cannot."""
     waits: bool = False
@@ -62,7 +64,7 @@ class Verdict:
     complete: int
     """If all wait: the first rank that has not joined in what others did since it last came to the end of a step."""
     one_joined: bool
-    """If all wait: some rank has."""
+    """If all wait: at least one rank has joined in what others did since its last end of a step."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Statement:
 
     label: str
     error: str
-    """What it has raised before; empty if nothing."""
+    """Text of the error that the rank has raised before; empty: none."""
     facts: Sequence[str]
 
 

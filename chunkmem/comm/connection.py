@@ -1,6 +1,6 @@
 """A rank's connection to the others: what they agree on before they begin it, and what happens when one is missing.
 
-See [Note: Agreement] in `chunkmem.comm.agreement` and [Note: Failure detection] in `chunkmem.comm.failure_detector`.
+See `chunkmem.comm.agreement` and `chunkmem.comm.failure_detector`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _MAX_DETECTION_S = 10.0
 _DETECTION_SHARE = 0.25
-"""Of the timeout; the rest is what an exchange may take."""
+"""Share of the timeout for failure detection; an exchange may take the rest."""
 _LINGER_SHARE = 0.1
-"""Of the failure detection."""
+"""Share of the failure detection for lingering."""
 
 
 class Connection:
@@ -81,7 +81,7 @@ class Connection:
         self.size = len(self.names)
         self.timeout_s = timeout_s
         self.process_group = group
-        """What was given, or the default group; None: this process alone, or `close` was called."""
+        """The given process group, or the default one; None: this process alone, or `close` was called."""
         self._numbers: dist.ProcessGroup | None = None
         self._opened: list[tuple[dist.ProcessGroup, Sequence[int]]] = []
         """Groups over gloo that nothing else uses, and who are in each."""
@@ -91,11 +91,11 @@ class Connection:
         self._facts: frozenset[str] = frozenset()
         self._facts_digest = ""
         self._raised = ""
-        """What this rank has raised since it did something together with the others."""
+        """Error, as text, that this rank has raised since its last common operation; empty: none."""
         self._has_joined = False
-        """In what others did, since the last step."""
+        """This rank has joined operations of others since the last step."""
         self._complete: int | None = None
-        """If a rank has: the first one that has not."""
+        """If a rank has joined others: the first rank that has not; None: none has joined."""
         if group is not None and self.size > 1:
             self._open(group)
 
@@ -225,7 +225,7 @@ class Connection:
 
     @contextlib.contextmanager
     def waiting(self, label: str, *, is_own: bool = False) -> Iterator[None]:
-        """Turn what an exchange raises inside into an error that names ranks: [Note: Failure detection].
+        """Turn what an exchange raises inside into an error that names ranks; see `chunkmem.comm.failure_detector`.
 
         Args:
             label: what is waited for; the messages of other ranks may have it too.

@@ -3,12 +3,12 @@
 A list of shards goes in: the chunks that are exchanged together, each with the rank that owns it, and memory for it on
 this rank. After a gather every rank has the owner's content; after a reduction the owner has the mean over ranks.
 
-[Note: Means] A mean is a sum in fp32 (float64 for float64), divided once by the number of ranks, rounded once to the
-dtype of the chunk. Point to point, the sum begins with rank 0's and continues in the order of the ranks: the bits
-depend on the values alone, and a single process can repeat them. The libraries add in an order of their own.
+A mean is a sum in fp32 (float64 for float64), divided once by the number of ranks, rounded once to the dtype of the
+chunk. Point to point, the sum begins with rank 0's and continues in the order of the ranks: the bits depend on the
+values alone, and a single process can repeat them. The libraries add in an order of their own.
 
-[Note: Order of exchanges] Every rank issues the same exchanges in the same order. They may be waited for in any order,
-on each rank in another one: whatever an exchange sends or receives was issued with it.
+Every rank issues the same exchanges in the same order. They may be waited for in any order, on each rank in another
+one: whatever an exchange sends or receives was issued with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Shard:
     """A chunk in an exchange."""
 
     index: int
-    """Of the chunk; different in each shard of an exchange, the same on all ranks."""
+    """Number of the chunk: different in each shard of an exchange, equal on all ranks."""
     owner: int
     """A rank, counted within the process group."""
     flat: torch.Tensor  # 1-D, contiguous
@@ -85,7 +85,7 @@ class Work(Protocol):
 
 
 class Exchange(Protocol):
-    """A way to exchange chunks; see [Note: Order of exchanges]."""
+    """A way to exchange chunks."""
 
     traffic: Traffic
 
@@ -103,7 +103,7 @@ class Exchange(Protocol):
         ...
 
     def reduce(self, shards: Sequence[Shard], *, label: str) -> Work:
-        """Begin to form the mean over ranks of each chunk at its owner: [Note: Means].
+        """Begin to form the mean over ranks of each chunk at its owner.
 
         What other ranks than the owner have in its memory is undefined from now on.
 
@@ -195,7 +195,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def mean_in_order(target: torch.Tensor, contributions: Sequence[torch.Tensor]) -> None:
-    """Write the mean of tensors, added in their order, into one that may be one of them: [Note: Means].
+    """Write the mean of tensors, added in their order, into one that may be one of them.
 
     Args:
         target: 1-D.

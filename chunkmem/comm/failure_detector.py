@@ -1,8 +1,7 @@
 """Who is missing when an exchange between ranks fails.
 
-[Note: Failure detection] When a rank dies, gloo tells it, by a network address, to those that were just talking with
-it; all others wait until their time is up. When one hangs, the time of all others is up. So a rank that sees an
-exchange fail
+When a rank dies, gloo tells it, by a network address, to those that were just talking with it; all others wait until
+their time is up. When one hangs, the time of all others is up. So a rank that sees an exchange fail
 
 1. lingers: lets messages arrive that are on their way, as gloo forgets to tell a receiver of a connection that is
    closed in the middle of one, and it would wait until its time is up;
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.02
 _STORE_GRACE_S = 0.5
-"""What an answer of the store may take."""
+"""Seconds that an answer of the store may take."""
 _UNSENT_TAG = 1 << 30
-"""Of a message that nobody sends."""
+"""Tag of a message that is never sent."""
 _NEXT = "see the output of every rank for the first error, then start all of them again"
 
 
@@ -48,10 +47,10 @@ class RankStatus:
     """What a rank says of itself when ranks are asked."""
 
     label: str
-    """Where it waited."""
+    """Operation in which the rank waited."""
     waited_s: float
     error: str
-    """What made it give up."""
+    """Text of the error that made the rank give up."""
     closed: Sequence[int] = ()
     """The ranks whose connections to it were closed before it hung up."""
 
@@ -62,7 +61,7 @@ class _Statuses:
 
     answers: dict[int, RankStatus]
     raised: dict[int, str] = field(default_factory=dict)
-    """By rank, what it raised, if it did nothing together with the others since."""
+    """By rank: the error it raised since its last common operation."""
     complete: threading.Event = field(default_factory=threading.Event)
     """All there is to know is known; otherwise the store was lost or is silent."""
 
@@ -187,7 +186,7 @@ def collect_statuses(
         errors = "; ".join(f"rank {numbers[other]} raised {error}" for other, error in sorted(raised.items()))
         return RankError(f"{start} {errors}", tuple(numbers[other] for other in sorted(raised)))
     closed = {other for each in answers.values() for other in each.closed}
-    # In this order: see [Note: Failure detection].
+    # In this order, as step 4 of the module's docstring says.
     suspects = [other for other in silent if other in closed] or silent
     if not suspects:
         return RankError(f"{start} {_disagreement(answers, numbers)}", ())

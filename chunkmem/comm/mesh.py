@@ -29,11 +29,11 @@ class Mesh:
     """The ranks that train a model together, by replica and shard; with pipeline stages, those of this rank's stage."""
 
     rows: tuple[tuple[int, ...], ...]
-    """By replica: the ranks that it is sharded over, by their number in the job."""
+    """By replica: the ranks it is sharded over, numbered in the job."""
     shard_group: dist.ProcessGroup | None = None
-    """Of this rank's row; None where that is this rank alone."""
+    """Group of this rank's row; None: the row is this rank alone."""
     replicate_group: dist.ProcessGroup | None = None
-    """Of this rank's column."""
+    """Group of this rank's column; None: the column is this rank alone."""
     stage_group: dist.ProcessGroup | None = None
     """Of the ranks, one of each pipeline stage, that exchange activations with this one; None without stages."""
 

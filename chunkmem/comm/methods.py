@@ -14,9 +14,9 @@ does not overflow, `Grouped` and `Chunkwise` give them fp32 copies: 4 bytes an e
 was waited for, and twice the bytes on the way. Who wants less passes fewer shards at a time. `PointToPoint` sends what
 there is, and needs no such copies.
 
-[Note: Hybrid sharding] A gradient is reduced to its owner in each replica, and the owners of the same chunk average
-what they have: each of them a part of the chunks, which it then sends to the others. So all replicas get the same bits,
-and only 1 / S of the gradients goes from replica to replica, where S is the number of shards.
+A gradient is reduced to its owner in each replica, and the owners of the same chunk average what they have: each of
+them a part of the chunks, which it then sends to the others. So all replicas get the same bits, and only 1 / S of the
+gradients goes from replica to replica, where S is the number of shards.
 
 The mean over W = R S ranks is that over R replicas of that over S ranks, in fp32, rounded once to the dtype of the
 chunk. So it is not the sum in the order of the ranks that one process has, if R and S are larger than 1.
@@ -68,7 +68,7 @@ class Replicated:
         """See `Exchange`; returns when it is over.
 
         What goes across is issued when what goes within has arrived. If the ranks did that when they wait, one that
-        waits early would block another that has not come to it: see [Note: Order of exchanges].
+        waits early would block another that has not come to it: see `chunkmem.comm.exchange`.
         """
         wide = [Shard(shard.index, shard.owner, shard.flat.to(sum_dtype(shard.flat.dtype))) for shard in shards]
         pairs = list(zip(shards, wide, strict=True))
@@ -107,7 +107,7 @@ class ExchangeMethod(ABC):
         """Exchange between `ranks`."""
         self.traffic = Traffic()
         self.rank = ranks.rank
-        """This one, of those that exchange with each other, from 0."""
+        """Number of this rank among those that exchange, from 0."""
         self.size = ranks.size
         self._ranks = ranks
 
@@ -244,7 +244,7 @@ class Chunkwise(ExchangeMethod):
         return [self.group(s.flat.device).broadcast([s.flat], o) for s, o in zip(shards, options, strict=True)]
 
     def buffers(self, shards: Sequence[Shard]) -> list[torch.Tensor]:
-        """Return copies in fp32 of the chunks in other dtypes, which the library does not sum as [Note: Means] asks."""
+        """Return copies in fp32 of the chunks in other dtypes, whose means the library would round more than once."""
         return [copy for shard in shards if (copy := shard.flat.to(sum_dtype(shard.flat.dtype))) is not shard.flat]
 
     def sent_nbytes(self, shard: Shard) -> int:

@@ -3,10 +3,10 @@
 In RAM they are sent and received here, over a gloo group that nothing else uses. What an accelerator computes torch's
 schedules send, who know how to order sends and receives of NCCL.
 
-[Note: Depth] A tensor that is being sent is kept until its work was waited for: gloo does not tell otherwise. So a rank
-that has as many messages under way as there are ranks waits for the oldest before it sends another one. No rank waits
-for itself by that: schedules are made by going through the actions of all ranks, and put the receive of a message
-where its send is. A wait for a message depends only on what comes before its send in that order.
+A tensor that is being sent is kept until its work was waited for: gloo does not tell otherwise. So a rank that has as
+many messages under way as there are ranks waits for the oldest before it sends another one. No rank waits for itself by
+that: schedules are made by going through the actions of all ranks, and put the receive of a message where its send is.
+A wait for a message depends only on what comes before its send in that order.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Message:
     """What is sent from one stage to another."""
 
     peer: int
-    """Rank, counted among those of the pipeline."""
+    """Rank of the other stage, numbered in the pipeline."""
     tag: int
     """The same where it is sent and where it is received, and of no other message that is under way."""
     label: str
-    """What it is, for messages."""
+    """Name of the message in errors."""
 
 
 class Neighbours:
@@ -48,14 +48,14 @@ class Neighbours:
         self._device = device
         self._in_ram = device.type == "cpu"
         self._sent: deque[tuple[list[dist.Work], str, Callable[[], None]]] = deque()
-        """Messages under way, the oldest first, and what is called when they have been sent."""
+        """Messages in flight, the oldest first, each with a callable for when it has been sent."""
         self._received: dict[int, tuple[list[dist.Work], str]] = {}
-        """By tag: what is waited for."""
+        """By tag: the receives that are waited for, with a label."""
 
     def send(
         self, tensors: Sequence[torch.Tensor], message: Message, *, done: Callable[[], None] = lambda: None
     ) -> list[dist.P2POp]:
-        """Send tensors, or return what a schedule has to do so; see [Note: Depth].
+        """Send tensors, or return what a schedule has to do so.
 
         `done` is called when they are not kept here any more.
 

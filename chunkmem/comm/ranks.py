@@ -26,7 +26,7 @@ from chunkmem.errors import ConfigError, StateError
 _K = TypeVar("_K")
 _T = TypeVar("_T")
 _BUCKET_NBYTES = 64 << 20
-"""Of tensors that are sent together."""
+"""Most bytes of tensors that are sent together."""
 
 
 def open_ranks(
@@ -56,13 +56,13 @@ class Ranks:
         self.size = connection.size
         self._everyone: Ranks | None = None
         self.all_ranks = connection.part("chunks", range(self.size), connection.process_group)
-        """All of them, as those that exchange with each other."""
+        """Group of all ranks."""
         self.shard = self.all_ranks
-        """Those that chunks are sharded over, this rank's replica; counted within it."""
+        """Group of the ranks over which this rank's replica is sharded, numbered within it."""
         self.replicate: RankGroup | None = None
-        """Those that have the same shard; None if there is one replica."""
+        """Group of the ranks with the same shard in other replicas; None: there is one replica."""
         self.num_local = 1
-        """Ranks on this machine, those of other stages and this one included."""
+        """Number of ranks on this machine, including those of other stages and this one."""
         if self.size > 1:
             here = socket.gethostname().encode()
             self.num_local = self._all_bytes(here, "looking for ranks on the same machine").count(here)

@@ -1,6 +1,6 @@
 """Freeze and unfreeze parameters between two steps; what training them takes is given back at once.
 
-[Note: Freezing] What becomes of the bytes of a parameter:
+What becomes of the bytes of a parameter:
 
     gradient            gone
     optimizer states    gone, or kept if asked
@@ -11,9 +11,11 @@ Chunks go as a whole, when the last of their parameters is frozen. A state of a 
 forgotten all the same, and its master weight is rounded: training it again begins with the same numbers. What the next
 step follows is decided in `chunkmem.freezing.freezer`.
 
-[Note: The next step] Plans belong to what is trained. If steps that train just this are known, theirs is followed again
-at once. Else the step is recorded, and the one after it follows a plan. Over ranks the next step shows what is
-exchanged, if gathers are begun ahead, and the one after it is recorded.
+Plans belong to what is trained. If steps that train just this are known, theirs is followed again at once. Else the
+step is recorded, and the one after it follows a plan. Over ranks the next step shows what is exchanged, if gathers are
+begun ahead, and the one after it is recorded.
+
+Decided in ADR 44.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from chunkmem.trace.model import Trace
 
 
 def expect_step(runtime: Runtime) -> None:
-    """Have a plan for the next step, or have it recorded: [Note: The next step]. All ranks call it.
+    """Have a plan for the next step, or have it recorded. All ranks call it.
 
     Raises:
         RankError: a rank is missing.

@@ -35,7 +35,7 @@ class StatePlaces:
     def decide(self, groups: Mapping[int, Sequence[Chunk]]) -> None:
         """Choose the places of groups that have none, of which these are the chunks: PARAM, GRAD, and then the rest.
 
-        As a plan is going to: the first ones are resident on DEVICE, [Note: Full placements].
+        As a plan is going to: the first ones are resident on DEVICE (`plan/placement.py`).
         """
         order = sorted(group for group, chunks in groups.items() if chunks[0].compute_tier is Tier.DEVICE)
         chosen = set(order if self._is_one_tier else order[: self._num_resident([groups[g] for g in order])])

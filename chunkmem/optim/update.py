@@ -159,7 +159,7 @@ class GroupUpdater:
         return self.pager.create(chunk, tier, reader="optimizer states", zero=True, elastic=True, is_of_step=False)
 
     def make_master(self, group: int) -> None:
-        """Let a group that was frozen when it was packed have its master copy; see [Note: Master copies]."""
+        """Let a group that was frozen when it was packed have its master copy; see `packing/precision.py`."""
         param = self._store.weights(group)
         master = param.master
         if master is None or master.version != NO_CONTENT:

@@ -1,7 +1,6 @@
 """Computing in less than float32: which modules do, and what their parameters are kept in.
 
-[Note: What stays in float32] Each module's own forward computes in one dtype. That is the low one, bf16 or fp16, but
-float32 if the module owns
+Each module's own forward computes in one dtype. That is the low one, bf16 or fp16, but float32 if the module owns
 
 - a floating buffer of another dtype (batch statistics, a table of positions, a mask), or anything complex or float64:
   whatever meets it is promoted to float32 at least. If all its buffers are of the other low dtype, it computes in that;
@@ -13,10 +12,10 @@ module to another are cast to the dtype of the callee, and what comes back to th
 A module that holds no floats at all (an activation, a dropout) computes in what it is given. One that has excluded
 modules in it, and no others with parameters, computes as they do. The caller of a model is in float32.
 
-[Note: Master copies] Updates of bf16 and fp16 weights go to a float32 copy that they are rounded from, or small ones
-would be lost. It is made while packing, with the exact values of what was built, in whatever dtype that was. What is
-frozen then needs none if it was built in the dtype it computes in; it gets one, just as exact, before its first update.
-What was built in another dtype has one all the same: nothing else has its values.
+Updates of bf16 and fp16 weights go to a float32 copy that they are rounded from, or small ones would be lost. It is
+made while packing, with the exact values of what was built, in whatever dtype that was. What is frozen then needs none
+if it was built in the dtype it computes in; it gets one, just as exact, before its first update. What was built in
+another dtype has one all the same: nothing else has its values.
 """
 
 from __future__ import annotations
@@ -69,12 +68,12 @@ def precision_of(
     excluded: Collection[nn.Module] = (),
     packed: Collection[int] = (),
 ) -> Precision:
-    """Return what the modules of models compute in where `dtype` is the low one; see [Note: What stays in float32].
+    """Return what the modules of models compute in where `dtype` is the low one.
 
     Args:
         roots: the models.
         dtype: torch.bfloat16 or torch.float16; torch.float32 leaves all as it was built.
-        master_weights: parameters in the low dtype have float32 master copies, see [Note: Master copies].
+        master_weights: parameters in the low dtype have float32 master copies.
         excluded: modules whose parameters stay as built: they compute in float32, or in a low dtype that all of their
             own have.
         packed: identities of parameters that are in chunks already, and keep the dtype they have there.

@@ -1,10 +1,9 @@
 """What goes from stage to stage, said ahead of it: for a step in which not all ranks can tell it from shapes.
 
-[Note: Announced forms] A block may look at values (`.item()`, experts that are chosen by them), or a rank have no
-inputs to find shapes out from. Then the sender of what a stage has returned says before what it is, and the
-receiver waits for that where the schedule has it receive: sends are posted before. Messages are matched in that
-order, so no rank waits for itself ([Note: Depth] in `chunkmem.comm.neighbours`). Gradients need no such word: their
-receiver has made what they are of.
+A block may look at values (`.item()`, experts that are chosen by them), or a rank have no inputs to find shapes out
+from. Then the sender of what a stage has returned says before what it is, and the receiver waits for that where the
+schedule has it receive: sends are posted before. Messages are matched in that order, so no rank waits for itself
+(`chunkmem.comm.neighbours`). Gradients need no such word: their receiver has made what they are of.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from chunkmem.comm.ranks import Ranks
 from chunkmem.pipeline.forms import BorderForm
 
 _FIRST_TAG = 1 << 28
-"""Above those of activations, below those of tied parameters."""
+"""First tag of these messages: above the tags of activations, below those of tied parameters."""
 
 
 class AnnouncedForms:

@@ -93,7 +93,7 @@ class Item(nn.Module):
         self.module = module
         self.name = name
         self._writes: bool | None = None
-        """Whether the block has written to what it was given; None: it was not called yet."""
+        """Whether the block writes to its input in place; None: it was not called yet."""
 
     @property
     def own(self) -> nn.Module | None:

@@ -1,13 +1,15 @@
 """One block after the other, each for all micro-batches: what moves does not depend on how many there are.
 
-[Note: By layer] Forward runs a block for all micro-batches before the next block, and backward likewise, the last
-micro-batch first. So the weights of a block come to the device twice a step, and its gradient leaves it once:
+Forward runs a block for all micro-batches before the next block, and backward likewise, the last micro-batch first. So
+the weights of a block come to the device twice a step, and its gradient leaves it once:
 
     plain loop  | 0.0 1.0 2.0   2.0 1.0 0.0 | 0.1 1.1 2.1   2.1 1.1 0.1 |        b.m: block b, micro-batch m
     by layer    | 0.0 0.1   1.0 1.1   2.0 2.1   2.1 2.0   1.1 1.0   0.1 0.0 |
 
 Gradients are those of a loop that runs all forwards and then all backwards in reverse, bit for bit. A weight that two
 blocks share gets those of the later block first.
+
+Decided in ADR 35.
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ class _Batch:
     parts: Sequence[MicroBatch]
     frozen: FrozenBlocks
     outputs: defaultdict[int, dict[int, BlockOutput]] = field(default_factory=lambda: defaultdict(dict))
-    """By number of the part; blocks that are not run for it have none."""
+    """By micro-batch, then by block: the block's output; frozen blocks that did not run have none."""
 
 
 class ByLayerPipeline(Pipeline):
-    """Blocks in one process, or on ranks that share all chunks; see [Note: By layer]."""
+    """Blocks in one process, or on ranks that share all chunks."""
 
     def __init__(self, runtime: Runtime, options: PipelineOptions) -> None:
         """Run the blocks of `options` in turn.
@@ -79,7 +81,7 @@ class ByLayerPipeline(Pipeline):
         self._statistics = DeferredStatistics(named if options.deferred_batch_norm else ())
         self._prefix = FrozenPrefix(chain, options.cache, units=runtime.sharding.units)
         self._outermost: dict[int, _Outermost] = {}
-        """By the first block that runs: steps that begin with different ones are of different kinds."""
+        """By the first block that runs: the outermost module of such steps, which are a kind of step of their own."""
         self._is_running = False
         self._random = RandomStreams(runtime.memory.compute.generators())
 

@@ -1,8 +1,8 @@
 """Running statistics of batch normalisation over a whole mini-batch that is computed as micro-batches.
 
-[Note: Deferred statistics] Each micro-batch is normalised by its own mean and variance, as without this, so outputs and
-gradients keep their bits. Only what a layer learns for evaluation differs: its running mean and variance become those
-of `nn.BatchNorm` called once on the whole mini-batch, and `num_batches_tracked` counts mini-batches.
+Each micro-batch is normalised by its own mean and variance, as without this, so outputs and gradients keep their bits.
+Only what a layer learns for evaluation differs: its running mean and variance become those of `nn.BatchNorm` called
+once on the whole mini-batch, and `num_batches_tracked` counts mini-batches.
 
 Layers are not replaced, so their class, their `state_dict` and subclasses with a forward of their own stay as they are.
 During one call, a layer has other tensors for running statistics, and a momentum of 1: torch's kernel leaves the mean
@@ -37,7 +37,7 @@ class _Values:
     """The values that one call of a layer was given, over the micro-batches so far, by channel."""
 
     count: int
-    """Of each channel."""
+    """Number of elements in each channel."""
     mean: torch.Tensor
     squares: torch.Tensor
     """Sum of squared deviations from the mean."""
@@ -53,12 +53,12 @@ class _Values:
 class DeferredStatistics:
     """Collects the statistics of `BatchNorm` layers over the micro-batches of each mini-batch.
 
+    The pipeline says which micro-batch is computed:
+
         with statistics.mini_batch():
             for index, inputs in enumerate(micro_batches):
                 with statistics.micro_batch(index):
                     model(inputs)
-
-    See [Note: Deferred statistics].
     """
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
@@ -79,7 +79,7 @@ class DeferredStatistics:
         self._own: dict[_BatchNorm, tuple[dict[str, torch.Tensor | None], float | None]] = {}
         """Of layers whose call is running: their buffers and momentum, in place of which they have others."""
         self._num_calls: Counter[tuple[_BatchNorm, int]] = Counter()
-        """By layer and micro-batch."""
+        """Number of calls by (layer, micro-batch)."""
         self._values: defaultdict[_BatchNorm, list[_Values]] = defaultdict(list)
         """One item for each call in a micro-batch: a shared layer has several."""
 

@@ -39,7 +39,7 @@ class BorderForm:
 
     name: str
     value: Any
-    """What it gives, with `MessageForm` in place of tensors."""
+    """The stage's output, with `MessageForm` in place of tensors."""
 
     @property
     def tensors(self) -> list[MessageForm]:

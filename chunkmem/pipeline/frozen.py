@@ -1,9 +1,9 @@
 """Blocks that nothing trains, from the first on: run without what backward needs, or not at all.
 
-[Note: Frozen prefix] A step begins with the blocks that have no parameter that requires gradients. Their calls are no
-regions: autograd saves nothing, so nothing is kept, offloaded or recomputed. With a cache
-(`chunkmem.contrib.frozen_cache.prefix`) they run for samples that it does not have, and the weights of blocks that no
-micro-batch has to run are not fetched. Over stages, blocks are numbered over all of them.
+A step begins with the blocks that have no parameter that requires gradients. Their calls are no regions: autograd saves
+nothing, so nothing is kept, offloaded or recomputed. With a cache (`chunkmem.contrib.frozen_cache.prefix`) they run for
+samples that it does not have, and the weights of blocks that no micro-batch has to run are not fetched. Over stages,
+blocks are numbered over all of them.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class FrozenPrefix:
     blocks: Sequence[nn.Module]
     """All but the last one, which runs in any case; each is given what the one before returns."""
     cache: Cache | None
-    """Of this rank."""
+    """The rank's cache; None: there is none."""
     units: Units
-    """By which ranks that have the same blocks agree."""
+    """Units, over which ranks with the same blocks agree."""
     ranks: Ranks | None = None
     """One of each stage; None: there is one stage."""
     owners: Sequence[int] = ()
-    """Of `ranks`, the one that has each block, the last one included."""
+    """By block, the last one included: the index in `ranks` of the rank that has it."""
 
     def begin(self, parts: Sequence[MicroBatch], ids: object) -> FrozenBlocks:
         """Return what a step with these micro-batches begins with.

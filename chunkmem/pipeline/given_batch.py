@@ -21,16 +21,16 @@ class GivenBatch:
     """What one rank says of its batch."""
 
     parts: str
-    """How it is split; empty where this rank was given nothing."""
+    """How the batch is split, as text; empty: this rank was given none."""
     num_samples: int
     inputs: str
-    """What tells them from others; empty: there are none."""
+    """Digest of the inputs; empty: there are none."""
     target: str
-    """Likewise."""
+    """Digest of the target; empty: there is none."""
     ids: str
-    """Of samples, for a cache."""
+    """Digest of the samples' ids, for a cache; empty: there are none."""
     knows_forms: bool
-    """What stages give to each other was found out from the shapes of the inputs."""
+    """Shapes between stages were derived from those of the inputs."""
 
 
 def given_batch(parts: Sequence[MicroBatch], ids: Any, *, knows_forms: bool) -> GivenBatch:

@@ -23,10 +23,10 @@ class MicroBatch:
     divisor: float
     """Its mean loss divided by this adds up, over all parts, to the mean over the batch."""
     form: tuple[object, ...]
-    """Shapes and dtypes of its tensors, and what else it is."""
+    """Shapes and dtypes of its tensors, and its other values."""
     num_samples: int
     is_last: bool
-    """Of its batch."""
+    """This is the batch's last micro-batch."""
 
 
 def split(inputs: Any, target: Any, *, num: int) -> list[MicroBatch]:

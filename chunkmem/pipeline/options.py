@@ -15,9 +15,9 @@ from chunkmem.pipeline.micro_batches import MicroBatch
 from chunkmem.sizes import shown
 
 CHECKPOINTS = ("auto", "always", "except_last", "never")
-"""Which calls of blocks are recomputed in backward."""
+"""Values of `checkpoint`: which calls of blocks are recomputed in backward."""
 ASYNCHRONOUS = "async-1f1b"
-"""The schedule whose stages update their weights while other batches are under way."""
+"""Name of the schedule whose stages update their weights while other batches are in flight."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class PipelineOptions:
     stages_per_rank: int | None
     deferred_batch_norm: bool
     epochs: Epochs | None = None
-    """What is frozen when one is over."""
+    """Freezing at the end of an epoch; None: nothing is frozen."""
     cache: Cache | None = None
-    """Of what frozen blocks return."""
+    """Cache of the outputs of frozen blocks; None: there is none."""
     width: str | None = None
     """"auto": the number of stages is chosen between steps."""
     cut: tuple[int, ...] | None = None
     """The number of blocks in each stage; None: about as many in all."""
     versions: str | None = None
-    """Which weights backward runs on where updates come between it and its forward."""
+    """Weights that backward runs on if updates came after its forward: a value of `versions`; None: synchronous."""
 
     def __post_init__(self) -> None:
         named = {f"block {at}": block for at, block in enumerate(self.blocks)}

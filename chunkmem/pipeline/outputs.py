@@ -77,12 +77,12 @@ class BlockOutput:
                     "of autograd; return tensors, or tuples, lists and dicts of them"
                 )
         self._wanted = [at for at, tensor in enumerate(tensors) if tensor.requires_grad]
-        """Those that require gradients."""
+        """Indices of the tensors that require gradients."""
         self._edges = [get_gradient_edge(tensors[at]) for at in self._wanted]
         self._content: list[torch.Tensor] = [tensor.detach() for tensor in tensors]
         self._parked: Parked | None = None
         self._gradients: list[torch.Tensor | None] = []
-        """Of the tensors that require them, from the backward of the block that was given those."""
+        """Gradients of the tensors at `_wanted`, from the next block's backward."""
         self._parked_gradients: Parked | None = None
         self._is_next_running = False
         """The backward of the block that was given the tensors runs."""

@@ -1,11 +1,11 @@
 """Random numbers of micro-batches that run block by block: those that they draw when they run one after the other.
 
-[Note: Random numbers by layer] In a plain loop micro-batch 1 draws what comes after the numbers of micro-batch 0. Block
-by block, both have begun before either is over. So each has a stream of its own, which begins where the one before is
-going to end. How many numbers a micro-batch draws is not known before one has run: the first batch of a form runs one
-micro-batch after the other, and their draws are counted. What is drawn block by block is compared with that before
-backward begins. Where micro-batches of a form draw different amounts (layers that are dropped at random), or numbers of
-Python's `random` or of numpy, all batches of that form run one micro-batch after the other.
+In a plain loop micro-batch 1 draws what comes after the numbers of micro-batch 0. Block by block, both have begun
+before either is over. So each has a stream of its own, which begins where the one before is going to end. How many
+numbers a micro-batch draws is not known before one has run: the first batch of a form runs one micro-batch after the
+other, and their draws are counted. What is drawn block by block is compared with that before backward begins. Where
+micro-batches of a form draw different amounts (layers that are dropped at random), or numbers of Python's `random` or
+of numpy, all batches of that form run one micro-batch after the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_PERIODS = 1 << 14
 """More are not counted."""
 
 States = tuple[torch.Tensor, ...]
-"""Of all generators."""
+"""States of all random number generators."""
 
 
 class MicroBatchStreams:

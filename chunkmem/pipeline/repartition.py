@@ -1,8 +1,8 @@
 """A pipeline divided into another number of stages, over the same ranks, between two steps.
 
-[Note: Repartition] As [Note: Repacking] in `chunkmem.assembly.change`: the model is packed as other stages, or as none.
-Buffers and excluded modules go to the ranks that have not had them. Refused are gradients that wait, memory that
-somebody keeps, and a number that does not divide the ranks.
+As [Note: Repacking] in `chunkmem.assembly.change`: the model is packed as other stages, or as none. Buffers and
+excluded modules go to the ranks that have not had them. Refused are gradients that wait, memory that somebody keeps,
+and a number that does not divide the ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def repartition(
     changed: PipelineOptions | None = None,
     make: MakePipeline,
 ) -> Pipeline:
-    """Do what `Pipeline.repartition` says, and return the pipeline: [Note: Repartition].
+    """Do what `Pipeline.repartition` says, and return the pipeline.
 
     Args:
         runtime: the parts of the manager so far.
@@ -163,9 +163,9 @@ class _Ordinary:
     """What a stage has outside of chunks: buffers, and parameters of excluded modules with their states."""
 
     tensors: Mapping[tuple[str, str], torch.Tensor]
-    """By the name of the module, and its own."""
+    """Tensors by (module's name, tensor's own name)."""
     states: Sequence[Mapping[int, Mapping[str, Any]]]
-    """By optimizer or averages, and number of a parameter."""
+    """By optimizer or averages, then by number of a parameter: its states."""
 
 
 class _Change(Repacking):

@@ -28,7 +28,7 @@ SCHEDULES: Mapping[str, Any] = MappingProxyType(
         ASYNCHRONOUS: ScheduleGPipe,
     }
 )
-"""By name; of an asynchronous pipeline, that of its evaluations."""
+"""Classes by name of the schedule; for an asynchronous pipeline, the schedule of its evaluations."""
 FOR_ANY_NUMBER = MappingProxyType({"1f1b": "gpipe", "interleaved": "looped-bfs"})
 """By schedule that is not for any number of micro-batches: one of as many stages that is."""
 

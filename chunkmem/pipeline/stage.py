@@ -47,15 +47,15 @@ class StageStep:
 
     parts: Sequence[MicroBatch]
     borders: Sequence[dict[int, BorderForm]]
-    """By micro-batch and stage: what goes out of that."""
+    """By micro-batch, then by stage: shapes of the stage's output."""
     times: CallTimes
-    """Of its blocks."""
+    """Listener of the calls of the rank's blocks."""
     frozen: FrozenBlocks = field(default_factory=FrozenBlocks)
     """Blocks that nothing trains."""
     announced: AnnouncedForms | None = None
-    """Where borders are not known before stages run: their sender says them."""
+    """Shapes that senders announce, where they are unknown before stages run; None: they are known."""
     losses: list[torch.Tensor] = field(default_factory=list)
-    """Of micro-batches, divided; on the last stage."""
+    """Losses of micro-batches, divided by their number; empty on all stages but the last."""
 
 
 class PackedStage(_PipelineStageBase):
@@ -92,31 +92,31 @@ class PackedStage(_PipelineStageBase):
         self.regions: RegionActivations | None = runtime.modules.regions
         """Manage what calls of blocks save; None: autograd does."""
         self.parks = True
-        """What goes from stage to stage is in chunks, but in evaluations; else in tensors."""
+        """Tensors between stages are held in chunks: true except in evaluations."""
         self._runtime = runtime
         self._options = options
         self._neighbours = neighbours
         self._statistics = statistics
         self._hold = hold
         self._received: dict[int, Parked] = {}
-        """By micro-batch: what the stage before sends."""
+        """By micro-batch: the input that the stage before has sent."""
         self._gradients: dict[int, Parked] = {}
-        """By micro-batch: what the stage after sends."""
+        """By micro-batch: the gradients that the stage after has sent."""
         self._edges: dict[int, list[GradientEdge | None]] = {}
-        """By micro-batch whose backward has not run: where it begins, for each gradient that comes."""
+        """By micro-batch whose backward has not run: where the backward of each incoming gradient begins."""
         self._found: dict[int, Sequence[torch.Tensor | None]] = {}
-        """By micro-batch whose backward is over: the gradients of what the stage before has sent."""
+        """By micro-batch whose backward is over: gradients of the stage's input."""
         self._outgoing: dict[int, Parked] = {}
-        """What is about to be sent, from forward or backward to the call that sends it."""
+        """By micro-batch: tensors that forward or backward has made and that are about to be sent."""
 
     def begin(self, step: StageStep) -> None:
         """A step begins."""
         self._step = step
         start, end = step.frozen.start, self.module.first + len(self.module.blocks)
         self._is_idle = end <= start
-        """All of its blocks are frozen, and what comes out of them is in a cache."""
+        """All blocks of the stage are frozen, and their outputs are in a cache."""
         self._is_given = start > 0 and self.module.first <= start < end
-        """A cache has what comes out of the blocks before, and gives it to this stage."""
+        """A cache gives the stage its input, the output of the blocks before."""
         self._has_next = not self.is_last and not self._is_idle
         """It sends to the stage after it."""
         self._has_previous = not self.is_first and not self._is_idle and not self._is_given

@@ -88,7 +88,7 @@ class StagedPipeline(Pipeline):
         self.reason = reason
         """Why the schedule was chosen; empty if it was asked for."""
         self._schedules: dict[int, Any] = {}
-        """Of torch, by number of micro-batches."""
+        """By number of micro-batches: a schedule of torch's."""
         waiting = runtime.memory.pager.waiting
         self._neighbours = Neighbours(ranks, runtime.device, waiting=waiting)
         self._announced = AnnouncedForms(ranks, waiting=waiting)
@@ -96,7 +96,7 @@ class StagedPipeline(Pipeline):
         self._statistics = DeferredStatistics([modules[k] for k in own] if options.deferred_batch_norm else ())
         self._held = HeldStage(runtime)
         self.stages = [self._make_stage(modules, index) for index in own]
-        """Those of this rank."""
+        """Stages of this rank."""
         self._ties = TiedParameters(modules, runtime, ranks=ranks)
         self._frozen = FrozenPrefix(
             [block for module in modules for block in module.blocks][:-1],
@@ -106,7 +106,7 @@ class StagedPipeline(Pipeline):
             owners=[number % ranks.size for number, module in enumerate(modules) for _ in module.blocks],
         )
         self._roots: defaultdict[int, nn.Module] = defaultdict(nn.Module)
-        """By the first block that runs: steps that begin with different ones are of different kinds."""
+        """By the first block that runs: the root of such steps, which are a kind of step of their own."""
 
     def _make_stage(self, modules: Sequence[StageModule], index: int) -> PackedStage:
         return PackedStage(

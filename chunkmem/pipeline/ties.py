@@ -19,7 +19,7 @@ from chunkmem.comm.ranks import Ranks
 from chunkmem.nn.binding import ManagedParameter
 
 _FIRST_TAG = 1 << 29
-"""Above those of activations."""
+"""First tag of these messages: above the tags of activations."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Tie:
 
     managed: ManagedParameter
     ranks: tuple[int, ...]
-    """Of the pipeline, in the order of their stages."""
+    """Ranks of the pipeline that have the parameter, in the order of their stages."""
     number: int
-    """Among those that are tied, the same on all ranks."""
+    """Number among the tied parameters, the same on all ranks."""
 
 
 def holders_of(stages: Sequence[nn.Module], num_ranks: int) -> dict[nn.Parameter, tuple[int, ...]]:
@@ -51,7 +51,7 @@ class TiedParameters:
         self._gradients = runtime.gradients
         self._neighbours = Neighbours(ranks, torch.device("cpu"))
         self._before: dict[Tie, torch.Tensor] = {}
-        """What had landed when the step began: it has been summed up."""
+        """By tie: the gradient that had landed when the step began, already summed over ranks."""
         self._ties: list[Tie] = []
         shared = [(param, found) for param, found in holders_of(stages, ranks.size).items() if len(found) > 1]
         for number, (param, found) in enumerate(shared):

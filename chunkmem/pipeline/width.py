@@ -26,7 +26,7 @@ class Pipeline(ABC):
         self._runtime = runtime
         self._options = options
         self.times = CallTimes()
-        """Of its blocks; none are timed unless somebody puts others here."""
+        """Listener of the calls of blocks; by default it times none."""
 
     @abstractmethod
     def step(self, inputs: Any, target: Any = None, *, ids: Any = None) -> torch.Tensor:

@@ -20,7 +20,7 @@ from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
 
 SHADOW = "shadow buffers"
-"""In ledgers and reports, where roles stand."""
+"""Name of the shadow buffers in ledgers and reports, where other rows have a role."""
 
 
 def log_nbytes(trace: Trace, group: int) -> int:

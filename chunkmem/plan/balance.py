@@ -1,9 +1,9 @@
 """Cut a row of blocks into stages of a pipeline so that the slowest stage is as fast as possible. Pure.
 
-[Note: Balanced stages] A pipeline is as fast as its slowest stage, so the largest time comes first, and among all cuts
-with that time the smallest largest number of bytes. One dynamic program finds the time, over (stages, blocks before the
-cut); a second one finds the bytes, among stages that take no longer. One program for both would not be exact: what has
-the best time up to a cut may not be part of what has the fewest bytes in the end.
+A pipeline is as fast as its slowest stage, so the largest time comes first, and among all cuts with that time the
+smallest largest number of bytes. One dynamic program finds the time, over (stages, blocks before the cut); a second one
+finds the bytes, among stages that take no longer. One program for both would not be exact: what has the best time up to
+a cut may not be part of what has the fewest bytes in the end.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Block:
     backward_s: float
     """Recomputation included."""
     nbytes: int
-    """Of weights, gradients and optimizer states that it alone has."""
+    """Bytes of weights, gradients and optimizer states that only this block has."""
     shared: Mapping[str, int] = field(default_factory=dict)
     """Bytes of parameters that other blocks have, too, by their first name: a stage has them once."""
     weight_nbytes: int = 0
-    """Of all weights that it reads."""
+    """Bytes of all weights that the block reads."""
     output_nbytes: int = 0
     """Handed on to the next block in a step, in all."""
 

@@ -37,7 +37,7 @@ _DISK_RESERVES = (0, 3, 6, 12)
 _FEW_DISK_RESERVES = (0, 3)
 """Slabs of HOST that are set aside for what passes between DEVICE and DISK; of a large step, the few."""
 _MOMENT_WORK = 40
-"""Of making and simulating a candidate, for each of its moments."""
+"""Units of work to make and simulate a candidate, for each moment of the trace."""
 
 
 def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Iterator[Candidate]:
@@ -62,11 +62,11 @@ class _Placed:
     tried: set[frozenset[int]] = field(default_factory=set)
     """Gaps kept."""
     quiet: int | None = None
-    """With so much room set aside nothing stalls: more cannot hide more, and costs traffic."""
+    """Reserve in bytes from which on nothing stalls: a larger one only costs traffic. None: none is known."""
     is_whole: bool = False
     """Every gap can be kept."""
     step_s: float = inf
-    """Of the fastest candidate."""
+    """Predicted seconds of a step with the fastest candidate."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +127,14 @@ class Candidates:
         self.has_extremes = self.is_small
         """Of a large step: one candidate each has been tried with the most groups resident, and with none."""
         self.placed: dict[tuple[frozenset[tuple[int, Tier]], frozenset[int]], _Placed | None] = {}
-        """By where groups are updated and which are resident; None: it does not fit."""
+        """By the tiers of updates and the resident groups: candidates of that placement; None: it does not fit."""
         self.outcomes: dict[tuple[frozenset[tuple[int, Tier]], frozenset[int]], _Outcome] = {}
         """Of candidates, by where groups are updated and the gaps that are kept: nothing else makes two of them
         differ."""
         self.budget = budgets(self.trace, machine, static_nbytes=options.static_nbytes)
         self.slab_nbytes = max(trace.chunk_nbytes.values(), default=0)
         self.fastest: _Made | None = None
-        """Of those without DISK."""
+        """The fastest candidate that needs no DISK; None: there is none yet."""
         self.shortage: CapacityError | None = None
         self.least_nbytes: dict[Tier, int] = {}
         """By tier below DEVICE: with that cap, a candidate would fit that those above it have room for."""
@@ -213,9 +213,9 @@ class Candidates:
                 yield from self._by_rule(way, is_brief=True)
 
     def _with_less(self) -> Iterator[tuple[int, Candidate | None]]:
-        """Try the fastest candidate with less memory than there is, where COMPUTE waits; [Note: Less memory].
+        """Try the fastest candidate with less memory than there is, where COMPUTE waits.
 
-        [Note: Less memory] To keep all that fits and to update ahead all that the shadow buffers hold is best as a
+        To keep all that fits and to update ahead all that the shadow buffers hold is best as a
         rule, not always: copies and updates come at other times, and share HOST's memory. So what a smaller DEVICE or
         HOST would allow is tried, too: more memory should not make a step slower.
         """

@@ -47,7 +47,7 @@ def _one_iteration(
     ending: list[list[int]] = [[] for _ in range(n + 1)]
     heap: list[tuple[tuple[int, ...], int]] = []
     is_open: dict[int, tuple[int, ...]] = {}
-    """With its key, which tells the two meetings of one gap apart."""
+    """By open gap: its key, which tells two occurrences of the gap apart."""
     kept: set[int] = set()
     load = 0
     for at in problem.free_to_choose:

@@ -27,7 +27,7 @@ class TraceCursor:
     def __init__(self, trace: Trace) -> None:
         self._places: dict[Hashable, list[int]] = defaultdict(list)
         self._num_before = [0]
-        """By moment: those before it, but for releases."""
+        """By moment: the number of earlier moments that are no RELEASE."""
         for at, moment in enumerate(trace.moments):
             self._num_before.append(self._num_before[-1] + (moment.kind is not Kind.RELEASE))
             if moment.kind is Kind.RELEASE:

@@ -42,7 +42,7 @@ class Shortage:
 
     here_nbytes: int
     below_nbytes: int | None
-    """None: no room on the tier below would do; all that may leave is too little."""
+    """Bytes that are short on the tier below; None: room there would not help, as all that may leave is too little."""
 
 
 def make_room(need_nbytes: int, here: TierRoom, below: TierRoom) -> RoomPlan | Shortage:

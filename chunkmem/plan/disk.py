@@ -1,13 +1,15 @@
 """What of HOST goes to DISK, and when; of any tier, to the one below it. Pure.
 
-[Note: One pair lower] A program for DEVICE and HOST says when each chunk is needed on HOST: where a copy reads or
-writes it there, and where its group is updated. Between those moments it may go to DISK, as between its uses on DEVICE
-it may go to HOST: the same problem of gaps and stays, one pair of tiers lower. What the program has on HOST is then on
-HOST or DISK. Several actions of a moment may each need another chunk, so each has a slot of time of its own.
+A program for DEVICE and HOST says when each chunk is needed on HOST: where a copy reads or writes it there, and where
+its group is updated. Between those moments it may go to DISK, as between its uses on DEVICE it may go to HOST: the same
+problem of gaps and stays, one pair of tiers lower. What the program has on HOST is then on HOST or DISK. Several
+actions of a moment may each need another chunk, so each has a slot of time of its own.
 
     DEVICE   |fwd 0|fwd 1| ... |bwd 1|bwd 0|                              the program, as it is
     HOST        w0    w1          g1    g0   |upd 0: w g s|upd 1: w g s|  uses: a slot each
     DISK     --- states 0 ------------------>              <--- written   both ways at once, chunk by chunk
+
+Decided in ADR 40.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ def offload(
         tier: which one.
         reserve_nbytes: of it, that nothing stays in over a gap: room to read ahead and to write behind.
         states_first: weights and gradients stay for as long as there are states that can go in their place; see
-            [Note: States first].
+            `_states_first`.
 
     Returns:
         What it has below may be more than the cap there. None: a moment needs more of `tier` than there is.
@@ -98,7 +100,7 @@ def offload(
 def _states_first(problem: Problem) -> Order:
     """Return the order in which states leave before all else, and of either what is needed last.
 
-    [Note: States first] A group's update needs its states, weights and gradients at one time, so by their next use
+    A group's update needs its states, weights and gradients at one time, so by their next use
     alone all chunks of some groups leave. Their gradients are written while backward runs, which waits for that, and
     the other groups' states are written later. With states first, what is written follows what is read, both ways at
     once. Bytes are about the same; which is faster, the simulator says.

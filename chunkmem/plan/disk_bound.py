@@ -1,11 +1,10 @@
 """The least bytes that any plan has to move to and from DISK in a step. Pure.
 
-[Note: The bound of DISK] Take one instant of a step that is repeated. All that lasts from step to step is somewhere
-then, and DEVICE and HOST together hold no more than their caps: the rest is on DISK alone. Each part of it is used
-before the same instant of the next step, so it is read once a step at least; and what a step changes has been written
-since the last change, so it is written once a step. Updates may come earlier or later in a step than they were
-recorded, so what lasts for a part of it, as gradients do, is not counted. Weights that are rounded from float32 need
-not last.
+Take one instant of a step that is repeated. All that lasts from step to step is somewhere then, and DEVICE and HOST
+together hold no more than their caps: the rest is on DISK alone. Each part of it is used before the same instant of the
+next step, so it is read once a step at least; and what a step changes has been written since the last change, so it is
+written once a step. Updates may come earlier or later in a step than they were recorded, so what lasts for a part of
+it, as gradients do, is not counted. Weights that are rounded from float32 need not last.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class DiskBound:
 
 
 def disk_bound(trace: Trace, machine: Machine) -> DiskBound:
-    """Return the bound for every plan of a trace within the caps of a machine: [Note: The bound of DISK]."""
+    """Return the bound for every plan of a trace within the caps of a machine."""
     if not machine.disk_nbytes:
         return DiskBound()
     room_nbytes = machine.host_nbytes + max(0, min(budgets(trace, machine), default=0))

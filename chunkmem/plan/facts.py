@@ -18,13 +18,13 @@ class PlanFacts:
     """Of a plan for a trace."""
 
     peak_nbytes: Mapping[Tier, int]
-    """Of an iteration that follows the plan."""
+    """By tier: peak bytes of an iteration that follows the plan."""
     shadow_slabs: tuple[tuple[int, ...], ...]
-    """What the shadow buffers need: the bytes of each slab, by speculative update, in their order."""
+    """By speculative update, in order: bytes of each slab in its shadow buffer."""
     copies_before: tuple[Mapping[Lane, int], ...]
     """By moment, and at the end: copies, and updates on HOST, issued on each lane before it."""
     update_moments: Mapping[int, tuple[int, ...]]
-    """By group: the moments in which it is updated."""
+    """By group: the moments in which it is updated, sorted."""
     untouched: frozenset[ChunkId]
     """Chunks that the plan leaves where they are."""
 

@@ -77,19 +77,19 @@ class Problem:
     chunks: tuple[ChunkId, ...]
     nbytes: tuple[int, ...]
     uses: tuple[tuple[Use, ...], ...]
-    """By chunk, in order; empty for chunks that DEVICE never needs."""
+    """By chunk: its uses in order; empty if DEVICE never needs the chunk."""
     gaps: tuple[Gap, ...]
-    """Those of a chunk follow each other, one after each use."""
+    """Gaps of all chunks: those of one chunk are consecutive, one after each of its uses."""
     first_gap: tuple[int, ...]
-    """By chunk: the index of its first gap."""
+    """By chunk: the index of its first gap in `gaps`."""
     required: tuple[int, ...]
     """By moment: bytes of the chunks in use, and of those in gaps that are always kept."""
     durations_s: tuple[float, ...]
-    """By moment."""
+    """By moment: seconds of computing."""
     always_kept: frozenset[int] = frozenset()
     """Indices of gaps that are not free to decide: the content of resident groups never leaves DEVICE."""
     tier: Tier = Tier.DEVICE
-    """Where the chunks are used."""
+    """Tier on which the chunks are used."""
 
     @property
     def below(self) -> Tier:

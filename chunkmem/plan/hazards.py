@@ -1,10 +1,10 @@
 """Run a program's operations on lanes, iteration after iteration: what comes before what, and when each one runs.
 
-[Note: What comes before what] Every operation has a number on its lane, counted from the first iteration on. A lane
-*has seen* operation n of another if a Wait, or a Wait of an operation waited for, makes whatever is issued on it next
-start after that one's end. A slab remembers its last write and, lane by lane, its last read. A read has to have seen
-the write, a write the write and all those reads; who has seen a write has seen what came before it, too. Neither the
-order in which a host issues operations nor the times computed here count: a plan must be right at any speed.
+Every operation has a number on its lane, counted from the first iteration on. A lane *has seen* operation n of another
+if a Wait, or a Wait of an operation waited for, makes whatever is issued on it next start after that one's end. A slab
+remembers its last write and, lane by lane, its last read. A read has to have seen the write, a write the write and all
+those reads; who has seen a write has seen what came before it, too. Neither the order in which a host issues operations
+nor the times computed here count: a plan must be right at any speed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chunkmem.trace.model import Moment
 from chunkmem.types import DEVICE_LINKS, LINKS, ChunkId, Role, Tier
 
 LANES = tuple(Lane)
-"""In a program a lane is an index into these."""
+"""All lanes; a program names a lane by its index here."""
 INDEX = {lane: at for at, lane in enumerate(LANES)}
 COMPUTE, HOST_UPDATE, COLLECTIVE = INDEX[Lane.COMPUTE], INDEX[Lane.HOST_UPDATE], INDEX[Lane.COLLECTIVE]
 FETCHES = INDEX[FETCH]
@@ -81,7 +81,7 @@ class LaneOperation(NamedTuple):
 Entry = Take | Give | Unhold | Await | LaneOperation
 
 _Operations = tuple[tuple[int, int], ...]
-"""Their lanes and numbers."""
+"""Pairs of a lane and the number of an operation on it."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class LaneProgram:
     entries: Sequence[Entry]
     replicas: Sequence[tuple[ChunkId, Tier]]
     nbytes: Sequence[int]
-    """Of each replica's slab."""
+    """By replica: bytes of its slab."""
     start: Sequence[int]
     """The replicas that have a slab when an iteration begins, and again when it ends."""
     moments: Sequence[Moment]
@@ -103,7 +103,7 @@ class IterationTimes:
     """The times of one iteration. An iteration begins when all computing of the one before has ended."""
 
     began_s: float
-    """Since the first iteration began."""
+    """Seconds from the begin of the first iteration to the begin of this one."""
     spans: list[Span] = field(default_factory=list)
     """Relative to the iteration's begin; a host that runs ahead issues copies before it."""
     step_s: float = 0.0
@@ -140,7 +140,7 @@ class SimulatedLanes:
             for (chunk, tier), n in zip(program.replicas, program.nbytes, strict=True)
         ]
         self._slabs = [_SlabHistory() for _ in program.replicas]
-        """That of a replica without a slab is not looked at."""
+        """By replica: the history of its slab; unused while the replica has none."""
         # Of each lane: how far it has seen every lane (itself: all the way), and the same at each of its operations.
         # Operations count from 1.
         self._seen: list[tuple[int, ...]] = [
@@ -153,13 +153,13 @@ class SimulatedLanes:
         for operation in self._operations:
             self._queues[operation.lane].add(operation.duration_s, operation.host_nbytes, bandwidth)
         self._waits: list[list[tuple[int, int]]] = [[] for _ in LANES]
-        """By lane: what its next operation starts after."""
+        """By lane: operations, as (lane, number), that its next operation starts after."""
         self._host: _Operations = ()
         """What has held the host up, one of each lane at most: nothing is issued before the last of their ends."""
         self._host_known: list[_Operations] = [()] * len(LANES)
-        """By lane: what held the host up when its last operation was issued."""
+        """By lane: the operations that had held the host up when the lane's last operation was issued."""
         self._hosts: list[_Operations] = []
-        """The same for each operation of this iteration, in their order."""
+        """By operation of this iteration, in order: the operations that had held the host up when it was issued."""
         self._updated: dict[ChunkId, int] = {}
         """By PARAM chunk, the number of its group's last update that the host does not wait for."""
 
@@ -240,7 +240,7 @@ class SimulatedLanes:
             self._host = ((lane, number),)
 
     def _check(self, operation: LaneOperation) -> None:
-        """Refuse the operation where [Note: What comes before what] does, then remember it."""
+        """Refuse the operation if it has not seen what it must (see the module's docstring), then remember it."""
         lane, slabs = operation.lane, self._slabs
         seen, seen_at = self._seen[lane], self._seen_at[lane]
         number = len(seen_at)

@@ -1,8 +1,8 @@
 """From kept gaps to stays: when each chunk is on a tier, where it comes from, and how early it is fetched. Pure.
 
-[Note: Room] A stretch can be as long as the step, so going through it moment by moment would make planning quadratic.
-The moments are the leaves of a tree; a node has the least of its two children plus what was added to its stretch as a
-whole. Both operations look at two nodes a level.
+A stretch can be as long as the step, so going through it moment by moment would make planning quadratic. The moments
+are the leaves of a tree; a node has the least of its two children plus what was added to its stretch as a whole. Both
+operations look at two nodes a level.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Stay:
 
     chunk: int
     start: int
-    """First moment of its first use, within the trace."""
+    """Moment of the stay's first use; within the trace."""
     stop: int
     """The moment in whose list it may be freed, and a copy to the tier below stands; past the trace's end if it lasts
     into the next iteration."""
@@ -119,7 +119,7 @@ class Stay:
     earliest: int
     """First moment in whose list the copy may stand; below 0 if that is in the iteration before."""
     target: Tier | None
-    """Where its content goes when it ends; None: it is there, or nobody will read it."""
+    """Tier to which its content is copied at the end; None: that tier has it, or nothing reads it again."""
     issued: int = 0
     """The moment in whose list its slab is taken; below 0 if that is in the iteration before."""
     freed: int = 0
@@ -134,7 +134,7 @@ class Stays:
     """Where chunks are on DEVICE. Chunks without an entry in either are not, ever."""
 
     passing: tuple[Stay, ...]
-    """In the order of their first use."""
+    """Stays of chunks that leave DEVICE, in the order of their first use."""
     resident: frozenset[int]
     """Chunks that never leave."""
 

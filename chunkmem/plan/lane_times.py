@@ -22,7 +22,7 @@ from math import inf
 from chunkmem.plan.model import Lane
 
 _LINKS = frozenset(index for index, lane in enumerate(Lane) if lane in (Lane.H2D, Lane.D2H))
-"""That share `duplex_Bps`."""
+"""Links that share `duplex_Bps`."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Queue:
     """The operations of a lane. Numbers of operations begin with 1; number 0 has always ended."""
 
     durations_s: list[float] = field(default_factory=list)
-    """If they share with nobody."""
+    """Seconds of each operation without contention."""
     asked_Bps: list[float] = field(default_factory=list)
-    """What each asks of HOST's memory; 0: it shares nothing."""
+    """Bytes per second that each operation asks of HOST's memory; 0: it shares no bandwidth."""
     after: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """By position, from 0, of operations that start after some of other lanes: those lanes and numbers."""
 
@@ -103,9 +103,9 @@ class _Sharing:
     def __init__(self, asked_Bps: float, start_s: float, duration_s: float) -> None:
         self.asked_Bps = asked_Bps
         self.since_s = start_s
-        """When it starts, or has changed its speed."""
+        """Time in seconds at which the operation started or last changed its speed."""
         self.left_s = duration_s
-        """Of its duration, then."""
+        """Seconds of uncontended work that were left at `since_s`."""
         self.speed = 1.0
         self.end_s = start_s + duration_s
 

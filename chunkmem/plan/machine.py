@@ -22,7 +22,7 @@ class LinkSpeed:
     Bps: Speed
     """Bytes a second."""
     latency_s: Seconds = 0.0
-    """Of each copy, in addition to its bytes."""
+    """Seconds that each copy takes in addition to the time of its bytes."""
 
     def copy_s(self, nbytes: int) -> float:
         """Return the seconds that a copy of so many bytes takes."""
@@ -70,7 +70,7 @@ class Machine(
     host_nbytes: int
     """Cap on HOST; 0 if both tiers are one piece of RAM and everything stays on DEVICE."""
     links: Annotated[Mapping[Link, LinkSpeed], Mark.SORTED]
-    """By source and target of a copy: all of `LINKS` between tiers that there are."""
+    """Speeds by source and target tier of a copy, for each link that the machine has."""
     device_update_Bps: Speed = inf
     """Bytes of PARAM, GRAD and states that an update on DEVICE passes over in a second; inf: take the trace's times."""
     host_update_Bps: Speed = inf

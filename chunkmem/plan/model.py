@@ -66,7 +66,7 @@ DIRECTIONS: Mapping[Lane, str] = MappingProxyType(
         for lane, (source, target) in LANE_LINKS.items()
     }
 )
-"""How a user is told which way a lane copies: ``"to DEVICE"``, ``"from DISK"``."""
+"""By lane: its direction in messages, such as ``"to DEVICE"`` or ``"from DISK"``."""
 FETCH = LINK_LANES[neighbor(Tier.DEVICE), Tier.DEVICE]
 """The lane that brings chunks to DEVICE."""
 
@@ -174,9 +174,9 @@ class Plan(
     actions: tuple[tuple[Action, ...], ...]
     """One list a moment of the trace."""
     update_tiers: Annotated[Mapping[int, Tier], Mark.SORTED]
-    """Where each group that the trace updates is updated."""
+    """By group that the trace updates: the tier of its update."""
     name: str = ""
-    """How it was chosen, for reports."""
+    """Name of the rule that chose the plan, for reports."""
 
     @cached_property
     def moves_nothing(self) -> bool:

@@ -1,10 +1,10 @@
 """In which order groups of chunks are moved to other ranks, which pack the parameters in other groups.
 
-[Note: Order of moves] A rank gives a group up when all of its parameters have been moved, and a new group takes its
-memory as a whole before the first parameter arrives. So the order decides what ranks have at a time. It is one order
-for all ranks, a new group after the other. Next comes the group after which the ranks have least beyond what they have
-at the beginning or at the end, whichever is more: a rank that has given much up receives, from one that has received
-much, and what is half empty is emptied.
+A rank gives a group up when all of its parameters have been moved, and a new group takes its memory as a whole before
+the first parameter arrives. So the order decides what ranks have at a time. It is one order for all ranks, a new group
+after the other. Next comes the group after which the ranks have least beyond what they have at the beginning or at the
+end, whichever is more: a rank that has given much up receives, from one that has received much, and what is half empty
+is emptied.
 
     rank 0   A B C D        A C E G          new groups in this order: A C F H E B G D, and not A C E G B D F H,
     rank 1   E F G H   to   B D F H          with which rank 0 would have six groups at a time
@@ -28,11 +28,11 @@ class HeldGroup:
 
     rank: int
     group: int
-    """Its number among those of the rank."""
+    """Number of the group within its rank."""
     params: tuple[int, ...]
     """Numbers that parameters have on all ranks."""
     nbytes: tuple[int, ...]
-    """Of its chunks, by phase: all groups are moved in one phase before the next begins."""
+    """By phase: bytes of the group's chunks that are moved in it; phases follow each other."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Moves:
 
     order: tuple[WantedGroup, ...]
     sources: Mapping[tuple[int, int, int], HeldGroup]
-    """By (rank, group, parameter) of a wanted group: where the values are."""
+    """By (rank, group, parameter) of a wanted group: the held group that has the values."""
 
     def of(self, wanted: WantedGroup) -> Iterator[tuple[int, HeldGroup]]:
         """Yield the parameters of a wanted group, each with the group that has its values."""
@@ -63,7 +63,7 @@ class Moves:
 
 
 def plan_moves(held: Sequence[HeldGroup], wanted: Sequence[WantedGroup]) -> Moves:
-    """Decide from where each wanted group gets its parameters, and in which order; see [Note: Order of moves].
+    """Decide from where each wanted group gets its parameters, and in which order.
 
     A rank that has a parameter itself takes it from there. What several ranks have, and the taker has not, comes from
     the first of them.
@@ -103,7 +103,7 @@ class _Order:
         sources: Mapping[tuple[int, int, int], HeldGroup],
     ) -> None:
         self._takes = [Counter(sources[w.rank, w.group, param] for param in w.params) for w in wanted]
-        """By wanted group: how many parameters it takes out of each held one."""
+        """By wanted group: the number of parameters that come from each held group."""
         self._takers: dict[HeldGroup, list[int]] = defaultdict(list)
         for index, takes in enumerate(self._takes):
             for group in takes:
@@ -121,9 +121,9 @@ class _Order:
         for rank, nbytes in final.items():
             self._most[rank] = max(self._most[rank], nbytes)
         self._opened: dict[HeldGroup, None] = {}
-        """Groups that have lost some of their parameters."""
+        """Held groups that have given away some of their parameters, in order."""
         self._queues: dict[tuple[int, int], deque[int]] = defaultdict(deque)
-        """By taker and giver of most of its parameters: wanted groups."""
+        """By (taker, giver of most of its parameters), as ranks: indices of wanted groups."""
         for index, takes in enumerate(self._takes):
             givers = Counter[int]()
             for group, num in takes.items():

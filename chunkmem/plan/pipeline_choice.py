@@ -14,7 +14,7 @@ from chunkmem.plan.pipeline_schedule import PipelineStep, Schedule, StageTimes, 
 _LOOPS = (1, 2, 4)
 """Stages on each device."""
 _AS_FAST = 1.01
-"""Of schedules that take so much longer at most, the one with fewer activations is better."""
+"""Ratio up to which two step times count as equal; then the schedule with fewer activations wins."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class PipelineMachine:
 
     num_devices: int
     send_Bps: float = inf
-    """From one device to the next."""
+    """Bytes per second from one device to the next."""
     fetch_Bps: float = inf
-    """From HOST to DEVICE."""
+    """Bytes per second from HOST to DEVICE."""
     kept_nbytes: int | None = None
-    """What DEVICE has room for besides activations; None: for everything."""
+    """Bytes of weights that DEVICE can keep besides activations; None: all of them."""
     cap_nbytes: int | None = None
     """Of weights, gradients and optimizer states that each device may have, with its HOST; None: of all."""
 

@@ -1,8 +1,8 @@
 """In which order devices compute the stages of a pipeline for each micro-batch, and how long a step then takes. Pure.
 
-[Note: Schedules] A device computes one call after the other, in an order that does not depend on durations; a call
-waits for its input, which the stage before (in backward: the stage after) has sent. Two stages, three micro-batches,
-backward as long as forward; `.` is the bubble:
+A device computes one call after the other, in an order that does not depend on durations; a call waits for its input,
+which the stage before (in backward: the stage after) has sent. Two stages, three micro-batches, backward as long as
+forward; `.` is the bubble:
 
     gpipe  device 0   F0 F1 F2 .. .. B0 B1 B2        1f1b  device 0   F0 F1 .. B0 F2 B1 .. B2
            device 1   .. F0 F1 F2 B0 B1 B2 ..              device 1   .. F0 B0 F1 B1 F2 B2 ..
@@ -45,7 +45,7 @@ class Schedule(enum.Enum):
 Call = tuple[int, int, StageWork]
 """Stage, micro-batch, forward or backward."""
 Order = tuple[Call, ...]
-"""Of the calls of one device."""
+"""The calls of one device, in order."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class StageTimes:
     forward_s: float
     backward_s: float
     send_s: float = 0.0
-    """To send its output to the next stage; as long for the gradient of that."""
+    """Seconds to send the stage's output to the next stage, and as many for its gradient."""
     fetch_s: float = 0.0
-    """To bring its weights to DEVICE, where they are not there."""
+    """Seconds to bring the stage's weights to DEVICE; 0: they stay there."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PipelineStep:
     num_devices: int
     num_stages: int
     calls: tuple[StageCall, ...]
-    """By device, in the order in which it makes them."""
+    """By device: its calls, in order."""
 
     @property
     def step_s(self) -> float:
@@ -180,9 +180,9 @@ def timed_calls(
     kept: list[list[int]] = [[] for _ in planned]
     """Stages whose weights are on a device, the one used last at the end."""
     arrived_s = {call: 0.0 for order in planned for call in order if call[::2] == (0, StageWork.FORWARD)}
-    """By call whose input is known to come: when."""
+    """By call: the time in seconds at which its input arrives, as far as it is known."""
     sent_s: defaultdict[tuple[int, int], float] = defaultdict(float)
-    """By sending and receiving device: when the link between them has sent what it was given."""
+    """By (sender, receiver): the time in seconds from which on their link is idle."""
     is_going = True
     while is_going:
         is_going = False

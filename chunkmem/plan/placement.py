@@ -1,13 +1,15 @@
 """Where each group is updated, and which groups never leave DEVICE. Pure.
 
-[Note: Full placements] DEVICE is full where some groups have all that they are made of there, always, and all others
-only pass through: of those DEVICE needs a few chunks at a time, however many there are, and HOST has the rest.
+DEVICE is full where some groups have all that they are made of there, always, and all others only pass through: of
+those DEVICE needs a few chunks at a time, however many there are, and HOST has the rest.
 
     DEVICE   | 0 | 1 | 2 | 3 |  few chunks of 4 to 9  |     0 to 3: the resident groups, updated on DEVICE
     HOST     | 4 | 5 | 6 | 7 | 8 | 9 |                      4 to 9: the passing ones, updated on HOST
 
 The resident groups are the first ones: backward ends with them, so their gradients come too late for an update on HOST
 to be overlapped, and the next forward begins with them.
+
+Decided in ADR 27.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class Placement:
 
     update_tiers: Mapping[int, Tier]
     resident_groups: frozenset[int] = frozenset()
-    """Those whose content never leaves DEVICE."""
+    """Groups whose content never leaves DEVICE."""
 
 
 def has_idle_states(trace: Trace) -> bool:
@@ -76,7 +78,7 @@ def has_idle_states(trace: Trace) -> bool:
 
 
 class FullPlacements:
-    """Which groups may be resident: prefixes of a trace's groups, by their number. See [Note: Full placements]."""
+    """Which groups may be resident: prefixes of a trace's groups, by their number."""
 
     def __init__(self, trace: Trace, budget: Sequence[int], *, host_nbytes: int, margin_use_ratio: float) -> None:
         """Find the most and the fewest.
@@ -96,7 +98,7 @@ class FullPlacements:
         self._known_left: dict[int, int] = {}
         self._limit = self._allowed(margin_use_ratio)
         self.most = self._most()
-        """Those that fit DEVICE next to some chunks of each that passes."""
+        """Largest number of resident groups that fit DEVICE next to the chunks that pass through."""
         self.fewest = min(self._limit, self._fewest(host_nbytes))
         """Without these the others do not fit HOST."""
 
@@ -176,11 +178,11 @@ class GroupNeed:
     """What one group takes of DEVICE, in bytes."""
 
     resident_nbytes: int
-    """At most, if its content never leaves."""
+    """Largest bytes of the group on DEVICE if it is resident."""
     weights_nbytes: int
     """While it passes through forward."""
     states_nbytes: int
-    """Of optimizer states, master weights not included."""
+    """Bytes of the group's optimizer states, without master weights."""
 
 
 def first_residents(needs: Sequence[GroupNeed], *, cap_nbytes: int, margin_use_ratio: float) -> int:

@@ -1,8 +1,7 @@
 """Make a plan from a trace: try candidates, keep the one that simulates fastest. Pure and deterministic.
 
-[Note: Work] Planning is counted in units of work, about a microsecond each on the machine this was written on, and not
-by a clock: the same trace, machine and amounts of work give the same plan. `Planner.improve` continues where it
-stopped.
+Planning is counted in units of work, about a microsecond each on the machine this was written on, and not by a clock:
+the same trace, machine and amounts of work give the same plan. `Planner.improve` continues where it stopped.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from chunkmem.trace.model import Trace
 
 
 class Planner:
-    """Plans a step piece by piece: at once by Belady's rule, and better by and by; see [Note: Work]."""
+    """An anytime planner: Belady's plan first, then refined incrementally."""
 
     def __init__(
         self,
@@ -43,12 +42,12 @@ class Planner:
         self._candidates = Candidates(trace, machine, self._options)
         self._pieces = self._candidates.pieces()
         self._close: list[Candidate] = []
-        """Those so far that are as fast as the fastest, in their order."""
+        """Candidates that are about as fast as the fastest, in the order they were found."""
         self._before = before
         self.is_done = False
         """Every candidate has been tried."""
         self.work_done = 0
-        """In units."""
+        """Work done so far, in the planner's units."""
 
     @property
     def plan(self) -> Plan | None:

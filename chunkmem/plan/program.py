@@ -13,10 +13,10 @@ from chunkmem.trace.model import Kind
 from chunkmem.types import ChunkId, Tier, neighbor
 
 BELOW = neighbor(Tier.DEVICE)
-"""Where chunks are when they are not on DEVICE."""
+"""Tier of chunks that are not on DEVICE."""
 
 _CHANGING = frozenset({Kind.CREATE, Kind.WRITE, Kind.UPDATE, Kind.CONSUME})
-"""Kinds of moments that change what is on the tier below."""
+"""Kinds of moments that change the content of the tier below."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Program:
     start: frozenset[Placed]
     actions: tuple[tuple[Action, ...], ...]
     peak_nbytes: Mapping[Tier, int]
-    """Of the tiers below DEVICE that it has chunks on."""
+    """By tier below DEVICE that holds chunks: peak bytes."""
 
 
 def emit(problem: Problem, stays: Stays, *, home_residents: bool, rounds: bool = False) -> Program:
@@ -59,7 +59,7 @@ class _Emitter:
         self.rounded = set(self.rounding.values()) if rounds else set[int]()
         """Chunks that are rounded for each fetch."""
         self.dropping = {(at + 1) % n: chunk for at, chunk in self.rounding.items() if chunk in self.rounded}
-        """What goes from below after its update, by the moment in whose list."""
+        """By moment: the chunk that is freed below DEVICE in the moment's list, after its update."""
         self.below = set(self.homes)
         self.below_nbytes = sum(problem.nbytes[chunk] for chunk in self.homes)
         self.below_peak_nbytes = self.below_nbytes

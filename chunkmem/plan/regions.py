@@ -37,7 +37,7 @@ _QUIET = 1e-3
 _COARSE = 8
 """Parts that a range of numbers is cut into first."""
 MOST_WORK = 2_500_000
-"""Of judging choices, in the planner's units."""
+"""Limit on the work of judging choices, in the planner's units."""
 _EDIT_WORK = 15
 """Of writing down the step with another choice, for each of its moments; in the planner's units."""
 _LARGE = 2000
@@ -57,7 +57,7 @@ class RegionChoice:
     candidate: Candidate
     """The plan that says so."""
     fits_s: float
-    """What a step takes with the choice that fits; inf: that is not known."""
+    """Seconds of a step with the choice that was known to fit; inf: unknown."""
     num_plans: int
     """Made to find it."""
 
@@ -119,9 +119,9 @@ class _Search:
         self.best = fits
         """The fastest choice so far."""
         self.found: Candidate | None = None
-        """Its plan; None: there is none yet."""
+        """Plan of `best`; None: there is none yet."""
         self.shortage: CapacityError | None = None
-        """Of the choice with the smallest cap, of those that do not fit."""
+        """Error of the choice with the smallest cap, among those that do not fit."""
         self.num_plans = 0
         self._work = 0
         """Done so far, in the planner's units."""

@@ -73,7 +73,7 @@ class _Way:
         self._given_up: set[tuple[ChunkId, Tier]] = set()
         """Replicas that were freed to be copied again: once each, so that the search ends."""
         self._gone_round: set[tuple[ChunkId, Tier]] = set()
-        """Replicas for which others have passed to the other tier for a while; likewise."""
+        """Replicas for which others were moved to the other tier for a while: once each, so that the search ends."""
 
     def find(self) -> None:
         content = {chunk for chunk, _ in self.now.present() if self.now.has_content(chunk)}

@@ -22,7 +22,7 @@ class Span:
     lane: Lane
     label: Label
     start_s: float
-    """Since the step began."""
+    """Seconds since the step began."""
     end_s: float
     moment: Integer
     """The moment it was issued in."""
@@ -38,7 +38,7 @@ class StageWork(enum.Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     WAIT = "wait"
-    """For what another stage sends: a bubble."""
+    """Waiting for another stage: a bubble."""
 
     __hash__ = object.__hash__
 
@@ -51,7 +51,7 @@ class StageCall:
     stage: Integer
     micro_batch: Integer
     start_s: float
-    """Since the step began."""
+    """Seconds since the step began."""
     end_s: float
 
 

@@ -42,7 +42,7 @@ class Reader:
         self._far_waits: list[tuple[int, Wait]] = []
         self._is_updated = False
         self._ahead: dict[int, tuple[int, ...]] = {}
-        """By group that is being updated speculatively: the replicas which that reads."""
+        """By group with a speculative update under way: the replicas that the update reads."""
         self._update_moments: dict[int, list[int]] = {}
         """By group: the moments that update it."""
         for at, moment in enumerate(trace.moments):
@@ -50,7 +50,7 @@ class Reader:
                 self._update_moments.setdefault(moment.chunk.group, []).append(at)
         self._log_nbytes = 0
         self._exchanges: dict[int, int] = {}
-        """By replica that is being exchanged: the number of that operation."""
+        """By replica that is being exchanged: the number of the exchange."""
 
     def read(self, *, watch: Callable[[int], None] | None = None) -> LaneProgram:
         """Go through one iteration. It ends as it begins, so this holds for all of them.

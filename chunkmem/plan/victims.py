@@ -1,9 +1,9 @@
 """Which replicas leave a tier when room is needed. Pure: ids and numbers in, ids out.
 
-[Note: Leaving order] A tier may hold thousands of small chunks, and each one that comes may need another to leave, so
-nobody looks at all of them each time. `LeavingOrder` keeps a heap whose entries may be out of date, each telling when
-its replica leaves at the earliest. That a replica leaves later than that, since it was used again, shows when its turn
-comes, and puts it further back; that it leaves sooner, or may leave again, has to be announced.
+A tier may hold thousands of small chunks, and each one that comes may need another to leave, so nobody looks at all of
+them each time. `LeavingOrder` keeps a heap whose entries may be out of date, each telling when its replica leaves at
+the earliest. That a replica leaves later than that, since it was used again, shows when its turn comes, and puts it
+further back; that it leaves sooner, or may leave again, has to be announced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Standing(enum.IntEnum):
     """How soon a replica may be wanted again where it is; lower leaves first."""
 
     DEAD = 0
-    """Its content is consumed or replaced by a newer version elsewhere: dropping it costs nothing."""
+    """A replica whose content is consumed, or replaced by a newer version elsewhere: dropping it costs nothing."""
     SETTLED = 1
     """Complete, and wanted next on the other tier: a finished gradient whose update runs on HOST."""
     ACTIVE = 2
@@ -35,7 +35,7 @@ class Resident(NamedTuple):
     chunk: ChunkId
     nbytes: int
     last_use: int
-    """When it was last used, on any clock that only grows."""
+    """Time of the last use, on any clock that only grows."""
     standing: Standing
     spill: bool
     """It is the only newest replica, so the other tier has to take its bytes first."""
@@ -59,7 +59,7 @@ def _leaving_key(resident: Resident) -> _Key:
 
 
 class LeavingOrder:
-    """The replicas of one tier in leaving order, without looking at all of them; [Note: Leaving order]."""
+    """The replicas of one tier in leaving order, without looking at all of them."""
 
     def __init__(self, look: Callable[[ChunkId], Resident | None]) -> None:
         """Begin with none.
@@ -69,7 +69,7 @@ class LeavingOrder:
         """
         self._look = look
         self._heap: list[tuple[_Key, int, ChunkId]] = []
-        """With a number that tells equal entries apart."""
+        """Heap of (key, a number that tells equal keys apart, chunk)."""
         self._listed: dict[ChunkId, _Key] = {}
         """The key of each replica's entry that counts; others in the heap are left over."""
         self.announced: set[ChunkId] = set()

@@ -22,7 +22,7 @@ _COMPUTE, _HOST_UPDATE = _INDEX[Lane.COMPUTE], _INDEX[Lane.HOST_UPDATE]
 _MAX_LAPS = 5
 
 Clock = tuple[int, ...]
-"""How many operations of each lane are known to be over."""
+"""By lane: the number of its operations that are known to be over."""
 
 
 class _SlabUses:
@@ -34,9 +34,9 @@ class _SlabUses:
         self.writer = _COMPUTE
         """The lane of the last write."""
         self.written = 0
-        """Its count there; 0: none."""
+        """Number of the last write on the lane `writer`; 0: there was none."""
         self.reads: dict[int, int] = {}
-        """By lane, the count of the last read since."""
+        """By lane: the number of its last read since that write."""
 
 
 _Idle = list[_SlabUses]
@@ -73,7 +73,7 @@ class _Operate(NamedTuple):
 _PASS = _Operate(_COMPUTE)
 """A moment that touches nothing."""
 _Step = _Take | _Give | _Held | _Operate | Action
-"""What is done in a moment; an action is only written down."""
+"""One entry of a moment's program; an action is only written down."""
 
 
 def add_waits(
@@ -202,11 +202,11 @@ class _Follower:
         """Operations issued on each lane, since the first iteration began."""
         self.iteration_start = list(self.done)
         self.known: list[Clock] = [tuple(self.done)] * len(_LANES)
-        """By lane: how far it knows the others to be."""
+        """By lane: how many operations of each lane it knows to be over."""
         self.knew: list[list[Clock]] = [[] for _ in _LANES]
-        """By lane: the same at each of its operations."""
+        """By lane, and by operation on it: the value of `known` when the operation was issued."""
         self.waits: dict[tuple[int, int, int], Wait] = {}
-        """Those made so far, by their lanes and count."""
+        """Waits made so far, by (waiting lane, lane waited for, count)."""
         self.out: list[Action] = []
 
     def iteration(self) -> tuple[tuple[Action, ...], ...]:

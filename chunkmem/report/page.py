@@ -103,7 +103,7 @@ _LEGEND: Mapping[str, Mapping[str, str]] = {
 def timeline_page(runs: Sequence[Run]) -> str:
     """Return the page of one run, or of two under each other on one time axis.
 
-    [Note: Data of the page] Times are integers of nanoseconds since the step began. A sorted column is kept as its
+    Times are integers of nanoseconds since the step began. A sorted column is kept as its
     first value and the differences after it, which are short. Texts and tips stand once, in tables; columns have their
     indexes.
     """

@@ -24,7 +24,7 @@ _SEGMENT_NBYTES = 256 << 20
 """Largest piece of host memory mapped ahead of need; where it is pinned, more, by a share of the cap."""
 _PINNED_SEGMENT_SHARE = 1 / 32
 _PINNED_SEGMENT_NBYTES = 4 << 30
-"""The most of that: pieces are made by all cores, and pinned by a call each."""
+"""Largest pinned piece, in bytes: all cores touch a piece, and one call pins it."""
 
 
 _ADMITTED = -1
@@ -64,7 +64,7 @@ class _Segment:
     slab_nbytes: int
     """Slabs of this size are cut from its start, others from its end: holes of one size lie side by side."""
     untouched: tuple[int, int]
-    """From where to where nothing was ever cut, so that nothing was written to."""
+    """Start and stop offset, in bytes, of the part that was never allocated, and so never written to."""
 
     @property
     def touched_nbytes(self) -> int:

@@ -68,7 +68,7 @@ class Recipe:
     compiler: tuple[str, ...]
     """The command; empty: there is none, and only a library that is there can be used."""
     units: tuple[tuple[str, tuple[str, ...]], ...]
-    """Source files below `csrc/`, and their flags."""
+    """Source files below `csrc/`, each with its compiler flags."""
     link_flags: tuple[str, ...]
 
     def path(self, cache_dir: Path) -> Path:

@@ -80,7 +80,7 @@ class Replica:
     views: tuple[torch.Tensor, ...] | None = None
     """One tensor per slot, made when first asked for."""
     pieces: Sequence[tuple[int, torch.Tensor]] | None = None
-    """Of activations on DEVICE: see `SavedMemory.fill`."""
+    """Pieces of an activation chunk's content on DEVICE; see `SavedMemory.fill`."""
 
     def copied_from(self, source: Replica) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """Return what is copied to what when `source` is copied here, one after the other."""
@@ -114,14 +114,15 @@ class Chunk:
     group: Group
     dtype: torch.dtype
     label: str
-    """For messages: the role, the number and the parameters inside."""
+    """Name in messages: the role, the number and the parameters inside."""
     forms: tuple[tuple[torch.Size, tuple[int, ...]], ...]
     """Shape and stride of each slot's tensor."""
     home: ChunkHome | None = None
     memory: torch.Tensor | None = None
-    """On HOST, bytes that several processes have, and no pool gives out; in one dimension."""
+    """1-D memory on HOST, in bytes, that several processes share, outside of every pool; None: a pool's slab is
+    used."""
     saved: SavedMemory | None = None
-    """Of an ACTIVATION chunk."""
+    """Saved tensors of an ACTIVATION chunk; None for other roles."""
     master: Chunk | None = None
     """The float32 chunk that this one is rounded from: what is lost of this one can be made again."""
     is_remote: bool = False
@@ -138,7 +139,7 @@ class Chunk:
     replicas: dict[Tier, Replica] = field(default_factory=dict)
     nbytes: int = field(init=False)
     compute_tier: Tier = field(init=False)
-    """Where modules compute with it, gradients land in it, and `home` is."""
+    """Tier on which modules compute with the chunk and gradients land in it; also its `home`."""
 
     def __post_init__(self) -> None:
         self.nbytes = self.group.nbytes

@@ -24,7 +24,7 @@ from chunkmem.types import TIERS, Tier, neighbor
 
 Step = Callable[[], object]
 ORDERED_LANES = (*COPY_LANES, Lane.HOST_UPDATE)
-"""What a plan's waits count, in addition to moments."""
+"""Lanes whose operations a plan's waits count, in addition to moments."""
 
 
 class CopyOrder:
@@ -51,7 +51,7 @@ class CopyOrder:
         """Copies of this iteration; by number of an update on HOST, the last one so far that was left to its lane."""
         self._previous: dict[Lane, list[Event | None]] = {lane: [] for lane in ORDERED_LANES}
         self._pending: dict[Lane, list[Event]] = {lane: [] for lane in COPY_LANES}
-        """What the next copy on a lane comes after."""
+        """By lane: events that the next copy on the lane comes after."""
         self._behind_compute: set[Lane] = set()
         """Lanes whose next copy comes after all that is computed by then: see `after_other_uses`."""
         self._update_after: list[tuple[Lane, Event]] = []

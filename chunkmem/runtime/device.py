@@ -162,7 +162,7 @@ class ComputeDevice:
         """CUDA, or ROCm: host memory can be registered for direct copies, and events can block."""
         self.runs_cuda_kernels = self.is_cuda and torch.version.hip is None
         self._streams: list[torch.Stream] = []
-        """Those that something was computed on, the last one last."""
+        """Streams that something was computed on, the most recent one last."""
 
     @classmethod
     def default(cls, index: int | None = None) -> ComputeDevice:
@@ -199,9 +199,9 @@ class ComputeDevice:
         return torch.Stream(self.device)
 
     def current_stream(self) -> torch.Stream:
-        """Return the calling thread's current stream, behind all that others were given; [Note: Streams of a program].
+        """Return the calling thread's current stream, behind all that others were given.
 
-        [Note: Streams of a program] For plans, one lane computes. A program may compute on several streams, such as two
+        For plans, one lane computes. A program may compute on several streams, such as two
         towers that it joins by `wait_stream`. It orders what it makes itself, but knows nothing of chunks: of weights
         that are on their way to a slab, or leave it, as a module on one stream has returned while another computes. So
         each access to a chunk asks for the stream, and if that is not the one of the access before, it waits for that

@@ -1,12 +1,14 @@
 """The file of DISK: without a name, so that nothing of it is left, and past the page cache where that is possible.
 
-[Note: A file without a name] It is made without one (`O_TMPFILE`), or loses it at once: when the last process that has
-it open ends, however it ends, the system frees it, and no other process can open it.
+The file is made without a name (`O_TMPFILE`), or loses it at once: when the last process that has it open ends, however
+it ends, the system frees it, and no other process can open it.
 
-[Note: Past the page cache] Where the file system takes `O_DIRECT`, bytes go between RAM and the disk without a copy,
-and no RAM is taken that no ledger counts. Addresses, offsets and lengths are then multiples of `alignment`. Elsewhere
-the page cache is passed through, and `O_DSYNC` has each write wait until its bytes are on the disk: what the system
-writes later on its own and fails at would be said to nobody.
+Where the file system takes `O_DIRECT`, bytes go between RAM and the disk without a copy, and no RAM is taken that no
+ledger counts. Addresses, offsets and lengths are then multiples of `alignment`. Elsewhere the page cache is passed
+through, and `O_DSYNC` has each write wait until its bytes are on the disk: what the system writes later on its own and
+fails at would be said to nobody.
+
+Decided in ADR 38.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _ALIGNMENTS = (4 << 10, 16 << 10, 64 << 10)
 """Tried in turn. Disks and file systems ask for 512 or 4096 bytes, few for more."""
 _MODE = 0o600
 _NO_UNNAMED_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
-"""What file systems and kernels without `O_TMPFILE` answer."""
+"""Error numbers of file systems and kernels without `O_TMPFILE`."""
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _MAX_STUCK = 8
 """So often in a row may a call move less than one aligned piece."""
@@ -55,7 +57,7 @@ class AlignedBuffer:
 
 
 class DiskFile:
-    """A file without a name, read and written at any offset by any thread; [Note: A file without a name]."""
+    """A file without a name, read and written at any offset by any thread."""
 
     def __init__(self, directory: Path, *, nbytes: int, calls: DiskCalls, opened: str | None = None) -> None:
         """Make it in `directory`, which is made if it is not there, with room for `nbytes`, which are not taken yet.
@@ -78,7 +80,7 @@ class DiskFile:
             self._make_directory()
             self._require_room(nbytes)
         self.is_direct = True
-        """Addresses, offsets and lengths have to be aligned; [Note: Past the page cache]."""
+        """Addresses, offsets and lengths have to be aligned."""
         self.alignment = _ALIGNMENTS[0]
         self._descriptor: int | None = self._open()
 

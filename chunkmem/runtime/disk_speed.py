@@ -25,7 +25,7 @@ from chunkmem.sizes import format_nbytes
 
 _CANDIDATES = ((16 << 20, 4), (8 << 20, 8), (32 << 20, 2), (4 << 20, 8), (16 << 20, 8))
 """Bytes of a block, and how many are moved at once. The likeliest first: on a slow disk, the others are left out.
-Smaller blocks are not tried: here nothing computes in Python meanwhile, [Note: Turns]."""
+Smaller blocks are not tried: here nothing computes in Python meanwhile; see `runtime/disk_threads.py`."""
 _CLEARLY = 0.95
 """The share of the time at most that a later one has to take: what is measured varies."""
 _MIN_NBYTES, _MAX_NBYTES = 16 << 20, 128 << 20
@@ -47,10 +47,10 @@ class DiskSpeed:
     read_Bps: float
     write_Bps: float
     latency_s: float
-    """What reading a few bytes takes, handing them to a thread included."""
+    """Seconds to read a few bytes, including the hand-over to a thread."""
     block_nbytes: int
     depth: int
-    """How many blocks are moved at once."""
+    """Number of blocks that are moved at once."""
 
     @property
     def is_sound(self) -> bool:

@@ -1,7 +1,7 @@
 """Threads that move the blocks of transfers.
 
-[Note: Turns] Transfers that are under way at the same time get a block each in turn, so that one of a gigabyte does not
-hold up what was asked for after it:
+Transfers that are under way at the same time get a block each in turn, so that one of a gigabyte does not hold up what
+was asked for after it:
 
     asked for     A A A A A A A A . . .       a write of many blocks
                         B B                   a read, of two
@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 from chunkmem.errors import StateError
 
 Scratch = TypeVar("Scratch")
-"""What each thread has for itself."""
+"""The private buffer of each thread."""
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +70,7 @@ class TransferThreads(Generic[Scratch]):
         self._changed = threading.Condition()
         """Held while anything below is looked at or changed; told when there is something to do, or no more."""
         self._waiting: deque[_Transfer[Scratch]] = deque()
-        """With blocks that nobody has begun; [Note: Turns]."""
+        """Transfers with blocks that no thread has begun."""
         self._threads: list[threading.Thread] = []
         self._num_serving = 0
         self._then: Callable[[], object] | None = None

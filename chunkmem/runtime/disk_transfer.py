@@ -1,7 +1,7 @@
 """Reading and writing slabs of DISK: cut into blocks, straight between RAM and the file where alignment permits.
 
-[Note: Alignment of a block] With `O_DIRECT`, the address in RAM, the offset in the file and the length of what moves
-are multiples of the file's alignment. Slabs begin at such offsets, and are padded to such lengths:
+With `O_DIRECT`, the address in RAM, the offset in the file and the length of what moves are multiples of the file's
+alignment. Slabs begin at such offsets, and are padded to such lengths:
 
     file    |block 0         |block 1         |block 2    ....|        .... padding of the last block
     RAM     |================|================|===========|            aligned: straight, but for the last bytes, which
@@ -39,7 +39,7 @@ class _Block(NamedTuple):
     """Offset in the slab."""
     nbytes: int
     offset: int
-    """In the file; aligned."""
+    """Offset in the file, in bytes; aligned."""
 
 
 class _Part(NamedTuple):
@@ -50,7 +50,7 @@ class _Part(NamedTuple):
     """Offset in the block."""
     memory: memoryview
     address: int
-    """Where `memory` is."""
+    """Address of the first byte of `memory`."""
 
     @property
     def is_whole(self) -> bool:

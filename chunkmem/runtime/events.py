@@ -1,9 +1,9 @@
 """What every kind of lane has in common: events, and the rules for a copy.
 
-[Note: Memory under a copy] A copy works on the addresses that its tensors have when it is issued. Their storages may be
-emptied before it runs: that is how a slab is taken from one chunk for the next while it is still being read. Holding
-the tensors keeps the memory of all others alive, but not of those. So the issuer of a copy keeps the memory allocated
-until its event is done, and has whatever touches that memory in conflict with it wait for the event.
+A copy works on the addresses that its tensors have when it is issued. Their storages may be emptied before it runs:
+that is how a slab is taken from one chunk for the next while it is still being read. Holding the tensors keeps the
+memory of all others alive, but not of those. So the issuer of a copy keeps the memory allocated until its event is
+done, and has whatever touches that memory in conflict with it wait for the event.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COPY_LANES = tuple(LANE_LINKS)
 
 
 Piece = tuple[torch.Tensor, torch.Tensor]
-"""What is copied to, and from where: 1-D, contiguous, of equal nbytes."""
+"""Target and source of one copy: 1-D, contiguous, of equal nbytes."""
 
 
 class Event(Protocol):

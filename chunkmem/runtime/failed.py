@@ -56,7 +56,7 @@ class _Repair:
         self._unsaved: list[IssuedCopy] = []
         """Copies that cannot be made, of bytes that are as they should be."""
         self._kept: set[Slab] = set()
-        """Their sources, which nobody may write over."""
+        """Sources of the copies in `_unsaved`: slabs that must not be overwritten."""
 
     def run(self) -> None:
         issued, self._store.issued = self._store.issued, deque()

@@ -22,7 +22,7 @@ class FreeRoom:
 
     def __init__(self, *runs: Extent) -> None:
         self._runs: list[Extent] = [*runs]
-        """By their start; no two of them touch."""
+        """Free extents by their start; no two of them touch."""
 
     @property
     def nbytes(self) -> int:

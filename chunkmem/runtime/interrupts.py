@@ -1,9 +1,9 @@
 """Signals whose handlers wait while the runtime works.
 
-[Note: Held signals] Python runs a signal's handler in the main thread, between any two bytecodes, and Ctrl-C's raises.
-Raised between two lines of the pager, a chunk has its slab and no pin, and every step from then on is wrong. So while a
-manager is open, its handler stands before the one that was installed, and looks at where the signal has found the
-program: the frames on Python's stack tell, and nothing has to be counted while a step runs.
+Python runs a signal's handler in the main thread, between any two bytecodes, and Ctrl-C's raises. Raised between two
+lines of the pager, a chunk has its slab and no pin, and every step from then on is wrong. So while a manager is open,
+its handler stands before the one that was installed, and looks at where the signal has found the program: the frames on
+Python's stack tell, and nothing has to be counted while a step runs.
 
     for batch in loader:                  user code, which `loss = model(batch)` keeps on the stack
       └ Module._call_impl                 counts as user code, too: what a module computes is the user's
@@ -19,6 +19,8 @@ installed is called, and raises from that call, whose work is done. A backward i
 A wait that never ends would hold a signal for ever. So the second one says what is waited for, and the third one is not
 held any more; neither is SIGALRM, which is there to end what hangs. What is raised then has interrupted the runtime
 itself, and its managers refuse to be used.
+
+Decided in ADR 57.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ class Whose(Enum):
     RUNTIME = auto()
     USER = auto()
     BACKWARD = auto()
-    """Autograd's engine runs: it belongs to the runtime if that runs inside of it."""
+    """Autograd's engine: the frame belongs to the runtime if the runtime runs inside of it."""
     CALLER = auto()
-    """Its caller's: it is of torch, or of the standard library."""
+    """A frame of torch or the standard library: it belongs to whatever called it."""
 
 
 def whose(frame: FrameType) -> Whose:
@@ -123,7 +125,7 @@ class InterruptGuard:
         """Why nothing can be served any more, once the runtime itself was interrupted."""
         self._is_open = True
         self._handlers: dict[int, HeldSignal] = {}
-        """By signal: those that were installed when it looked last."""
+        """By signal number: the handlers that were installed at the last look."""
 
     def install(self) -> None:
         """Stand before the handlers that are installed now: others may have been since the last time.
@@ -157,13 +159,13 @@ class InterruptGuard:
 
 
 class HeldSignal:
-    """Stands before the handler of one signal, and calls it when user code runs; [Note: Held signals]."""
+    """Stands before the handler of one signal, and calls it when user code runs."""
 
     def __init__(self, installed: Handler) -> None:
         """Stand before a handler."""
         self.installed = installed
         self.guards: WeakSet[InterruptGuard] = WeakSet()
-        """Of the managers that are open."""
+        """Guards of the open managers."""
         self._num_held = 0
         self._pid = os.getpid()
 
@@ -213,7 +215,7 @@ class _Watch:
         self._before: Trace | None = self._watched.f_trace
         self._starts_tracing = sys.gettrace() is None
         self._error: BaseException | None = None
-        """What was raised last in the frame that is watched."""
+        """The last exception raised in the watched frame; None: none was."""
 
     def begin(self) -> None:
         """Watch from now on."""

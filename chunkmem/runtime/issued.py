@@ -18,13 +18,13 @@ class IssuedCopy:
 
     chunk: Chunk
     version: int
-    """Of the chunk."""
+    """Version of the chunk that is copied."""
     origin: Tier
     source: Slab
-    """On `origin`."""
+    """Slab on `origin` that is read."""
     tier: Tier
     target: Slab
-    """On `tier`."""
+    """Slab on `tier` that is written."""
     event: Event
 
     @property
@@ -43,9 +43,9 @@ class LeftUpdate:
     work: Callable[[], object]
     group: int
     slabs: tuple[Slab, ...]
-    """Of all chunks it touches."""
+    """Slabs of all chunks that the update reads or writes."""
     written_slabs: tuple[Slab, ...]
-    """Those of them that it writes to."""
+    """The subset of `slabs` that the update writes."""
     event: Event | None = None
     """Once it is issued."""
     has_begun: bool = False

@@ -1,10 +1,12 @@
 """Kept slabs that torch's allocator may have back: it asks for them before an allocation of the model fails.
 
-[Note: Given back] A slab that is kept for reuse is no cache of torch's: without more, an allocation would fail while
-gigabytes lie idle. Where none of the allocator's free blocks fits and less than an eighth of the device is free, it
-takes the memory of all kept slabs, in C++ and in the allocating thread (`csrc/kept.cpp`). What is computed from then on
-comes after the copies that use them yet. The pool finds a slab without memory when it wants to use it, and takes other
-memory. Until then the ledger counts it.
+A slab that is kept for reuse is no cache of torch's: without more, an allocation would fail while gigabytes lie idle.
+Where none of the allocator's free blocks fits and less than an eighth of the device is free, it takes the memory of all
+kept slabs, in C++ and in the allocating thread (`csrc/kept.cpp`). What is computed from then on comes after the copies
+that use them yet. The pool finds a slab without memory when it wants to use it, and takes other memory. Until then the
+ledger counts it.
+
+Decided in ADR 58.
 """
 
 from __future__ import annotations

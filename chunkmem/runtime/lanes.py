@@ -1,8 +1,8 @@
 """What copies between tiers, overlapped with computing: by lane, a thread on a CPU, a stream on an accelerator.
 
-[Note: A failed copy] Operations of a lane are in order, so to wait for one is to rely on all before it, and on all they
-came after. A copy that fails in a thread therefore fails everything issued behind it on its lane, or `after` it on
-another, until `drain` has raised its error. What that leaves of chunks is said in [Note: After a failed copy].
+Operations of a lane are in order, so to wait for one is to rely on all before it, and on all they came after. A copy
+that fails in a thread therefore fails everything issued behind it on its lane, or `after` it on another, until `drain`
+has raised its error. What that leaves of chunks is said in [Note: After a failed copy].
 """
 
 from __future__ import annotations

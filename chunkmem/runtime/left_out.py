@@ -8,7 +8,7 @@ from itertools import accumulate
 from chunkmem.trace.model import Kind, Trace
 
 _MAX_SHARE = 0.75
-"""Of its moments: what is moved for those that do not come is moved in vain."""
+"""Largest share of a trace's moments that a step may leave out: copies for moments that do not come are wasted."""
 
 
 class LeftOut:
@@ -24,7 +24,7 @@ class LeftOut:
         self._kinds = tuple(moment.kind for moment in trace.moments)
         self.is_possible = not trace.remote_groups and all(kind is not Kind.EXCHANGE for kind in self._kinds)
         self.spans: list[tuple[int, int]] = []
-        """From which moment up to which."""
+        """Half-open ranges `[start, stop)` of the moments that were left out."""
 
     @property
     def num_moments(self) -> int:

@@ -37,7 +37,7 @@ _DEVICE_UPDATE_NUMEL, _HOST_UPDATE_NUMEL = 2**24, 2**26
 _UPDATE_NBYTES_PER_ELEMENT = 16
 """PARAM, GRAD and two states in float32."""
 _UPDATE_MOVES_PER_BYTE = 28 / 16
-"""Of those bytes, 16 are read and 12 are written."""
+"""Bytes that an update moves, relative to the 16 bytes of an element: 16 are read and 12 are written."""
 _NUM_CACHES = 4
 """An update on HOST passes over so many times what the last caches hold, so that it does not find its bytes there."""
 _RAM_SHARE = 16
@@ -94,7 +94,7 @@ class _Speeds:
     host_update_Bps: float = inf
     duplex_Bps: float = inf
     by_form: Mapping[str, float] = field(default_factory=dict)
-    """Bytes a second of updates on HOST, by the name of their form."""
+    """Bytes per second of updates on HOST, by the name of their form."""
 
     @classmethod
     def of(cls, machine: Machine) -> _Speeds:

@@ -1,14 +1,16 @@
 """Bytes of non-model data on an accelerator: what its allocator counts in addition to slabs.
 
-[Note: Non-model data] The allocator counts slabs like everything else, and its peak does not say how much of it they
-were. So the peak is read, and the allocator's counter restarted, wherever slabs are taken from the allocator or given
-back to it. In the intervals between, the bytes of slabs are constant, and the peak less those bytes is exact:
+The allocator counts slabs like everything else, and its peak does not say how much of it they were. So the peak is
+read, and the allocator's counter restarted, wherever slabs are taken from the allocator or given back to it. In the
+intervals between, the bytes of slabs are constant, and the peak less those bytes is exact:
 
     read ── slab ── restart ─────── read ── slab ── restart ─────── read
     peak - slabs            peak - slabs            peak - slabs           the highest of these is the peak
 
 Slabs are what the ledger of DEVICE counts, those kept for reuse included: the allocator has not got them back. What it
 adds when it rounds a slab up is non-model data. A meter is the only part of a manager that restarts the counter.
+
+Decided in ADR 30.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from chunkmem.runtime.ledger import Ledger
 
 
 class NonModelMeter:
-    """Measures the peak of non-model data on one accelerator; see [Note: Non-model data]."""
+    """Measures the peak of non-model data on one accelerator."""
 
     def __init__(self, compute: ComputeDevice, ledger: Ledger) -> None:
         """Begin to measure; `ledger` is that of DEVICE."""

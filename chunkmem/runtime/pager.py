@@ -45,8 +45,8 @@ class Pager:
         Args:
             store: that has them.
             meter: says what else takes room under the cap on DEVICE; None: nothing.
-            follow_stream: called before each access to DEVICE, where several streams may compute. See [Note: Streams of
-                a program] in `runtime.device`.
+            follow_stream: called before each access to DEVICE, where several streams may compute. See
+                `ComputeDevice.current_stream` in `runtime/device.py`.
             speculative: updates of groups ahead of the step; None: there are none.
             interrupts: knows whether the runtime itself was interrupted; None: nothing does that.
         """
@@ -67,10 +67,10 @@ class Pager:
         self.last_updates: dict[int, None] = {}
         """Groups in the order in which they were updated last."""
         self.policy: StepPolicy = OnDemand()
-        """Of the step that runs."""
+        """Policy of the step that runs."""
         self.speculative: SpeculativeUpdates = speculative or NoSpeculativeUpdates()
         self.events = StepEvents()
-        """Who is told what happens in a step."""
+        """Listeners of a step."""
         self._is_by_block = False
         """More is pinned at once than has to be: [Note: Blocks as a whole] in `chunkmem.nn.blocks`."""
         self.events.by_block.append(self._hear_by_block)

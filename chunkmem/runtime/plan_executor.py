@@ -67,7 +67,7 @@ class _Tries:
     """To resume a plan; each one looks at every chunk."""
 
     patience: int = 1
-    """How many events make another try worth while."""
+    """Number of events before resuming is tried again."""
     num_unfit: int = 0
     """Events since the last one."""
 
@@ -113,12 +113,12 @@ class PlanExecutor(PlanActions):
         """Called with an event that does not come next, and with how many moments would be left out if it came later,
         None: it does not. Tells whether another plan_executor has taken the step over."""
         self.left_out = LeftOut(trace)
-        """By this step, so far."""
+        """Moments that this step has left out so far."""
         self.first_plan_miss = ""
-        """Of this step: what came in place of what."""
+        """First plan miss of this step, as text: the event that came and the one that was expected; empty: none."""
         self._cursor = 0
         self._num_outdated = 0
-        """Of the store, as far as the plan knows."""
+        """The store's count of outdated replicas, as far as the plan accounts for it."""
         self._tries = _Tries()
         self._untouched = self._facts.untouched if self.left_out.is_possible and self._order.is_host else frozenset()
         """Chunks that the plan leaves where they are. On an accelerator it counts on that, for activations."""

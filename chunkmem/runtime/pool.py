@@ -1,9 +1,9 @@
 """Slabs: pieces of a tier, given out, taken back, and a few of them kept for reuse.
 
-[Note: Mapped slabs] Once a program has freed a large block, glibc takes blocks of that size from its heap, where what
-torch allocates meanwhile lies between them: freed slabs then stay with the process, uncounted, a quarter to half more
-than the ledgers say. A slab that is a mapping of its own goes back to the system when it is given up. torch cannot
-resize such memory, so this needs a back end of `runtime.storage` that exchanges pointers.
+Once a program has freed a large block, glibc takes blocks of that size from its heap, where what torch allocates
+meanwhile lies between them: freed slabs then stay with the process, uncounted, a quarter to half more than the ledgers
+say. A slab that is a mapping of its own goes back to the system when it is given up. torch cannot resize such memory,
+so this needs a back end of `runtime.storage` that exchanges pointers.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class DevicePool(SlabPool):
             ledger: of DEVICE.
             compute: what that is.
             capacity: slabs that are kept.
-            maps_slabs: on a CPU, slabs are mapped by themselves; [Note: Mapped slabs].
+            maps_slabs: on a CPU, slabs are mapped by themselves.
             wait: has what is computed from now on come after an event. None: the calling thread waits.
         """
         super().__init__(ledger)
@@ -219,7 +219,7 @@ class DevicePool(SlabPool):
         """While a plan is followed: bytes that slabs may take, given out or kept; [Note: Room for kept slabs]."""
         self._kept: deque[Slab] = deque()
         self.reclaimable: NativeReclaimable | None = None
-        """By which torch's allocator takes kept slabs; [Note: Given back] in `runtime/kept.py`."""
+        """Handle by which torch's allocator takes kept slabs; see `runtime/kept.py`."""
         self.changing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         """Surrounds what may take memory from the allocator or give it back, with the entries in the ledger."""
 

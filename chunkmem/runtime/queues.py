@@ -217,7 +217,7 @@ class Lanes(ABC):
 
         Args:
             lane: one of `COPY_LANES`.
-            pieces: targets and sources, 1-D, contiguous, of equal nbytes; see [Note: Memory under a copy].
+            pieces: targets and sources, 1-D, contiguous, of equal nbytes; see `runtime/events.py` for their memory.
             after: events of these lanes.
             label: what is copied, for messages and profiles.
 

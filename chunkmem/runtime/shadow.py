@@ -16,7 +16,7 @@ class ShadowBuffers:
         self._pool = pool
         self._idle: dict[int, list[Slab]] = defaultdict(list)
         self._reserved: Counter[int] = Counter()
-        """Slabs by their size in bytes, idle or lent."""
+        """Number of slabs by their size in bytes, idle or in use."""
 
     @property
     def counts(self) -> dict[int, int]:

@@ -43,7 +43,7 @@ _PLACES = (Tier.HOST, Tier.DEVICE, *TIERS[2:])
 """Where a chunk is read: the first that has it, HOST before DEVICE, where reading is in the way of computing."""
 
 Read = Callable[[torch.Tensor, torch.Tensor], object]
-"""Copies to RAM: target and source, 1-D, of the same dtype and number of elements."""
+"""Copies to RAM; called with target and source, both 1-D, of the same dtype and number of elements."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Taken:
 
     chunk: Chunk
     slots: Mapping[int, torch.Tensor]
-    """By position: a copy in RAM, shaped as the parameter is, in memory of its own."""
+    """By position of a parameter in the group: a copy in RAM, in the parameter's shape, with memory of its own."""
 
 
 class Snapshot:
@@ -69,9 +69,9 @@ class Snapshot:
         self._read = read
         self._pending = dict.fromkeys(wanted)
         self._state = threading.Condition()
-        """Guards all of this; replicas are given up by who has it."""
+        """Lock of the fields below; hold it to free a replica that the snapshot reads."""
         self._reading: tuple[Chunk, Tier] | None = None
-        """By the thread."""
+        """Chunk and tier that the saving thread reads now; None: it reads none."""
         self._handed: Taken | None = None
         self._failure: BaseException | None = None
         self._is_training = True

@@ -42,7 +42,7 @@ class StepLog:
         self.exchanges: list[tuple[int, Chunk, Interval]] = []
         """(moment, chunk, from when it was issued until it was there)"""
         self._issued: dict[Chunk, int] = {}
-        """By chunk: the moment its last exchange was issued in."""
+        """By chunk: the moment in which its last exchange was issued."""
         self.updates: list[tuple[int, int, Chunk, Event]] = []
         """(moment it is for, moment it was begun in, PARAM chunk, event)"""
         self.roundings: list[tuple[int, Chunk, Event]] = []

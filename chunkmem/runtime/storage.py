@@ -1,9 +1,11 @@
 """Move memory in and out of a storage that lives on, so that every view autograd has saved follows.
 
-[Note: One storage for life] A parameter is a fixed view into its chunk's storage, and so is every tensor derived from
-it that autograd keeps for backward (`weight.t()` in a Linear). Eviction takes the memory out of that storage and a
-later fetch puts other memory in: all those views come back with it. Pointing the parameter elsewhere instead would
-leave the saved views on the old memory, which could then neither be freed nor reused.
+A parameter is a fixed view into its chunk's storage, and so is every tensor derived from it that autograd keeps for
+backward (`weight.t()` in a Linear). Eviction takes the memory out of that storage and a later fetch puts other memory
+in: all those views come back with it. Pointing the parameter elsewhere instead would leave the saved views on the old
+memory, which could then neither be freed nor reused.
+
+Decided in ADR 1.
 """
 
 from __future__ import annotations

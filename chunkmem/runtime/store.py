@@ -22,7 +22,7 @@ from chunkmem.runtime.timestamps import Clock, Interval
 from chunkmem.types import LINKS, MEMORY, TIERS, ChunkId, Link, Role, Tier
 
 _MANY_COPIES = 32
-"""So many are kept account of before those that are done are looked for."""
+"""Number of copies on record at which the finished ones are dropped."""
 
 
 class ChunkStore:
@@ -47,7 +47,7 @@ class ChunkStore:
         self.on_sooner: Callable[[Chunk, Tier], None] = lambda chunk, tier: None
         """Called when a replica may leave, or sooner than before: it has come, settles, or its content is used up."""
         self.snapshot: Snapshot | None = None
-        """What another thread reads while chunks change; see [Note: Snapshots]."""
+        """Snapshot that another thread reads while chunks change; None: none is taken. See [Note: Snapshots]."""
 
     def add(self, chunk: Chunk) -> None:
         """Register a chunk; it has no content yet."""

@@ -21,7 +21,7 @@ from chunkmem.runtime.queues import Lanes
 from chunkmem.types import Link, Tier
 
 _UNKNOWN_SPEED = DiskSpeed(1e9, 1e9, 1e-4, BLOCK_NBYTES, DEPTH)
-"""Of a disk that cannot be measured."""
+"""Assumed bytes per second of a disk that cannot be measured."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ EXPANDABLE_SEGMENTS = (
     "chunks and activations then share all memory, where else they split each other's blocks, and run out of memory "
     "below the cap"
 )
-"""What a user is told whose allocator has no expandable segments."""
+"""Advice for allocators without expandable segments."""
 _LARGE_SHARE = 0.85
-"""Of an accelerator's memory: a cap beyond that leaves little for what is lost between blocks."""
+"""Share of an accelerator's memory beyond which a cap leaves too little for fragmentation."""
 
 
 def warn_of_fragmentation(compute: ComputeDevice, caps: TierCaps) -> None:
@@ -167,7 +167,7 @@ class Tiers:
             self.device_pool.reclaimable = reclaimable_on(compute)
         self.host_pool = HostArena(self.host, compute)
         self.links: Mapping[Link, LinkSpeed] = {}
-        """How fast tiers below HOST are, if there are any."""
+        """Speeds of the links below HOST, if there are any."""
         self.pools: dict[Tier, SlabPool] = {Tier.DEVICE: self.device_pool, Tier.HOST: self.host_pool}
         if config.memory.disk is not None:
             self.pools[Tier.DISK], self.links = _open_disk(config.memory.disk, disk_calls)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 _ANCHOR_LIFE_S = 30.0
-"""At this distance the rounding is 2 microseconds."""
+"""Seconds for which an anchor is used: at this distance its rounding is 2 microseconds."""
 
 
 class Timestamp(Protocol):
@@ -190,7 +190,7 @@ class StreamClock:
         self._idle = streams.stream()
         self._anchor = _Anchor(streams, self._idle)
         self._recorded: defaultdict[Any, _Recorded] = defaultdict(_Recorded)
-        """By stream."""
+        """By stream: the events that were recorded on it."""
 
     def timestamp(self) -> StreamTimestamp:
         return self.timestamp_on(self._streams.current_stream())

@@ -1,12 +1,14 @@
 """The exchanges of a step, one after the other: the next gather begun ahead, the last reduction ended later.
 
-[Note: Gathering ahead] Steps repeat. While a unit computes, the gather that came next in the step before is begun,
-over a reduction if there is one between. It is if all ranks have room for two units at a time, and unless a trial has
-shown the slowest of them to be faster without (`chunkmem.steps.trial`). A rank that finds no room for it after all
-says so before it begins, and then no rank does. If something else comes, all ranks see that alike, let what was begun
-arrive, and begin nothing ahead until the next step.
+Steps repeat. While a unit computes, the gather that came next in the step before is begun, over a reduction if there is
+one between. It is if all ranks have room for two units at a time, and unless a trial has shown the slowest of them to
+be faster without (`chunkmem.steps.trial`). A rank that finds no room for it after all says so before it begins, and
+then no rank does. If something else comes, all ranks see that alike, let what was begun arrive, and begin nothing ahead
+until the next step.
 
 Then, too, a reduction is waited for when the next one begins, or backward is over.
+
+Decided in ADR 13.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from chunkmem.shard.shards import ShardStore
 
 Groups = tuple[int, ...]
 Schedule = list[tuple[str, Groups]]
-"""What is exchanged, in its order: "gather" or "reduce", and which groups."""
+"""Exchanges in order: "gather" or "reduce", each with its groups."""
 
 
 class Reduces(Protocol):
@@ -50,9 +52,9 @@ class PrefetchSchedule:
         self._log: Schedule = []
         """Exchanged since the last step: gather or reduce, and which groups."""
         self._schedule: Schedule = []
-        """The same of the step before."""
+        """Exchanges of the step before."""
         self._ahead: Groups | None = None
-        """What is gathered ahead; held."""
+        """Groups that are gathered ahead, and held; None: none are."""
         self.is_wanted = False
         """Gathers are to be begun ahead where there is room."""
         self.has_room = False
@@ -66,7 +68,7 @@ class PrefetchSchedule:
         self._is_alike = False
         """This step has been like the one before so far."""
         self._num_backwards = 0
-        """Of the step before."""
+        """Number of backwards in the step before."""
         self._is_shown = False
         """A step has shown the schedule, and had as many backwards as the one before it: reductions wait for the last
         one, whose number steps learn from that."""

@@ -37,13 +37,13 @@ class ShardStore:
         self._pager = pager
         self._store: ChunkStore = pager.store
         self._holds: Counter[int] = Counter()
-        """By group: how often it is held. The same on all ranks."""
+        """By group: how often it is held; equal on all ranks."""
         self._spare: Counter[int] = Counter()
-        """By group: how often of these nothing has to have room for it. The same on all ranks."""
+        """By group: how many of its holds nothing has to have room for; equal on all ranks."""
         self._present: set[int] = set()
-        """Held groups that were sent since they are. The same on all ranks."""
+        """Held groups that were gathered since they are held; equal on all ranks."""
         self._under_way: dict[int, tuple[list[Chunk], Callable[..., None]]] = {}
-        """By group: what is gathered with it, and what waits for that."""
+        """By group that is being gathered: the chunks of its exchange, and the callable that waits for it."""
 
     @property
     def buffered_nbytes(self) -> tuple[int, int]:

@@ -1,28 +1,30 @@
 """Units of exchange: modules whose weights come together from their owners as a whole, before they are used.
 
-[Note: One order] Every rank gathers and reduces the same in the same order, whatever is read inside of a unit on which
-rank. Forward gathers a unit when a call enters it. Backward gathers it when the gradients of its outputs begin to
-arrive, and again if another unit's came in between. It leaves a unit for good when it has come to it as often as
-forward did: to one that is called twice, or that has others inside, more than once. When it has left all units that a
-group has a part in, or is over, the group is reduced, if no micro-batch is thought to follow. So what is exchanged
-depends on the order of units alone, which is the same on all ranks, and not on what a rank still has.
+Every rank gathers and reduces the same in the same order, whatever is read inside of a unit on which rank. Forward
+gathers a unit when a call enters it. Backward gathers it when the gradients of its outputs begin to arrive, and again
+if another unit's came in between. It leaves a unit for good when it has come to it as often as forward did: to one that
+is called twice, or that has others inside, more than once. When it has left all units that a group has a part in, or is
+over, the group is reduced, if no micro-batch is thought to follow. So what is exchanged depends on the order of units
+alone, which is the same on all ranks, and not on what a rank still has.
 
-[Note: Recomputed units] A unit whose forward is recomputed in backward is gathered for that, and held until backward
-has come to it, too, so that it is not gathered again. Units of a segment that is recomputed as a whole are held
-together if that leaves room for what comes with them on all ranks. Else each replaces the one before:
+A unit whose forward is recomputed in backward is gathered for that, and held until backward has come to it, too, so
+that it is not gathered again. Units of a segment that is recomputed as a whole are held together if that leaves room
+for what comes with them on all ranks. Else each replaces the one before:
 
     forward                     A B C
     backward                          C, then recompute A B C, then     C B A
     gathered, all fit           A B C    C              A B                      (C is held all the time)
     gathered, one at a time     A B C    C              A B C             B A
 
-[Note: Units that stay] Where all ranks have room for it beside everything else that they have, a unit is held from its
+Where all ranks have room for it beside everything else that they have, a unit is held from its
 first call in a step until the last backward has left it, so a step gathers it once. The last units of forward come
 first: backward needs them soonest. If one rank finds no room for another unit after all, all of them release those that
 stay, and gather as above.
 
 A rank that comes to the end of its step before the others, since it has had no batch, fewer micro-batches or no
 backward, takes part in what they exchange until they come, too; its gradients count as zeros.
+
+Decided in ADR 12.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ class Unit:
     name: str
     groups: tuple[int, ...] = ()
     is_root: bool = False
-    """What is in no other unit; backward may come back to it at any time."""
+    """The unit of all modules in no other unit; backward may return to it at any time."""
     depth: int = field(default=0, init=False)
-    """Calls of it that run."""
+    """Number of the unit's calls that run."""
     is_read: bool = field(default=True, init=False)
     """A call in it has read some of its weights since it was entered, and tells when backward comes."""
     is_alone: bool = field(default=False, init=False)
@@ -112,7 +114,7 @@ class Units:
         self._shards = shards
         self.backwards = Backwards()
         self._users: dict[int, set[Unit]] = {}
-        """By group: the units that have a part in it."""
+        """By group: the units that have parameters in it."""
         self._unit_of: WeakKeyDictionary[nn.Module, Unit] = WeakKeyDictionary()
         self._running: list[Unit] = []
         """Held by calls."""
@@ -128,7 +130,7 @@ class Units:
         self._recomputed: dict[Unit, int] = {}
         """How often forward came to each again, less how often backward has come to it since; last at the end."""
         self._visited: dict[Unit, int] = {}
-        """How often the running backward has come to each that it has been in."""
+        """By unit: how often the running backward has reached it."""
         self._runs: dict[Unit, int] = {}
         """How often forward has come to each, by a call or back from one, since the last backward."""
         self._reduced: set[int] = set()
@@ -275,7 +277,7 @@ class Units:
         self._gather(unit, reader)
 
     def recompute(self, unit: Unit) -> None:
-        """The forward of a unit runs again in a backward; see [Note: Recomputed units]. Raises what `enter` does."""
+        """The forward of a unit runs again in a backward. Raises what `enter` does."""
         if self._shards is None or (unit in self._backward and unit is next(reversed(self._recomputed), None)):
             return
         self._begin_backward()

@@ -37,13 +37,13 @@ class Outcome(enum.Enum):
     """What became of a step's plan."""
 
     FOLLOWED = "followed"
-    """To the end; or there was none."""
+    """The step followed its plan to the end, or there was no plan."""
     LEFT_OUT = "left out"
     """Followed but for moments that the step left out."""
     MISSED = "missed"
     """Some events came that were not foreseen, or the step was over before the plan."""
     NEEDLESS = "needless"
-    """Missed, and nothing was copied all the same: all that steps touch is on DEVICE."""
+    """The step missed its plan, but copied nothing: all chunks that such steps use are on DEVICE."""
 
 
 class CachedPlan:
@@ -72,23 +72,23 @@ class CachedPlan:
         self.plan: Plan | None = None
         self.plan_executor: PlanExecutor | None = None
         self._planner: StepPlanner | None = None
-        """What made the plan, and may make a better one."""
+        """Planner that made the plan, and may refine it; None: none did."""
         self.machine = machine
         self._options = options
         self._pager = pager
         self._tiers = tiers
         self._predicted: tuple[Plan, Trace, Timeline] | None = None
-        """What `predicted` has returned, and for what."""
+        """Last result of `predicted`, with the plan and the trace it is for."""
         self._num_refinements = 0
-        """How often the trace was compared with the durations of a step that followed a plan."""
+        """How often the trace was compared with durations of a step that followed the plan."""
         self._director: TraceCursor | None = None
         self.has_moved = False
-        """A step that was to move nothing has moved something all the same."""
+        """A step that should have moved nothing has moved something."""
         self._is_hopeless = False
         self._charged_nbytes = 0
-        """For activations, beyond what was recorded."""
+        """Bytes of activations that plans add to the recorded ones."""
         self._has_warned = False
-        """Of a plan that was out of reach."""
+        """The user was warned that no plan can be followed."""
 
     def adopt(self, trace: Trace, plan: Plan | None = None) -> None:
         """Take a trace, and perhaps a plan, of an earlier run; both have been checked."""

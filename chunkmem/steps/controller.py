@@ -1,7 +1,7 @@
 """Decide before each step: record it, have a plan followed, or serve on demand.
 
 An iteration is one training step (from the first call of a model to the end of the optimizer's step, however many
-micro-batches; sometimes a few of them, see [Note: Even steps] in `chunkmem.steps.iteration_end`) or one evaluation (a
+micro-batches; sometimes a few of them, see `chunkmem.steps.iteration_end`) or one evaluation (a
 call of a model without gradients, between steps). Between iterations nothing is recorded or followed.
 """
 

@@ -34,7 +34,7 @@ class Residence:
         self.is_on = False
         """All chunks stay, and calls inside of models are not heard of."""
         self._kinds: set[CachedPlan] = set()
-        """Of steps that have been found to move nothing since."""
+        """Kinds of steps that were found to move nothing since `leave`."""
 
     def of(self, key: Key, kinds: PlanCache, entry: CachedPlan | None) -> CachedPlan | None:
         """Return what a step is like that begins now, if it need not be heard of; `entry` is what it would follow."""
@@ -77,13 +77,13 @@ class BlockSteps:
         self._events = events
         self._machine = machine
         self._heard: Key | None = None
-        """Of the steps whose blocks are heard of as a whole; None: none are."""
+        """Key of the steps whose blocks are heard of as a whole; None: there are none."""
         self._is_used = False
         """Steps of some kind have been heard of so."""
         self._running: list[tuple[Key, PlanCache]] = []
         """The kind of the step that runs, or ran last, if there was one."""
         self._failed: list[tuple[Key, PlanCache]] = []
-        """The same if blocks should not have been heard of as a whole in it."""
+        """Key and plans of the step whose blocks should not have been heard of as a whole; empty: none."""
         events.failed.append(self.fail)
         events.read_in_part.append(self.fail)
 

@@ -1,11 +1,10 @@
 """Where a training step ends and the next one begins.
 
-[Note: Even steps] A plan is the body of a loop: it ends with the residency it began with. So an iteration, the
-piece of training that one plan is for, is over when the same gradients wait to be used as at its beginning. With two
-optimizers, of which one steps every second time, it is two steps long. Gradients that wait for the first time end an
-iteration,
-too: no optimizer may ever use them, and then they wait from now on. And where no optimizer over managed parameters
-steps, as all that is trained is outside of chunks, an iteration is over when a model is called after a backward.
+A plan is the body of a loop: it ends with the residency it began with. So an iteration, the piece of training that one
+plan is for, is over when the same gradients wait to be used as at its beginning. With two optimizers, of which one
+steps every second time, it is two steps long. Gradients that wait for the first time end an iteration, too: no
+optimizer may ever use them, and then they wait from now on. And where no optimizer over managed parameters steps, as
+all that is trained is outside of chunks, an iteration is over when a model is called after a backward.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ class IterationEnd:
         self._is_lone = is_lone
         self._pending_before: frozenset[ChunkId] = frozenset()
         self._known_pending: set[frozenset[ChunkId]] = set()
-        """What has waited when iterations began."""
+        """Sets of pending gradients with which iterations have begun."""
         self._backwards_before = 0
         self._num_steps = 0
         self._backwards_at_step: int | None = None
-        """At the last step of an optimizer."""
+        """Number of backwards at the last step of an optimizer; None: there was no step."""
 
     def begin(self) -> None:
         """An iteration begins."""

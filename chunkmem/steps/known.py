@@ -28,7 +28,7 @@ class Iteration:
     """At most one of `recorder` and `plan_executor` is set while it runs; with neither it is served on demand."""
 
     mode: Mode | None = None
-    """None before the first one, and after one that has been learnt from."""
+    """Training or evaluation; None: before the first step, and after one that has been learnt from."""
     key: Key = field(default_factory=Key)
     is_running: bool = False
     is_settled: bool = False
@@ -81,7 +81,7 @@ class KnownSteps:
         self._choices = choices
         self._is_lone = is_lone
         self.kinds = {mode: self._no_plans(mode) for mode in Mode}
-        """Of training steps, and of evaluations."""
+        """Plans by mode: of training steps, and of evaluations."""
         self._now = now
         self.trained = b""
         """Over ranks: which parameters they have last agreed on to train, as `Key.trainable`; empty: they have not."""

@@ -1,7 +1,7 @@
 """The kinds of steps that a training loop, or its evaluations, are made of: a trace and a plan for each of a few.
 
-[Note: Kinds of steps] Steps of one kind have the same key: the model they begin with, and which parameters are
-trainable. The first step with a new key is recorded. Those of one key may still differ, and then:
+Steps of one kind have the same key: the model they begin with, and which parameters are trainable. The first step with
+a new key is recorded. Those of one key may still differ, and then:
 
 1. A step leaves out moments of its plan: it follows that all the same, see [Note: Left out] in
    `chunkmem.runtime.plan_executor`. If four in a row leave out the same, the next one is recorded, for a plan without
@@ -12,6 +12,8 @@ trainable. The first step with a new key is recorded. Those of one key may still
    so that one plan serves all ways to leave out layers or experts.
 
 Which of several plans a step begins with is what followed, the last time, on the two steps before.
+
+Decided in ADR 16.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ _MAX_FAILED_RECORDS = 3
 _NUM_TRIES = 3
 """Steps recorded to meet one that is not known yet: about as long after the last one as that came after another."""
 _NUM_ALIKE = 4
-"""Steps in a row that leave out the same, so that it is no chance."""
+"""Number of consecutive steps that leave out the same moments, so that it is no chance."""
 _LOOKED_BACK = 12
-"""Steps, of which half may miss their plans before a user is told."""
+"""Number of last steps of which half may miss their plans before the user is warned."""
 _LOOKED_BACK_FOR_KEYS = 32
 _FORGIVEN = 16
 """Steps in a row that follow a plan, after which those that did not are no reason to record."""
 _PATIENCE = 2
-"""Steps that miss their plans before others are recorded; then twice as many."""
+"""Number of steps that miss their plans before some are recorded; doubled each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Key:
     root: int = 0
     """Identity of the model that is called first."""
     trainable: bytes = b""
-    """Which parameters require gradients."""
+    """Encodes which parameters require gradients."""
 
 
 class PlanCache:
@@ -73,7 +75,7 @@ class PlanCache:
         self._patience = _PATIENCE
         """Steps that may miss their plans before others are recorded; what `forget` forgets does not change it."""
         self.why_recorded = ""
-        """For logs: why the last step that `wants_record` said yes to was to be recorded."""
+        """Reason, for logs, why `wants_record` last asked for a recording."""
         self._of: dict[CachedPlan, Key | None] = {}
         """The least recently used first; None: of any key, from an earlier run."""
         self.forget()
@@ -85,23 +87,23 @@ class PlanCache:
         self._before: tuple[CachedPlan, ...] = ()
         """Followed, or recorded, in the last steps."""
         self._followed_by: dict[tuple[CachedPlan, ...], CachedPlan] = {}
-        """After one or two steps, the one that came next the last time."""
+        """By the last one or two steps: the step that followed them the last time."""
         self._tries = 0
         """Steps that are still to be recorded to find one that is not known."""
         self._num_to_pass = 0
         """Steps before those."""
         self._num_missed = 0
-        """Steps that missed their plans and were not forgiven yet."""
+        """Number of steps that missed their plans, less those forgiven."""
         self._num_since_miss = 0
         self._left_out: Sequence[tuple[int, int]] = ()
-        """By the last step."""
+        """Ranges of moments that the last step left out."""
         self._num_alike = 0
         """Steps in a row that left out just that."""
         self._unknown: deque[Key] = deque(maxlen=_LOOKED_BACK_FOR_KEYS)
         """Keys of steps that came without being recorded, or are announced: the next one is recorded."""
         self._num_failed = 0
         self._outcomes: deque[Outcome] = deque(maxlen=_LOOKED_BACK)
-        """Of the last steps."""
+        """Outcomes of the last steps."""
         self._has_warned = False
         self._needs_plans = True
         self.by_block: dict[Key, bool] = {}

@@ -1,11 +1,13 @@
 """Which calls of regions a kind of step recomputes: chosen once its first step has been recorded, and again later.
 
-[Note: Choosing again] The first choice knows the times of a first step, which touches its memory for the first time and
-is watched, and guesses what a region saves when it is kept. When a plan has been followed for a few steps, and refined,
-both are known better: the search is repeated. If it finds a step that is faster by `_WORTH`, that is recorded, for a
-plan of its own. A few times at most, as each costs a step without a plan.
+The first choice knows the times of a first step, which touches its memory for the first time and is watched, and
+guesses what a region saves when it is kept. When a plan has been followed for a few steps, and refined, both are known
+better: the search is repeated. If it finds a step that is faster by `_WORTH`, that is recorded, for a plan of its own.
+A few times at most, as each costs a step without a plan.
 
 Where some choice leads to a step that cannot be planned, steps stay as they are, with a warning.
+
+Decided in ADR 34.
 """
 
 from __future__ import annotations
@@ -67,11 +69,11 @@ class _KindOfStep:
     kept: frozenset[int]
     """Numbers of the calls that are not recomputed."""
     recorded: Trace | None
-    """Its first step, which recomputed all; None: the choice stays."""
+    """Trace of its first step, which recomputed all regions; None: the choice is final."""
     outside: dict[int, int] = field(default_factory=dict)
-    """What calls have saved that is in no chunk, by number; see `outside_nbytes`."""
+    """By number of a call: bytes it saved outside of chunks; see `outside_nbytes`."""
     num_searches: int = 0
-    """For another choice, so far."""
+    """Number of searches for another choice so far."""
 
 
 class RegionChoices:
@@ -83,7 +85,7 @@ class RegionChoices:
         self._options = options
         self._kinds: dict[Key, _KindOfStep] = {}
         self._recorded: Trace | None = None
-        """That the last choice was made from."""
+        """Trace from which the last choice was made."""
         self._adopted: frozenset[int] | None = None
 
     def kept(self, key: Key) -> frozenset[int] | None:

@@ -1,6 +1,6 @@
 """Whether gathers between ranks are begun ahead: both ways are planned, and the slowest rank decides.
 
-[Note: Trial] All ranks go through the same states, one a step, since every one of them comes to the end of each step.
+All ranks go through the same states, one a step, since every one of them comes to the end of each step.
 
 1. The first step shows what is exchanged, and when. After it the links are measured.
 2. If regions may be recomputed or not, a step that recomputes all is recorded, and the first rank that had all of it

@@ -2,10 +2,10 @@
 
 A manager takes them as ``ChunkManager(config, make_lanes=lambda device: AdversarialLanes(seed))``.
 
-[Note: Held-back copies] A race shows only in the rare run in which a copy is late. Here copies are late as a rule:
-nothing runs until something waits for it or the dice say so, and the bytes that a copy may overwrite are overwritten
-with NaN from the moment it may begin. Whatever reads or writes too early, for want of a wait, meets NaN or old
-contents, in the same way each time for the same seed.
+A race shows only in the rare run in which a copy is late. Here copies are late as a rule: nothing runs until something
+waits for it or the dice say so, and the bytes that a copy may overwrite are overwritten with NaN from the moment it may
+begin. Whatever reads or writes too early, for want of a wait, meets NaN or old contents, in the same way each time for
+the same seed.
 
 Computing is done by the caller, in order, and is never late. So a copy that should have come after something computed
 does: that wait can be left out and nothing shows.
@@ -59,10 +59,7 @@ class _Held:
 
 
 class AdversarialLanes(Lanes):
-    """Copies and updates held back, and run in any order that events allow; without threads, alike for the same seed.
-
-    See [Note: Held-back copies].
-    """
+    """Copies and updates held back, and run in any order that events allow: without threads, alike for a seed."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(HostClock())

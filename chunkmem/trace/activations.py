@@ -13,15 +13,15 @@ class Content(enum.Enum):
     """What a chunk of activations holds."""
 
     ACTIVATIONS = "activations"
-    """What a call has saved, until backward."""
+    """Tensors that a call has saved, until its backward."""
     INPUTS = "inputs"
-    """What a call is recomputed from."""
+    """Inputs from which a call is recomputed."""
     RECOMPUTED = "recomputed activations"
-    """What it saves when it is recomputed."""
+    """Tensors that a recomputed call saves."""
     OUTPUTS = "outputs"
-    """What a call has returned, until the next block is called with it."""
+    """Outputs of a call, until the next block is called with them."""
     GRADIENTS = "gradients"
-    """Of what a call is given, until the backward of the block before."""
+    """Gradients of a call's inputs, until the backward of the block before."""
 
     __hash__ = object.__hash__
 
@@ -31,7 +31,7 @@ class ActivationContents:
     """Of one chunk."""
 
     region: str
-    """Its name."""
+    """Name of the region."""
     content: Content
 
     def __str__(self) -> str:
@@ -39,9 +39,9 @@ class ActivationContents:
 
 
 _BY_LABEL = {"backward": Content.RECOMPUTED, "output": Content.OUTPUTS, "gradient": Content.GRADIENTS}
-"""By the last word of what creates the chunk."""
+"""Content by the last word of the label that creates the chunk."""
 PARKED = frozenset({Content.OUTPUTS, Content.GRADIENTS})
-"""On its way from block to block, and no part of a region."""
+"""Contents that are on their way from block to block, and belong to no region."""
 
 
 def activation_contents(trace: Trace) -> dict[ChunkId, ActivationContents]:

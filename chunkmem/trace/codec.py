@@ -48,7 +48,7 @@ class Wrong(Exception):
         self.path = ""
         self.sentence = sentence
         self.allowed = allowed
-        """What it needs, if that is all there is to say."""
+        """The allowed values, if that is all there is to say."""
 
     @classmethod
     def needs(cls, value: object, allowed: str) -> Wrong:
@@ -99,7 +99,7 @@ def _indexed(name: str, table: Any) -> Codec:
 _FINITE = number("a finite number", lambda x: True)
 Positive = Annotated[int, _checked(integer(1))]
 Integer = Annotated[int, _checked(integer(-(2**63)))]
-"""Of any sign; an `int` alone is 0 or more."""
+"""An `int` of any sign; an `int` alone is 0 or more."""
 Seconds = Annotated[float, _checked(number("a finite number of seconds, 0 or more", lambda x: x >= 0))]
 Label = Annotated[str, "labels"]
 """A string that many rows share: an index into the table of that name."""

@@ -1,7 +1,7 @@
 """A step that recomputes all of its regions, as it would be if it kept some of them. Pure.
 
-[Note: Kept and recomputed regions] A recomputed region has two chunks: what it is recomputed from, and what its second
-forward saves. A kept one has a chunk from the end of forward on, and no second forward:
+A recomputed region has two chunks: what it is recomputed from, and what its second forward saves. A kept one has a
+chunk from the end of forward on, and no second forward:
 
     recomputed    forward, CREATE inputs  ...  HOLD inputs, forward again, CREATE, HOLD   backward   CONSUME both
     kept          forward, CREATE         ...                                      HOLD   backward   CONSUME

@@ -22,7 +22,7 @@ def as_loop(trace: Trace) -> Trace:
     """
     first: dict[ChunkId, int] = {}
     is_left: dict[ChunkId, bool] = {}
-    """By chunk: it has content after the moments so far."""
+    """By chunk: whether it has content after the moments so far."""
     for at, moment in enumerate(trace.moments):
         chunk = ChunkId(Role.GRAD, moment.chunk.group) if moment.kind is Kind.UPDATE else moment.chunk
         if chunk.role is not Role.GRAD or moment.kind is Kind.RELEASE:

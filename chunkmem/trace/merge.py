@@ -13,7 +13,7 @@ from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import ChunkId
 
 _ALIKE = 0.5
-"""Steps with less in common, as a share of their moments, are of different kinds."""
+"""Share of common moments below which two steps are of different kinds."""
 _MAX_LONGER = 3
 """How many times as long as a step the trace may become: more would be moved in vain than is needed."""
 

@@ -1,8 +1,8 @@
 """What one step does to memory, as plain data: the moments of a trace.
 
-[Note: Remote groups] A group that another rank owns has weights here only while they are held: a HOLD begins with none,
-an exchange brings them, the RELEASE ends them. Gradients that land here end with the CONSUME after their exchange. All
-ranks have the same exchanges in the same order; what lies between them may differ.
+A group that another rank owns has weights here only while they are held: a HOLD begins with none, an exchange brings
+them, the RELEASE ends them. Gradients that land here end with the CONSUME after their exchange. All ranks have the same
+exchanges in the same order; what lies between them may differ.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Kind(enum.Enum):
     """A held chunk begins to be exchanged with other ranks: weights go from their owner to all, gradients' mean to
     their owner."""
     ARRIVE = "arrive"
-    """What is computed from now on comes after that."""
+    """An exchange is over: computing from now on comes after it."""
 
     __hash__ = object.__hash__
 
@@ -61,9 +61,9 @@ class Entry:
     """A module is entered: its forward begins, or its backward."""
 
     label: Label
-    """Which: "blocks.3 forward"."""
+    """Module and pass, such as "blocks.3 forward"."""
     share: float
-    """Of the time of the moment that it is in: what has passed by then."""
+    """Share of the moment's time that has passed at the entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +74,13 @@ class Moment:
     chunk: ChunkId
     """The chunk concerned; of an UPDATE, the group's PARAM chunk."""
     label: Label = ""
-    """Who: "blocks.3.mlp forward"."""
+    """Module and pass, such as "blocks.3.mlp forward"."""
     duration_s: Seconds = 0.0
     """Time computed in it, waiting for copies not included."""
     non_model_peak_nbytes: int = 0
     """Peak bytes of non-model data on DEVICE: activations, gradients in flight, temporaries."""
     sampled_peak_nbytes: int = 0
-    """The same as the sampling thread saw it; 0 if none ran."""
+    """Peak bytes of non-model data as the sampling thread saw it; 0: none ran."""
     entered: Annotated[tuple[Entry, ...], Mark.LEFT_OUT] = field(default=(), compare=False)
     """Modules that are entered in it: what they compute before they read a parameter is in no moment of their own."""
 
@@ -104,7 +104,7 @@ class GroupUpdate:
 
     chunks: tuple[ChunkId, ...] = ()
     reads: tuple[ChunkId, ...] = ()
-    """All but weights that are rounded from their master copy."""
+    """Chunks that the update reads: all but weights that are rounded from their master copy."""
     writes: tuple[ChunkId, ...] = ()
     """All but gradients."""
 
@@ -113,7 +113,7 @@ _NO_UPDATE = GroupUpdate()
 
 
 Moments = tuple[int, int]
-"""Of a trace, `[start, stop)`."""
+"""A range `[start, stop)` of a trace's moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +121,19 @@ class Region:
     """One call of a block whose activations are kept as one chunk, or computed again in backward."""
 
     name: Label
-    """Of the block."""
+    """Name of the block."""
     chunk: ChunkId
-    """Of role ACTIVATION. Where the region is recomputed, it has content from then on."""
+    """Chunk of role ACTIVATION. If the region is recomputed, the chunk has content from then on."""
     nbytes: int
     """Saved by the call."""
     forward: Moments
     backward: Moments
     recomputed: Moments | None = None
-    """Those within backward in which the block's forward runs again; None: it does not."""
+    """Moments within backward in which the block's forward runs again; None: it does not."""
     inputs: ChunkId | None = None
-    """Of one that is recomputed: what is kept for that, if it is a chunk."""
+    """Chunk of the inputs from which the region is recomputed; None: it is kept, or they are in no chunk."""
     number: int = 0
-    """Of the call, among those of all regions in the step."""
+    """Number of the call among the calls of all regions in the step."""
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,13 @@ class Trace(
     sampling_interval_s: Seconds = 0.0
     """Longest time between two looks of the sampling thread: what lives shorter may be missed; 0: none ran."""
     remote_groups: frozenset[int] = frozenset()
-    """Groups that another rank owns: [Note: Remote groups]."""
+    """Groups that another rank owns."""
     regions: tuple[Region, ...] = ()
-    """In the order of their forward."""
+    """Regions in the order of their forward."""
     before_s: Seconds = 0.0
     """Computed before the first moment: by the first modules, before they read a parameter."""
     update_form: UpdateForm = UpdateForm.FP32
-    """What most updates pass over."""
+    """Form of most updates of the step."""
     by_block: bool = False
     """Blocks were heard of as a whole: [Note: Blocks as a whole] in `chunkmem.nn.blocks`."""
 

@@ -20,7 +20,7 @@ from chunkmem.sizes import printable, shown
 from chunkmem.trace.codec import TABLES, Codec, Tables, Wrong, codec_of
 
 VERSION = 2
-"""Of all kinds of files, whose forms the codec decides."""
+"""Version of all kinds of files, whose forms the codec decides."""
 
 
 class Saved:

@@ -30,7 +30,7 @@ def kept_nbytes(
     """
     regions, before = recorded.regions, inputs_from(recorded.regions)
     border = {earlier: _inputs_nbytes(recorded, later) for later, earlier in before.items()}
-    """By index of a region: what it returns to the next one."""
+    """By index of a region: bytes of its output that the next region saves as well."""
     known = {at: outside[region.number] for at, region in enumerate(regions) if region.number in outside}
     shares = [min(1.0, known[at] / nbytes) for at, nbytes in border.items() if at in known and nbytes]
     share = median(shares or [0.0 if charges_non_model else _SHARE])

@@ -1,7 +1,7 @@
 // The update of whole blocks of 8-bit states, a vector of elements at a time. Part of blocks.h, at levels that have
 // vectors (lanes.h).
 //
-// [Note: One block ahead] What a block is encoded by depends on all of its elements: on its largest one, through a
+// What a block is encoded by depends on all of its elements: on its largest one, through a
 // division. So there are two loops, the moments and the rest, and the first one of a block comes before the second one
 // of the block before. In the second one roots and divisions, which take long, run while codes are made, which does not
 // wait for them.

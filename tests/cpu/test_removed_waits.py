@@ -1,6 +1,6 @@
 """Every Wait of a plan is there for a reason: without it, training goes wrong, however little of it runs at once.
 
-The simulator is kept out of this: it would not let such plans through. Copies come late ([Note: Held-back copies]) or
+The simulator is kept out of this: it would not let such plans through. Copies come late (`chunkmem.testing.lanes`) or
 early ([Note: Copies that come too early]), by the dice, in any order that what is left of the plan allows.
 """
 

@@ -1,4 +1,4 @@
-"""The rounds of one stage of an asynchronous pipeline: [Note: Rounds] in `chunkmem.contrib.async_pipeline.schedule`.
+"""The rounds of one stage of an asynchronous pipeline; `chunkmem.contrib.async_pipeline.schedule` draws them.
 
 Ranks meet nowhere but in the messages of neighbours:
 

@@ -1,9 +1,9 @@
 """An asynchronous pipeline: stages update their weights batch by batch, and never wait for the pipeline to drain. Pure.
 
-[Note: Rounds] Each stage works in rounds. In round r, stage s of P runs forward of batch r - s, backward of batch
-r - (P - 1), and the update of that batch, which is the same for all stages. So P - 1 - s updates lie between the
-forward of a batch and its backward: the delay of the stage, the same for all micro-batches of the batch. With P = 2
-stages and M = 2 micro-batches, a batch and a micro-batch in each cell, backward as long as forward:
+Each stage works in rounds. In round r, stage s of P runs forward of batch r - s, backward of batch r - (P - 1), and the
+update of that batch, which is the same for all stages. So P - 1 - s updates lie between the forward of a batch and its
+backward: the delay of the stage, the same for all micro-batches of the batch. With P = 2 stages and M = 2
+micro-batches, a batch and a micro-batch in each cell, backward as long as forward:
 
     stage 0   F00 F01 F10 B00 F11 B01 F20 B10 F21 B11    delay 1, updates after B01 and B11
     stage 1   ... F00 B00 F01 B01 F10 B10 F11 B11 ...    delay 0, updates after B01 and B11
@@ -14,6 +14,8 @@ filling it once.
 
 Where backward needs other weights than forward, these calls do not alternate: a round has all forwards, then all
 backwards, so weights are exchanged twice a round and not for each micro-batch.
+
+Decided in ADR 48.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Which sample's value is at which place, in memory that several processes have, under a lock that they share.
 
-[Note: Index in shared memory] All numbers are of 8 bytes, and 0 is nobody: places count from 1. Those on HOST come
-first, those on DISK after them.
+All numbers are of 8 bytes, and 0 is nobody: places count from 1. Those on HOST come first, those on DISK after them.
 
     header    one page: sizes, the ends of lists, the form of a value
     records   one for each place: key, what its value is of, neighbours in the lists it is in
@@ -34,7 +33,7 @@ HOST, DISK = 0, 1
 
 
 class SharedIndex:
-    """See [Note: Index in shared memory]. Whoever calls holds the lock, alone if the call changes something."""
+    """The index of a shared cache. The caller holds the lock, alone if the call changes something."""
 
     def __init__(self, file: SharedFile) -> None:
         """Use `file`, of at least `HEADER_NBYTES`."""

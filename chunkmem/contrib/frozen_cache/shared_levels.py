@@ -1,7 +1,7 @@
 """Values of samples that the ranks of a machine have together: in memory that all of them map, then in a file.
 
 What one rank has computed, the others find. Values are copied under the lock: while one rank writes, no other reads, so
-that none is read by half; any number of them read at a time. See [Note: Index in shared memory] for what happens when
+that none is read by half; any number of them read at a time. `shared_index.py` says what happens when
 a rank ends in between.
 """
 
