@@ -153,6 +153,7 @@ class ExchangeMethod(ABC):
     def gather(self, shards: Sequence[Shard], *, label: str) -> Work:
         """See `Exchange`."""
         require_exchangeable(shards, self._ranks, label)
+        shards = [shard.to_copy() for shard in shards]
         self.traffic.num_gathers += 1
         if self.size == 1 or not shards:
             return PendingWork(self._ranks, label, [])

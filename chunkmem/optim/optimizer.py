@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from chunkmem.errors import StateError
 from chunkmem.nn.begun import BegunStep, options_in_words
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.checks import check_number
+from chunkmem.optim.checks import check_number, flag
 from chunkmem.optim.chunk_states import HeldStates
 from chunkmem.optim.groupwise import GroupwiseStep
 from chunkmem.optim.host import OptimizerHost
@@ -60,7 +60,9 @@ class RuleOptimizer(torch.optim.Optimizer):
             check_number("max_grad_norm", max_grad_norm)
         self.max_grad_norm = host.config.gradient_clipping if max_grad_norm is None else max_grad_norm
         """0 or less: gradients are not clipped."""
-        in_backward = host.config.optimizer.params.in_backward if in_backward is None else in_backward
+        in_backward = flag(
+            "in_backward", host.config.optimizer.params.in_backward if in_backward is None else in_backward
+        )
         if in_backward:
             require_possible(self.max_grad_norm, scaler=host.scaler, num_ranks=host.ranks.size)
         self.param_groups: list[dict[str, Any]] = []
