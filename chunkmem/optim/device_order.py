@@ -1,11 +1,4 @@
-"""The arithmetic of torch's fused Adam on an accelerator, for groups of fp32 weights that are updated on HOST.
-
-[Note: Bits on HOST] torch's fused kernels of CUDA and of a CPU round differently, so a group's bits would depend on
-where it is updated, which a plan decides. The kernel for the CPU therefore knows both orders
-([Note: torch's order on CUDA] in csrc/adam_math.h), and takes that of the device where a trial shows that torch has it.
-What computes on HOST is updated as on a CPU, and so is what has L2 weight decay: there torch's kernel, as compiled for
-torch 2.11, rounds `grad + param * weight_decay` once in some lanes of a vector and twice in others.
-"""
+"""The arithmetic of torch's fused Adam on an accelerator, for groups of fp32 weights that are updated on HOST."""
 
 from __future__ import annotations
 
@@ -51,7 +44,9 @@ def has_order(
 ) -> bool:
     """Tell whether updates on HOST by `adamw_` have the bits of torch's fused kernels on a device.
 
-    Tried on some thousand elements each, denormals among them, by several hyper-parameters without L2 weight decay.
+    Else a group's bits would depend on where a plan has it updated. Not tried is L2 weight decay, where torch 2.11's
+    kernel rounds `grad + param * weight_decay` once in some lanes of a vector and twice in others (ADR 66).
+    Tried on some thousand elements each, denormals among them, by several hyper-parameters.
     """
     draw = torch.Generator().manual_seed(0)
     scales = torch.ones(_NUMEL)

@@ -1,6 +1,6 @@
 """How long the blocks of a pipeline compute, in its last steps.
 
-[Note: Block times] Of the calls of a block for the micro-batches of a step the median counts: the first one may wait
+Of the calls of a block for the micro-batches of a step the median counts: the first one may wait
 for its weights. Backward is timed as schedules call it, for all blocks of a stage together, and divided over these in
 proportion to their forward. A block passes it on if something before it is trained, which takes about as long as
 forward, and has gradients of its own if it is trained itself, which takes as long again. So times of steps in which

@@ -1,6 +1,6 @@
 """How many stages the ranks of a pipeline make up, and which blocks each has: what is predicted to be fastest. Pure.
 
-[Note: Width of a pipeline] R ranks are S stages of R / S data-parallel ranks, the width. The global batch stays the
+R ranks are S stages of R / S data-parallel ranks, the width. The global batch stays the
 same, so each stage of a pipeline half as long computes half of it. Three blocks on two ranks, two of them frozen
 (F: forward of the frozen ones, f and b: of the last block; `.` is the bubble), as two stages and as one of width 2:
 

@@ -1,6 +1,6 @@
 """What modules are, weights included: in a few bytes, the same on all ranks.
 
-[Note: Tags] The tag of a module says what comes out of it, for a given sample: it is a digest of its name in the model,
+The tag of a module says what comes out of it, for a given sample: it is a digest of its name in the model,
 the values of its parameters and buffers, and the tag of the module before. Where two ranks, or one rank at two times,
 have the same tag, what one has computed the other may use. A module that is in no model has no name that other ranks
 know it by: its values are for this process alone, but for an `nn.Sequential` of modules that have names.
@@ -27,7 +27,7 @@ from chunkmem.comm.ranks import Ranks
 
 
 class ModuleTags:
-    """Of the modules that a cache was asked for last; see [Note: Tags]."""
+    """Of the modules that a cache was asked for last."""
 
     def __init__(self) -> None:
         self._modules: tuple[nn.Module, ...] = ()
