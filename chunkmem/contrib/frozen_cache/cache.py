@@ -17,8 +17,8 @@ from torch.utils.checkpoint import get_device_states
 
 from chunkmem.contrib.frozen_cache.joining import Wanted, open_values
 from chunkmem.contrib.frozen_cache.kept import AskedSamples, Found
-from chunkmem.contrib.frozen_cache.levels import said_of_disk
 from chunkmem.contrib.frozen_cache.prefix import StepCache
+from chunkmem.contrib.frozen_cache.shared_levels import said_of_disk
 from chunkmem.contrib.frozen_cache.tags import ModuleTags
 from chunkmem.errors import ConfigError, StateError, TierIOError
 from chunkmem.freezing.follows import HasRuntime
@@ -229,13 +229,10 @@ class FrozenCache(StepCache):
         return CachedSamples(asked, found)
 
     def read(self, samples: CachedSamples, device: torch.device) -> torch.Tensor:
-        """Return on a device, once, what the first `samples.depth` modules, at least one, have made of samples.
-
-        Raises:
-            TierIOError: DISK failed.
-        """
+        """Return on a device, once, what the first `samples.depth` modules, at least one, have made of samples."""
         values, samples.found.values = samples.found.values, None
-        return (self._values.read(samples.asked.keys) if values is None else values).to(device)
+        assert values is not None
+        return values.to(device)
 
     def computing(self, x: torch.Tensor) -> AbstractContextManager[None]:
         """Surround what computes a value of samples from `x`, on whose device it does.
