@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from chunkmem.checkpoints.directory import MANIFEST
 from chunkmem.checkpoints.odd_files import parse_json, read_all
 from chunkmem.checkpoints.unfinished import written
 from chunkmem.errors import CheckpointError, said
 
-MANIFEST = ".metadata"
-"""The file of a checkpoint that says what it has, and is put in its place last."""
 NAME = "checksums.json"
 """CRC-32 of values by name and offsets, of the manifest, and of these numbers themselves."""
 _WHAT = "list of checksums"

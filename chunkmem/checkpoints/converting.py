@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from chunkmem.checkpoints.checksums import MANIFEST
+from chunkmem.checkpoints.directory import MANIFEST, standing
 from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.metadata import TRUST
 from chunkmem.checkpoints.pretrained import shards_of, untied, write_weights
@@ -93,6 +93,7 @@ def convert(source: Path, target: Path, to: Format, *, max_shard_nbytes: int, tr
 
 def _open(path: Path, *, trust: bool, with_objects: bool) -> dict[str, Any]:
     """Return all that a checkpoint has, as it was nested; weights alone are under "model"."""
+    path = standing(path)
     kind = format_of(path)
     if kind is Format.DCP:
         files = CheckpointFiles(path, trust=trust)

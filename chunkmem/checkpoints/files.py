@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from chunkmem.checkpoints.checksums import MANIFEST, checksum, entry_name, write_checksums
+from chunkmem.checkpoints.checksums import checksum, entry_name, write_checksums
+from chunkmem.checkpoints.directory import MANIFEST
 from chunkmem.checkpoints.odd_files import parse_json
 from chunkmem.checkpoints.unfinished import naming
 from chunkmem.errors import CheckpointError, said

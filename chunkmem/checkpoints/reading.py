@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from chunkmem.checkpoints.checksums import MANIFEST, checksum, entry_name, read_checksums
+from chunkmem.checkpoints.checksums import checksum, entry_name, read_checksums
+from chunkmem.checkpoints.directory import MANIFEST, standing
 from chunkmem.checkpoints.metadata import read_metadata
 from chunkmem.checkpoints.odd_files import opened, read_all
 from chunkmem.checkpoints.saved_objects import damaged_member, load_saved
@@ -55,7 +56,7 @@ class CheckpointFiles:
         Raises:
             CheckpointError: it is not there, is not complete, or cannot be read.
         """
-        self.path = path
+        self.path = path = standing(path)
         self._trust = trust
         manifest = _manifest(path)
         self._checksums = read_checksums(path, manifest)

@@ -23,8 +23,9 @@ import uuid
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from chunkmem.checkpoints.checksums import MANIFEST, add_checksums_of
 from chunkmem.checkpoints.checksums import NAME as CHECKSUMS
+from chunkmem.checkpoints.checksums import add_checksums_of
+from chunkmem.checkpoints.directory import MANIFEST, standing
 from chunkmem.checkpoints.unfinished import (
     LOCK,
     Unfinished,
@@ -222,6 +223,8 @@ def not_written(path: Path, problem: str) -> CheckpointError:
 
 
 def _make(path: Path) -> Unfinished:
+    if (left := standing(path)) != path:
+        left.rename(path)
     if not path.exists():
         make_folder(path.parent)
         return Unfinished.make(path.parent, path.name)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from chunkmem.checkpoints.checksums import NAME
 from chunkmem.checkpoints.converting import Format, format_of, load_torch, tensors_in
+from chunkmem.checkpoints.directory import standing
 from chunkmem.checkpoints.reading import CheckpointFiles, tried
 from chunkmem.checkpoints.safetensors_files import StoredTensor, open_safetensors
 from chunkmem.checkpoints.saved_objects import UntrustedError
@@ -64,6 +65,7 @@ def verify(path: Path, *, on_read: Progress = lambda more, total: None) -> Verif
     Raises:
         CheckpointError: it is none.
     """
+    path = standing(path)
     kind = format_of(path)
     found = Verified(kind, "nothing: safetensors have no checksums")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import product
 
 import torch
@@ -24,19 +25,17 @@ class DevicePowers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pages: dict[tuple[float, int], list[float]] = {}
+        self._page = lru_cache(maxsize=_MOST_PAGES)(self._made)
 
     def of(self, beta: float, step: int) -> float:
         """Return ``beta ** step`` in float32; of one beta, this waits for the device once in 256 steps."""
-        page, at = divmod(step, _PAGE)
-        powers = self._pages.get((beta, page))
-        if powers is None:
-            if len(self._pages) >= _MOST_PAGES:
-                self._pages.clear()
-            with runtime_mode():
-                steps = torch.arange(page * _PAGE, (page + 1) * _PAGE, dtype=torch.float32, device=self._device)
-                powers = self._pages[beta, page] = torch.pow(torch.full_like(steps, beta), steps).tolist()
-        return powers[at]
+        return self._page(beta, step // _PAGE)[step % _PAGE]
+
+    def _made(self, beta: float, page: int) -> list[float]:
+        with runtime_mode():
+            steps = torch.arange(page * _PAGE, (page + 1) * _PAGE, dtype=torch.float32, device=self._device)
+            powers: list[float] = torch.pow(torch.full_like(steps, beta), steps).tolist()
+            return powers
 
 
 def has_order(

@@ -104,6 +104,16 @@ CALLS: dict[str, tuple[Callable[[Twin], Any], type[Exception], str]] = {
         chunkmem.ConfigError,
         r"^in_backward = 'no' has to be True or False$",
     ),
+    "a norm in words": (
+        lambda twin: twin.optimizer.clip_grad_norm_("1"),
+        chunkmem.ConfigError,
+        r"^max_norm = 1 has to be a number",
+    ),
+    "a norm that is set to words": (
+        lambda twin: setattr(twin.optimizer, "max_grad_norm", "1"),
+        chunkmem.ConfigError,
+        r"^max_grad_norm = 1 has to be a number",
+    ),
     "two rates": (lambda twin: optimizer(twin, lr=torch.ones(2)), chunkmem.ConfigError, r"^lr = tensor.* has to be"),
     "one beta": (lambda twin: optimizer(twin, betas=(0.9,)), chunkmem.ConfigError, r"^betas = \(0.9,\) has to be two"),
     "no tuple": (lambda twin: optimizer(twin, betas=0.9), chunkmem.ConfigError, r"^betas = 0.9 has to be two numbers"),
