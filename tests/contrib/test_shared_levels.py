@@ -76,10 +76,10 @@ class PlainLevels:
         entries = [level.get(key) for level, key in zip(levels, asked.keys, strict=True)]
         depths = {asked.depth_of(at, None if entry is None else entry[0]) for at, entry in enumerate(entries)}
         if len(depths) > 1 or depths == {0}:
-            return Found()
+            return Found(asked)
         for level, key in zip(levels, asked.keys, strict=True):
             level.move_to_end(key)  # type: ignore[attr-defined]
-        return Found(depths.pop(), torch.stack([entry[1] for entry in entries]))
+        return Found(asked, depths.pop(), torch.stack([entry[1] for entry in entries]))
 
     def keep(self, asked: AskedSamples, rows: torch.Tensor) -> None:
         (host, disk), (host_room, disk_room) = self._levels, self._rooms

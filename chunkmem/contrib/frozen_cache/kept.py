@@ -59,6 +59,7 @@ class AskedSamples:
 class Found:
     """What is there of samples."""
 
+    asked: AskedSamples
     depth: int = 0
     """Modules that have run for all of them; 0 where some have come further than others: no module could be given
     their values together."""

@@ -116,7 +116,7 @@ class SharedLevels:
             found = self._find(asked, names) if is_whole else None
         if found is None:
             with self._changing():  # a rank has ended in the middle of a change: what it has left is cleared
-                return Found()
+                return Found(asked)
         if found.depth:
             with self._changing():
                 places = map(self._index.find, names)  # by now, some may have been forgotten
@@ -213,11 +213,11 @@ class SharedLevels:
         depth = depths.pop() if len(depths) == 1 else 0
         form = self._index.form
         if not depth or form is None:
-            return Found()
+            return Found(asked)
         values = form.empty(len(places))
         for row, place in zip(values, places, strict=True):
             self._copy_out(place, row.reshape(-1).view(torch.uint8))
-        return Found(depth, values, sum(one is not None and one.rank != self._rank for one in kept))
+        return Found(asked, depth, values, sum(one is not None and one.rank != self._rank for one in kept))
 
     def _copy_out(self, place: int, target: torch.Tensor) -> None:
         if self._index.tier(place) == HOST:
