@@ -151,11 +151,11 @@ class PendingWork:
         self.transfers, self.finish, self.held = [], None, ()
 
 
-def require_exchangeable(shards: Sequence[Shard], ranks: RankGroup, label: str) -> None:
-    """Refuse shards that cannot be exchanged.
+def require_exchangeable(shards: Sequence[Shard], ranks: RankGroup, label: str, *, is_copied: bool = True) -> None:
+    """Refuse shards that cannot be exchanged; those that are not copied but added up have to be floats.
 
     Raises:
-        StateError: a chunk occurs twice, has an owner that is not there, or memory that is not flat.
+        StateError: a chunk occurs twice, has an owner that is not there, memory that is not flat, or such a dtype.
     """
     indices = [shard.index for shard in shards]
     if len(set(indices)) != len(indices):
@@ -164,10 +164,11 @@ def require_exchangeable(shards: Sequence[Shard], ranks: RankGroup, label: str) 
         if not 0 <= shard.owner < ranks.size:
             raise StateError(f"{label}: chunk {shard.index} has owner {shard.owner}, and there are {ranks.size} ranks")
         flat = shard.flat
-        if flat.dim() != 1 or not flat.is_contiguous():
+        is_known = flat.is_floating_point() or (is_copied and not flat.is_complex())
+        if flat.dim() != 1 or not flat.is_contiguous() or not is_known:
             raise StateError(
                 f"{label}: chunk {shard.index} is a {flat.dtype} tensor of shape {list(flat.shape)}, stride "
-                f"{list(flat.stride())}; only 1-D contiguous tensors are exchanged"
+                f"{list(flat.stride())}; only 1-D contiguous tensors of reals are exchanged, means of a floating dtype"
             )
 
 

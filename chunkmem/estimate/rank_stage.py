@@ -107,7 +107,7 @@ class RankStage:
         memory: Memory,
         *,
         is_accelerator: bool,
-        is_accumulating: bool = False,
+        is_accumulating: bool,
         margin_use_ratio: float = 0.0,
     ) -> None:
         """Pack the model.

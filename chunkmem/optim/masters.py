@@ -20,7 +20,7 @@ MASTER_KEY: Final = "master_weights"
 
 
 def masters_to_save(
-    rows: Iterable[tuple[int, ManagedParameter]], host: OptimizerHost, *, lazily: bool = False
+    rows: Iterable[tuple[int, ManagedParameter]], host: OptimizerHost, *, lazily: bool
 ) -> dict[int, torch.Tensor]:
     """Return CPU copies of the weights that are wider than what was built, by index.
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
+from chunkmem.comm.exchange import Shard
+from chunkmem.comm.methods import PointToPoint
 from tests.helpers.ranks import Team
 
 DTYPES = (torch.int8, torch.bool, torch.int64, torch.uint8)
@@ -67,3 +69,25 @@ def test_they_are_what_they_are_on_one_rank(options: dict[str, bool], team: Team
         for name, value in state.items():
             assert torch.equal(value, alone[name]) or "first" in name, name
         torch.testing.assert_close(state["first.weight"], alone["first.weight"])
+
+
+def exchange(rank: int, dtype: torch.dtype) -> list[str]:
+    """What is said of copying values, and of their mean."""
+    manager = chunkmem.ChunkManager(chunkmem.Config.from_dict({"memory": {"device": "1MB", "host": "8MB"}}))
+    said, method = [], PointToPoint(manager.runtime.ranks.shard)
+    for call in (method.gather, method.reduce):
+        try:
+            call([Shard(0, 0, torch.ones(4).to(dtype))], label="a test").wait()
+            said.append("")
+        except chunkmem.StateError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bfloat16])
+def test_means_are_those_of_floats(dtype: torch.dtype, team: Team) -> None:
+    for copied, mean in team.run(exchange, dtype):
+        assert (not copied) is (dtype is not torch.complex64)
+        assert (not mean) is (dtype is torch.bfloat16)
+        assert not mean or mean.startswith(f"a test: chunk 0 is a {dtype} tensor of shape [4], stride [1]; only 1-D")
