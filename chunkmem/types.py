@@ -74,7 +74,7 @@ class ChunkKind:
 STATE: Final = ChunkKind(is_of_update=True, is_state=True)
 """An optimizer's states, each named by its update rule."""
 AVERAGES: Final = ChunkKind("averages", is_state=True, stays=True)
-"""Of weights; see [Note: Averages] in `chunkmem.optim.ema`."""
+"""Of weights; they never move, see `chunkmem.optim.ema`."""
 
 
 class Role(str):

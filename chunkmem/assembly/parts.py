@@ -367,7 +367,7 @@ def make_modules(
     )
     server = ParameterServer(pager, access, backward, turn, saved=saved, is_shared=sharding.shards is not None)
     read = partial(_read, pager, sharding, updater)
-    lazy, write = partial(_lazy, pager, sharding, updater), partial(_write, pager, sharding, updater)
+    lazy, write = partial(_lazy, sharding, updater), partial(_write, pager, sharding, updater)
     surface = ModuleSurface(read=read, lazy=lazy, write=write, saving=server.saving)
     compiled = CompiledModules(pager.events, asked, is_accelerator=is_accelerator, is_rehearsal=is_rehearsal)
     reading = partial(_reading_a_copy, memory, sharding, updater, registry, surface, turn)
@@ -444,20 +444,8 @@ def _read(pager: Pager, sharding: Sharding, updater: GroupUpdater, managed: Mana
     return shards.values_from_owner(managed.group, read, values, reader=managed.name)
 
 
-def _lazy(pager: Pager, sharding: Sharding, updater: GroupUpdater, managed: ManagedParameter) -> LazyTensor:
-    def read() -> torch.Tensor:
-        require_open(pager)
-        return updater.read_weight(managed)
-
-    source = SlotSource(
-        managed,
-        Role.PARAM,
-        managed.built_dtype,
-        find=partial(updater.weight_chunk, managed),
-        read=read,
-        owns=sharding.owns,
-        from_owner=sharding.from_owner,
-    )
+def _lazy(sharding: Sharding, updater: GroupUpdater, managed: ManagedParameter) -> LazyTensor:
+    source = SlotSource(managed, Role.PARAM, managed.built_dtype, updater=updater, owners=sharding)
     return source.tensor(tuple(managed.shape))
 
 

@@ -191,7 +191,11 @@ class _Writing:
         self._outcome = outcome
 
     def run(self) -> None:
-        """Write, and say how it has ended."""
+        """Write, and say how it has ended. Meanwhile this rank is not lost to the others, however slow its disk is."""
+        with self._notes.working():
+            self._run()
+
+    def _run(self) -> None:
         problem, results = "", self._planned.writer.results
         try:
             for _ in self._planned.writer.write_all(self._contents(), self._planned.planner.plan):

@@ -1,14 +1,4 @@
-"""Weights as safetensors files that `from_pretrained` loads: sharded, with an index, a tensor in memory at a time.
-
-[Note: Replacing weights] Programs look for weights in two ways. transformers takes `model.safetensors`, and if there is
-none, the shards that the index names. Others take what the index names, and if there is none, all `*.safetensors`. So
-that each of them finds the old weights or the new ones, whenever the process is killed:
-
-1. Where there is one file, and shards replace it, an index is written that names that file.
-2. Shards come under names that are not there, which no index has. One file takes the place of `model.safetensors`.
-3. The index is replaced: by one that names the new shards; or the one file, if there was an index.
-4. What was there before goes: `model.safetensors` first, and last the index, if there is one file now.
-"""
+"""Weights as safetensors files that `from_pretrained` loads: sharded, with an index, a tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -128,7 +118,7 @@ def write_weights(
     values: Iterator[torch.Tensor],
     root: nn.Module | None = None,
 ) -> None:
-    """Write the files of a model, with their index and its configuration: see [Note: Replacing weights].
+    """Write the files of a model, with their index and its configuration, in the place of others.
 
     Args:
         folder: where to; it is made if it is not there.
@@ -175,7 +165,17 @@ def _header(shard: Mapping[str, torch.Tensor]) -> bytes:
 
 
 class _Placing:
-    """Files that are complete, on their way to their place."""
+    """Files that are complete, on their way to their place.
+
+    Programs look for weights in two ways. transformers takes `model.safetensors`, and if there is none, the shards that
+    the index names. Others take what the index names, and if there is none, all `*.safetensors`. So that each of them
+    finds the old weights or the new ones, whenever the process is killed:
+
+    1. Where there is one file, and shards replace it, an index is written that names that file.
+    2. Shards come under names that are not there, which no index has. One file takes the place of `model.safetensors`.
+    3. The index is replaced: by one that names the new shards; or the one file, if there was an index.
+    4. What was there before goes: `model.safetensors` first, and last the index, if there is one file now.
+    """
 
     def __init__(self, folder: Path, unfinished: Path, shards: Sequence[Mapping[str, torch.Tensor]]) -> None:
         self._folder = folder

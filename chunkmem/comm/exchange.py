@@ -38,6 +38,10 @@ class Shard:
     flat: torch.Tensor  # 1-D, contiguous
     """This rank's memory for it: allocated, and left alone by all others, until the exchange was waited for."""
 
+    def to_copy(self) -> Shard:
+        """Return the shard as it is copied: integers and booleans as bytes, since libraries do not have all dtypes."""
+        return self if self.flat.is_floating_point() else Shard(self.index, self.owner, self.flat.view(torch.uint8))
+
 
 @dataclass(slots=True)
 class Traffic:
@@ -147,11 +151,11 @@ class PendingWork:
         self.transfers, self.finish, self.held = [], None, ()
 
 
-def require_exchangeable(shards: Sequence[Shard], ranks: RankGroup, label: str) -> None:
-    """Refuse shards that cannot be exchanged.
+def require_exchangeable(shards: Sequence[Shard], ranks: RankGroup, label: str, *, is_copied: bool = True) -> None:
+    """Refuse shards that cannot be exchanged; those that are not copied but added up have to be floats.
 
     Raises:
-        StateError: a chunk occurs twice, has an owner that is not there, memory that is not flat, or no floats in it.
+        StateError: a chunk occurs twice, has an owner that is not there, memory that is not flat, or such a dtype.
     """
     indices = [shard.index for shard in shards]
     if len(set(indices)) != len(indices):
@@ -160,10 +164,11 @@ def require_exchangeable(shards: Sequence[Shard], ranks: RankGroup, label: str) 
         if not 0 <= shard.owner < ranks.size:
             raise StateError(f"{label}: chunk {shard.index} has owner {shard.owner}, and there are {ranks.size} ranks")
         flat = shard.flat
-        if flat.dim() != 1 or not flat.is_contiguous() or not flat.is_floating_point():
+        is_known = flat.is_floating_point() or (is_copied and not flat.is_complex())
+        if flat.dim() != 1 or not flat.is_contiguous() or not is_known:
             raise StateError(
                 f"{label}: chunk {shard.index} is a {flat.dtype} tensor of shape {list(flat.shape)}, stride "
-                f"{list(flat.stride())}; only 1-D contiguous tensors of a floating dtype are exchanged"
+                f"{list(flat.stride())}; only 1-D contiguous tensors of reals are exchanged, means of a floating dtype"
             )
 
 
@@ -182,6 +187,7 @@ def hand_over(ranks: RankGroup, shard: Shard, to: int, *, label: str) -> Work:
         StateError: the shard cannot be exchanged.
     """
     require_exchangeable([shard], ranks, label)
+    shard = shard.to_copy()
     with ranks.waiting(label):
         group, flat, tag = ranks.group(shard.flat.device), shard.flat, shard.index
         is_mine = shard.owner == ranks.rank

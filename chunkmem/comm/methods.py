@@ -153,6 +153,7 @@ class ExchangeMethod(ABC):
     def gather(self, shards: Sequence[Shard], *, label: str) -> Work:
         """See `Exchange`."""
         require_exchangeable(shards, self._ranks, label)
+        shards = [shard.to_copy() for shard in shards]
         self.traffic.num_gathers += 1
         if self.size == 1 or not shards:
             return PendingWork(self._ranks, label, [])
@@ -164,7 +165,7 @@ class ExchangeMethod(ABC):
 
     def reduce(self, shards: Sequence[Shard], *, label: str) -> Work:
         """See `Exchange`."""
-        require_exchangeable(shards, self._ranks, label)
+        require_exchangeable(shards, self._ranks, label, is_copied=False)
         self.traffic.num_reductions += 1
         if self.size == 1 or not shards:
             return PendingWork(self._ranks, label, [])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from chunkmem.comm.failure_detector import said_by_torch
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _POLL_S = 0.02
+_SIGN_SHARE = 0.25
+"""Of the time after which a rank is lost: how often it says that it lives."""
 
 
 class Notes:
@@ -27,7 +31,7 @@ class Notes:
             store: of this occasion alone; None: there is one rank, which waits for nobody.
             rank: this one.
             size: number of ranks.
-            timeout_s: to wait for a note.
+            timeout_s: to wait for a note of a rank that gives no sign of life.
             is_lost: tells whether ranks have lost each other meanwhile.
         """
         self._store = store
@@ -35,6 +39,28 @@ class Notes:
         self.size = size
         self._timeout_s = timeout_s
         self._is_lost = is_lost
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Give signs of life inside of the block, from a thread: others wait for notes however long the work takes."""
+        over, store = threading.Event(), self._store
+
+        def give_signs() -> None:
+            count = 0
+            while store is not None and not over.wait(_SIGN_SHARE * self._timeout_s):
+                count += 1
+                try:
+                    store.set(_sign_of(self.rank), str(count))
+                except RuntimeError:  # it is gone: the next note says so
+                    return
+
+        thread = threading.Thread(target=give_signs, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def leave(self, name: str, text: str) -> None:
         """Leave a note, once.
@@ -54,25 +80,34 @@ class Notes:
         Args:
             name: of the note.
             of: the rank that leaves it, for the error.
-            limit_s: to wait; None: `timeout_s`.
+            limit_s: to wait while that rank gives no sign of life; None: `timeout_s`.
 
         Raises:
-            RankError: it did not come, or ranks have lost each other.
+            RankError: it did not come, nor a sign, or ranks have lost each other.
         """
         assert self._store is not None
         limit_s = self._timeout_s if limit_s is None else limit_s
-        deadline_s = time.monotonic() + limit_s
+        deadline_s, sign = time.monotonic() + limit_s, b""
         while True:
             try:
                 if self._store.check([name]):
                     return self._store.get(name).decode()[1:]
+                is_late, before = time.monotonic() > deadline_s, sign
+                if is_late and self._store.check([_sign_of(of)]):
+                    sign = self._store.get(_sign_of(of))
             except RuntimeError as error:
                 raise _store_error(name, error) from None
             if self._is_lost():
                 raise RankError(f"{name}: the ranks have lost each other, as one failed before", (of,))
-            if time.monotonic() > deadline_s:
+            if is_late and sign == before:
                 raise RankError(f"{name}: no word of rank {of} for {limit_s:.0f} s", (of,))
+            deadline_s += limit_s if is_late else 0.0
             time.sleep(_POLL_S)
+
+
+def _sign_of(rank: int) -> str:
+    """Return the name of a note that is left again and again, with another text."""
+    return f"rank {rank} lives"
 
 
 def _store_error(name: str, error: RuntimeError) -> RankError:

@@ -7,7 +7,6 @@ of any number of them (`chunkmem.estimate.rank_stage`).
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -28,27 +27,6 @@ from chunkmem.trace.model import Kind, Region
 from chunkmem.types import ChunkId
 
 
-class Asked(enum.Enum):
-    """What a call asks for that is no event of a chunk. Those of units are the methods of `Units`."""
-
-    LAND = "land"
-    """A gradient is final for this backward."""
-    UPDATE = "update"
-    """A group is updated inside backward."""
-    ENTER = "enter"
-    """A call of a unit begins."""
-    LEAVE = "leave"
-    ANNOUNCE = "announce"
-    """Backward continues in a unit."""
-    RECOMPUTE = "recompute"
-    """A unit's forward runs again in backward."""
-    END_BACKWARD = "end_backward"
-    STEP = "step"
-    """The optimizer steps."""
-
-    __hash__ = object.__hash__
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     """The model since the call before."""
@@ -64,11 +42,9 @@ class Measured:
 class Call:
     """One call, and what the model did before it."""
 
-    asked: Kind | Asked
-    """Weights on DEVICE are held or released, activations are created, held, released or consumed; or what it says."""
-    subject: Chunk | ManagedParameter | Unit | int | None
-    """The chunk, the parameter, the unit or the group concerned."""
-    reader: str
+    method: str
+    """Of `RankStage`, which serves it; given are `args`."""
+    args: tuple[Any, ...]
     with_grad: bool
     """Autograd records: what is exchanged is part of a training step."""
     before: Measured
@@ -96,7 +72,7 @@ class StepCalls:
     @property
     def activations(self) -> dict[ChunkId, Chunk]:
         """The chunks of activations."""
-        chunks = (call.subject for call in self.calls if isinstance(call.subject, Chunk))
+        chunks: list[Chunk] = [call.args[1] for call in self.calls if call.method == "event"]
         return {chunk.id: chunk for chunk in chunks if chunk.id.role.kind.is_of_call}
 
 
@@ -108,11 +84,9 @@ class CallLog:
         self.calls: list[Call] = []
         self._measure = measure
 
-    def add(
-        self, asked: Kind | Asked, subject: Chunk | ManagedParameter | Unit | int | None = None, *, reader: object = ""
-    ) -> None:
+    def add(self, method: str, *args: object) -> None:
         """Log a call that is about to be served."""
-        self.calls.append(Call(asked, subject, str(reader), torch.is_grad_enabled(), self._measure()))
+        self.calls.append(Call(method, args, torch.is_grad_enabled(), self._measure()))
 
 
 class LoggedEvents(OnDemand):
@@ -124,7 +98,7 @@ class LoggedEvents(OnDemand):
 
     def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
         if chunk.id.role.kind.is_weights or chunk.id.role.kind.is_of_call:
-            self._log.add(kind, chunk, reader=reader)
+            self._log.add("event", kind, chunk, str(reader))
 
 
 class LoggedSlots(GradientSlots):
@@ -136,7 +110,7 @@ class LoggedSlots(GradientSlots):
         self._log = log
 
     def land(self, managed: ManagedParameter, grad: torch.Tensor, *, replacing: bool = False) -> None:
-        self._log.add(Asked.LAND, managed)
+        self._log.add("land", managed)
         super().land(managed, grad, replacing=replacing)
 
 
@@ -150,7 +124,7 @@ class LoggedOptimizer:
     def update_in_backward(self, group: int) -> None:
         """Log that it may be."""
         if self._log is not None:
-            self._log.add(Asked.UPDATE, group)
+            self._log.add("update", [group])
 
     def intent(self, group: int) -> Intent | None:
         """Return that it cannot tell."""
@@ -171,17 +145,17 @@ class LoggedUnits(Units):
         return tuple(dict.fromkeys(unit for users in self._users.values() for unit in users))
 
     def enter(self, unit: Unit) -> None:
-        self._log.add(Asked.ENTER, unit)
+        self._log.add("unit", "enter", unit)
 
     def leave(self, unit: Unit) -> None:
-        self._log.add(Asked.LEAVE, unit)
+        self._log.add("unit", "leave", unit)
 
     def announce(self, unit: Unit | None) -> None:
         if unit is not None:
-            self._log.add(Asked.ANNOUNCE, unit)
+            self._log.add("unit", "announce", unit)
 
     def recompute(self, unit: Unit) -> None:
-        self._log.add(Asked.RECOMPUTE, unit)
+        self._log.add("unit", "recompute", unit)
 
     def end_backward(self) -> None:
-        self._log.add(Asked.END_BACKWARD)
+        self._log.add("unit", "end_backward")

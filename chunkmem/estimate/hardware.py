@@ -1,6 +1,6 @@
 """What is assumed of a machine that is not at hand: capacities and speeds.
 
-[Note: Calibration] Peaks are of data sheets. What whole steps of eager PyTorch reach of them is fitted to published
+Peaks are of data sheets. What whole steps of eager PyTorch reach of them is fitted to published
 figures, of which docs/estimates.md has a table: 0.45 of the dense peak on H100, 0.55 on V100. HOST's bandwidth is that
 of rented machines with 16 or so cores for each accelerator; DISK is one NVMe drive of a data center (PCIe 4), after its
 cache is full. `SLOWER` and `FASTER` are how far other machines are off. For other cards the share is a guess between
@@ -211,7 +211,7 @@ HARDWARE = MappingProxyType(
                       workspace_mib=32),
     }
 )  # fmt: skip
-"""By name: [Note: Calibration]. Peaks from data sheets, without sparsity (V100, A100, H100 and H200: NVIDIA's of that
+"""By name. Peaks from data sheets, without sparsity (V100, A100, H100 and H200: NVIDIA's of that
 card); memory as torch's messages name it."""
 
 SLOWER: Mapping[str, float] = MappingProxyType({"eager": 0.8, "host": 0.77, "link": 0.9, "disk": 0.7})

@@ -13,7 +13,7 @@ from chunkmem.errors import ConfigError
 from chunkmem.estimate.model import Model
 
 
-def from_config(path: Path, *, batch: int, seq: int, layers: int | None = None) -> Model:
+def from_config(path: Path, *, batch: int, seq: int, layers: int | None) -> Model:
     """Return the model that a `config.json` describes, trained to predict its own input; with `layers`, if given.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 from chunkmem.estimate.rank_stage import RankSteps
 from chunkmem.optim.room import room_for
@@ -13,18 +14,13 @@ from chunkmem.types import ChunkId, Role
 
 
 @dataclass(frozen=True)
-class Need:
-    """What DEVICE has to hold at least, if HOST takes everything that nobody uses."""
-
-    nbytes: int
-    moment: str
-    """When it needs most."""
-
-
-@dataclass(frozen=True)
-class DeviceNeed(Need):
+class DeviceNeed:
     """The smallest cap on DEVICE: the larger one of those of the first step and of planned ones."""
 
+    nbytes: int
+    """What DEVICE has to hold at least, if HOST takes everything that nobody uses."""
+    moment: str
+    """When it needs most."""
     first_nbytes: int
     """Of the first step, which gathers a module's weights at once and may reduce all gradients at its end."""
     planned_nbytes: int
@@ -34,14 +30,14 @@ def least_on_device(steps: RankSteps, *, charges_non_model: bool) -> DeviceNeed:
     """Return the smallest cap on DEVICE under which every step runs that is not a choice."""
     planned = _most_in_use(steps.lazy.trace, charges_non_model)
     first = planned if steps.first is steps.lazy else _most_in_use(steps.first.trace, charges_non_model)
-    most = max(planned, first, key=lambda need: need.nbytes)
-    return DeviceNeed(most.nbytes, most.moment, first.nbytes, planned.nbytes)
+    return DeviceNeed(*max(planned, first, key=itemgetter(0)), first[0], planned[0])
 
 
-def _most_in_use(trace: Trace, charges_non_model: bool) -> Need:
+def _most_in_use(trace: Trace, charges_non_model: bool) -> tuple[int, str]:
+    """Return the most bytes that a step uses at a time, and when."""
     sums = in_use_nbytes(trace, charges_non_model=charges_non_model)
     at = max(range(len(sums)), key=lambda i: (sums[i], -i))
-    return Need(sums[at], str(trace.moments[at]))
+    return sums[at], str(trace.moments[at])
 
 
 def least_on_host(trace: Trace, *, device_nbytes: int, charges_non_model: bool) -> int:

@@ -11,7 +11,7 @@ import torch
 from chunkmem.assembly.parts import Memory, make_training, make_update_parts
 from chunkmem.comm.exchange import Traffic
 from chunkmem.comm.ranks import Ranks
-from chunkmem.estimate.calls import Asked, Call, LoggedOptimizer, Measured, StepCalls
+from chunkmem.estimate.calls import LoggedOptimizer, Measured, StepCalls
 from chunkmem.estimate.peers import CountedInRam, CountedOverLibrary, Unison
 from chunkmem.estimate.weightless import ANYTHING
 from chunkmem.layout.spec import digest
@@ -23,6 +23,7 @@ from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.timestamps import HostClock
+from chunkmem.shard.units import Unit
 from chunkmem.trace.model import Kind, Mode, Moments, Region, Trace
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.types import Role, Tier
@@ -108,7 +109,7 @@ class RankStage:
         memory: Memory,
         *,
         is_accelerator: bool,
-        is_accumulating: bool = False,
+        is_accumulating: bool,
         margin_use_ratio: float = 0.0,
     ) -> None:
         """Pack the model.
@@ -197,7 +198,7 @@ class RankStage:
             places.append(recorder.num_moments)
             self._meter.pass_over(call.before)
             with torch.set_grad_enabled(call.with_grad):
-                self._serve(call)
+                getattr(self, call.method)(*call.args)
         recorder.end()
         # What passed before the first moment is forward's own beginning.
         first_s, *durations_s = self._meter.moments_s
@@ -210,44 +211,44 @@ class RankStage:
         self._units.end_step()
         return Step(trace, self._exchange.traffic, self._store.kept_nbytes(Tier.HOST))
 
-    def _serve(self, call: Call) -> None:
-        subject = call.subject
-        if isinstance(subject, Chunk):
-            self._serve_event(call, self._store.chunks[subject.id])
-        elif isinstance(subject, ManagedParameter):
-            self._slots.land(subject, ANYTHING, replacing=True)
-        elif isinstance(subject, int):
-            self._update([subject])
-        elif call.asked is Asked.STEP:
-            self._end_step()
-        elif self._sharding.reduction is not None:  # alone, there are no units
-            getattr(self._units, call.asked.value)(*[] if subject is None else [subject])
+    # What calls of the log ask for.
 
-    def _serve_event(self, call: Call, chunk: Chunk) -> None:
-        if call.asked is Kind.HOLD:
-            self._pager.pin(chunk, reader=call.reader)
-        elif call.asked is Kind.RELEASE:
+    def event(self, kind: Kind, logged: Chunk, reader: str) -> None:
+        """Weights on DEVICE are held or released, or activations are created, held, released or consumed."""
+        chunk = self._store.chunks[logged.id]
+        if kind is Kind.HOLD:
+            self._pager.pin(chunk, reader=reader)
+        elif kind is Kind.RELEASE:
             self._pager.unpin(chunk)
-        elif call.asked is Kind.CREATE:
-            self._pager.create(chunk, Tier.DEVICE, reader=call.reader, zero=False)
+        elif kind is Kind.CREATE:
+            self._pager.create(chunk, Tier.DEVICE, reader=reader, zero=False)
         else:
             self._pager.consume(chunk)
             if Tier.DEVICE in chunk.replicas:
                 self._store.drop(chunk, Tier.DEVICE)
 
-    def _end_step(self) -> None:
+    def land(self, managed: ManagedParameter) -> None:
+        """A gradient is final for this backward."""
+        self._slots.land(managed, ANYTHING, replacing=True)
+
+    def unit(self, method: str, *args: Unit) -> None:
+        """A call of a unit begins or ends, backward continues in one, or is over: a method of `Units`."""
+        if self._sharding.reduction is not None:  # alone, there are no units
+            getattr(self._units, method)(*args)
+
+    def end_step(self) -> None:
         """Do what `optimizer.step()` does: reduce what has not been, make states, update, use the gradients up."""
         slots = self._slots
         if self._sharding.reduction is not None:
             self._sharding.reduction.reduce(self._log.parameters, is_step=True)
-        self._update([group for group, landed in slots.landed.items() if landed])
+        self.update([group for group, landed in slots.landed.items() if landed])
         if self._sharding.shards is not None:
             trained = {managed.group for managed in self._log.parameters if managed.requires_grad}
             self._sharding.shards.send_on_host(trained, reader="updated weights on HOST")
         # As `zero_grad` does: frozen ones have zeros, which were reduced with others.
         slots.forget(self._log.parameters)
 
-    def _update(self, groups: Sequence[int]) -> None:
+    def update(self, groups: Sequence[int]) -> None:
         """Make states, update groups, and use their gradients up."""
         slots, updater = self._slots, self._updater
         updater.place(filter(self._sharding.owns, self._log.parameters))

@@ -35,7 +35,6 @@ from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config
 from chunkmem.errors import ChunkmemError, LayoutError, TraceError
 from chunkmem.estimate.calls import (
-    Asked,
     CallLog,
     LoggedEvents,
     LoggedOptimizer,
@@ -357,7 +356,7 @@ class _Stage(TorchDispatchMode):
         """Drop leftovers, as `optimizer.step()` does first, and return what the whole step has asked for."""
         self._modules.access.reset(step=True)
         self._modules.backward.reset(step=True)
-        self._log.add(Asked.STEP)
+        self._log.add("end_step")
         return StepCalls(
             self._packed.layout,
             tuple(self._log.calls),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from chunkmem.errors import ConfigError
-from chunkmem.optim.checks import check_available, check_number
+from chunkmem.optim.checks import check_available, check_number, number
 from chunkmem.optim.device_order import DevicePowers
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.ops import number_on
@@ -46,23 +46,16 @@ class AdamRule(UpdateRule[AdamHyper]):
         self._decoupled = decoupled
 
     def check(self, group: Mapping[str, Any]) -> None:
-        betas = group["betas"]
-        if not isinstance(betas, Sequence) or len(betas) != 2:
-            raise ConfigError(f"betas = {betas} has to be two numbers from 0 to below 1")
-        for name, value, below in (
-            ("lr", group["lr"], None),
-            ("eps", group["eps"], None),
-            ("betas[0]", betas[0], 1),
-            ("betas[1]", betas[1], 1),
-            ("weight_decay", group["weight_decay"], None),
-        ):
-            check_number(name, value, below=below)
+        for name in ("lr", "eps", "weight_decay"):
+            check_number(name, group[name])
+        for at, beta in enumerate(_betas(group)):
+            check_number(f"betas[{at}]", beta, below=1)
         check_available(group, _REFUSED)
 
     def hyper(self, group: Mapping[str, Any]) -> AdamHyper:
         check_available(group, _REFUSED)
-        lr, eps, weight_decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
-        beta1, beta2 = map(float, group["betas"])
+        lr, eps, weight_decay = (number(name, group[name]) for name in ("lr", "eps", "weight_decay"))
+        beta1, beta2 = (number(f"betas[{at}]", beta) for at, beta in enumerate(_betas(group)))
         return AdamHyper(lr, beta1, beta2, eps, weight_decay, bool(group["decoupled_weight_decay"]))
 
     def adopt(self, group: dict[str, Any]) -> None:
@@ -183,6 +176,14 @@ class AdamRule(UpdateRule[AdamHyper]):
     def _keys(self, numbers: Sequence[int], counts: Sequence[int]) -> list[int] | None:
         """Return the keys of random bits for parameters with these numbers, at these updates; None: there are none."""
         return None
+
+
+def _betas(group: Mapping[str, Any]) -> Sequence[Any]:
+    """Return both. Raises a `ConfigError` if they are not two."""
+    betas = group["betas"]
+    if isinstance(betas, str) or not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ConfigError(f"betas = {betas} has to be two numbers from 0 to below 1, such as (0.9, 0.999)")
+    return betas
 
 
 def _steps_on(device: torch.device, steps: Sequence[torch.Tensor]) -> list[torch.Tensor]:

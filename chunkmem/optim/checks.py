@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -21,16 +22,37 @@ def check_available(group: Mapping[str, Any], refused: Sequence[str]) -> None:
             raise ConfigError(f"{option}=True is not available; use torch.optim over an unmanaged model for it")
 
 
+def number(name: str, value: object) -> float:
+    """Return an option that is a number, or a tensor of one element.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    found = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if isinstance(found, bool) or not isinstance(found, Real):
+        raise ConfigError(f"{name} = {value} has to be a number, such as 0.1, or a tensor of one element")
+    return float(found)
+
+
 def check_number(name: str, value: object, *, below: float | None = None) -> None:
     """Check that `value` is a number, or a tensor of one, of at least 0 and `below` a bound.
 
     Raises:
         ConfigError: it is not.
     """
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not value >= 0 or (below is not None and value >= below):  # type: ignore[operator]
+    found = number(name, value)
+    if not found >= 0 or (below is not None and found >= below):
         raise ConfigError(
             f"{name} = {value} has to be a number of at least 0" + ("" if below is None else f" and below {below}")
         )
+
+
+def flag(name: str, value: object) -> bool:
+    """Return an option that is True or False; None is False, as in torch.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{name} = {value!r} has to be True or False")
+    return bool(value)

@@ -229,12 +229,9 @@ class ChunkStates:
         found = self._copied_entry(managed)
         for key, value in found.items():
             if isinstance(value, Role) and (keys is None or key in keys):
-                found[key] = self.specs_of(managed)[key].shown(self._stored(value, managed), managed)
+                stored = self._updater.read(self._updater.state(value, managed), managed)
+                found[key] = self.specs_of(managed)[key].shown(stored, managed)
         return found if keys is None else {key: value for key, value in found.items() if key in keys}
-
-    def _stored(self, role: Role, managed: ManagedParameter) -> torch.Tensor:
-        self._host.require_open()
-        return self._updater.read(self._updater.state(role, managed), managed)
 
     def lazy(self, managed: ManagedParameter) -> dict[str, Any]:
         """Return a parameter's state with tensors that are read when they are used; see `read`."""

@@ -1,10 +1,4 @@
-"""Which states an optimizer class keeps of a parameter, and whether it can be stepped chunk by chunk: found by trying.
-
-[Note: Trials] Chunks get room for the states before the first step: a lack of it is known, plans and estimates count
-them, and there is what a saved state is loaded into. So a class is stepped a few times on a throw-away parameter of the
-shape and dtype of a real one, on the meta device: there is no memory, and numbers that it reads of a tensor are 1.
-Where it needs values, the trial is repeated with real ones on the CPU.
-"""
+"""Which states an optimizer class keeps of a parameter, and whether it can be stepped by chunks: found by trying."""
 
 from __future__ import annotations
 
@@ -38,7 +32,11 @@ _NOTHING: Final = EntryForm((), (), {}, {}, is_there=False)
 
 
 class ClassTrial:
-    """What is known of one class."""
+    """What is known of one class: it is stepped a few times on throw-away parameters, before the first real step.
+
+    So caps, plans and estimates count its states, and saved ones can be loaded (ADR 45). A trial is made on the meta
+    device, where numbers that are read of a tensor are 1, or, for a class that needs values, on the CPU.
+    """
 
     def __init__(self, kind: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> None:
         """Look at its signature; `arguments` are those of its constructor, in addition to parameters.

@@ -1,15 +1,9 @@
-"""The arithmetic of torch's fused Adam on an accelerator, for groups of fp32 weights that are updated on HOST.
-
-[Note: Bits on HOST] torch's fused kernels of CUDA and of a CPU round differently, so a group's bits would depend on
-where it is updated, which a plan decides. The kernel for the CPU therefore knows both orders
-([Note: torch's order on CUDA] in csrc/adam_math.h), and takes that of the device where a trial shows that torch has it.
-What computes on HOST is updated as on a CPU, and so is what has L2 weight decay: there torch's kernel, as compiled for
-torch 2.11, rounds `grad + param * weight_decay` once in some lanes of a vector and twice in others.
-"""
+"""The arithmetic of torch's fused Adam on an accelerator, for groups of fp32 weights that are updated on HOST."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import product
 
 import torch
@@ -31,19 +25,17 @@ class DevicePowers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pages: dict[tuple[float, int], list[float]] = {}
+        self._page = lru_cache(maxsize=_MOST_PAGES)(self._made)
 
     def of(self, beta: float, step: int) -> float:
         """Return ``beta ** step`` in float32; of one beta, this waits for the device once in 256 steps."""
-        page, at = divmod(step, _PAGE)
-        powers = self._pages.get((beta, page))
-        if powers is None:
-            if len(self._pages) >= _MOST_PAGES:
-                self._pages.clear()
-            with runtime_mode():
-                steps = torch.arange(page * _PAGE, (page + 1) * _PAGE, dtype=torch.float32, device=self._device)
-                powers = self._pages[beta, page] = torch.pow(torch.full_like(steps, beta), steps).tolist()
-        return powers[at]
+        return self._page(beta, step // _PAGE)[step % _PAGE]
+
+    def _made(self, beta: float, page: int) -> list[float]:
+        with runtime_mode():
+            steps = torch.arange(page * _PAGE, (page + 1) * _PAGE, dtype=torch.float32, device=self._device)
+            powers: list[float] = torch.pow(torch.full_like(steps, beta), steps).tolist()
+            return powers
 
 
 def has_order(
@@ -51,7 +43,9 @@ def has_order(
 ) -> bool:
     """Tell whether updates on HOST by `adamw_` have the bits of torch's fused kernels on a device.
 
-    Tried on some thousand elements each, denormals among them, by several hyper-parameters without L2 weight decay.
+    Else a group's bits would depend on where a plan has it updated. Not tried is L2 weight decay, where torch 2.11's
+    kernel rounds `grad + param * weight_decay` once in some lanes of a vector and twice in others (ADR 66).
+    Tried on some thousand elements each, denormals among them, by several hyper-parameters.
     """
     draw = torch.Generator().manual_seed(0)
     scales = torch.ones(_NUMEL)

@@ -1,10 +1,4 @@
-"""Exponential moving averages of weights, in chunks of their own.
-
-[Note: Averages] A chunk of averages belongs to a group, as one of optimizer states, but no update touches it. So it is
-in no trace, and no plan moves it: it stays where it was made (on HOST, with a disk on DISK), and is read and written
-there, between steps. Plans leave it its room: `ChunkStore.kept_nbytes` tells how much that is. Where DEVICE and HOST
-are one piece of RAM it is on DEVICE, like everything else.
-"""
+"""Exponential moving averages of weights, in chunks of their own that stay where they are made: no plan moves them."""
 
 from __future__ import annotations
 

@@ -162,7 +162,6 @@ def load_kernels(
     cache_dir: Path | None = None,
     compiler: str | None = None,
     nvcc: str | None = None,
-    try_cuda: Callable[[], Sequence[str]] | None = None,
 ) -> Kernels:
     """Return the native kernels, building them first if there are none (seconds, once), else the reference.
 
@@ -173,7 +172,6 @@ def load_kernels(
         with_cuda: those for CUDA too; needs nvcc and a CUDA build of torch.
         cache_dir: default: `chunkmem/native` in the user's cache folder.
         compiler, nvcc: commands; default: the one in `CXX`, or c++; nvcc.
-        try_cuda: the trial, which returns what differs; default: `differing_calls` on the current CUDA device.
     """
     folder = default_cache_dir() if cache_dir is None else cache_dir
     devices: set[str] = set()
@@ -184,7 +182,7 @@ def load_kernels(
         if with_cuda:
             if not _is_registered("CUDA"):
                 load_library(cuda_recipe_in(folder, nvcc=nvcc), folder)
-            if problem := _problem_with_cuda(_try_cuda if try_cuda is None else try_cuda):
+            if problem := _problem_with_cuda():
                 raise BuildError(problem)
             devices.add("cuda")
     except BuildError as error:
@@ -200,10 +198,11 @@ def _is_registered(key: str) -> bool:
     )
 
 
-def _problem_with_cuda(trial: Callable[[], Sequence[str]]) -> str:
+def _problem_with_cuda() -> str:
     """Return why the CUDA kernels are not used, in one line; empty: they are."""
+    kernels = Kernels(frozenset({"cpu", "cuda"}))
     try:
-        different = trial()
+        different = differing_calls(kernels, "cuda", expected=kernels)
     except (RuntimeError, AssertionError) as error:  # no device, none that runs what nvcc made, or torch knows no CUDA
         return f"the CUDA kernels could not be tried: {str(error).strip().splitlines()[0]}"
     if not different:
@@ -213,11 +212,6 @@ def _problem_with_cuda(trial: Callable[[], Sequence[str]]) -> str:
         f"in a trial the CUDA kernels gave other bits than those for the CPU in {different[0]}{others}; try another "
         "version of nvcc"
     )
-
-
-def _try_cuda() -> list[str]:
-    kernels = Kernels(frozenset({"cpu", "cuda"}))
-    return differing_calls(kernels, "cuda", expected=kernels)
 
 
 def differing_calls(kernels: Kernels, device: str, *, expected: Kernels) -> list[str]:

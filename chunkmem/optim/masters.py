@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Final
 
 import torch
@@ -21,7 +20,7 @@ MASTER_KEY: Final = "master_weights"
 
 
 def masters_to_save(
-    rows: Iterable[tuple[int, ManagedParameter]], host: OptimizerHost, *, lazily: bool = False
+    rows: Iterable[tuple[int, ManagedParameter]], host: OptimizerHost, *, lazily: bool
 ) -> dict[int, torch.Tensor]:
     """Return CPU copies of the weights that are wider than what was built, by index.
 
@@ -36,26 +35,12 @@ def masters_to_save(
             continue
 
         def is_wider(managed: ManagedParameter = managed) -> bool:
-            return host.updater.weight_dtype(managed).itemsize > managed.built_dtype.itemsize
+            return host.updater.weight_chunk(managed).dtype.itemsize > managed.built_dtype.itemsize
 
-        def read(managed: ManagedParameter = managed) -> torch.Tensor:
-            return host.updater.read_weight(managed)
-
-        if not host.from_owner(managed, is_wider):
-            continue
-        if lazily:
-            source = SlotSource(
-                managed,
-                Role.MASTER,
-                torch.float32,
-                find=partial(host.updater.weight_chunk, managed),
-                read=read,
-                owns=host.owns,
-                from_owner=host.from_owner,
-            )
-            found[index] = source.tensor(tuple(managed.shape))
-        else:
-            found[index] = host.from_owner(managed, read)
+        if host.from_owner(managed, is_wider):
+            weights = SlotSource(managed, Role.MASTER, torch.float32, updater=host.updater, owners=host)
+            value = weights.tensor(tuple(managed.shape))
+            found[index] = value if lazily else value.read()
     return found
 
 

@@ -1,10 +1,4 @@
-"""The native kernels as a manager uses them: loaded when first needed, trusted where they have torch's bits.
-
-[Note: Other bits] Of fp32 weights the bits of torch's fused kernels are promised, and on a CPU these depend on how
-torch was compiled for it. Where a trial finds other bits, fp32 weights are updated by torch's kernels, at `step()`.
-Master weights are updated by ours all the same: of mixed precision no bits of torch's are promised, and ours are the
-same on all devices, at `step()` and before.
-"""
+"""The native kernels as a manager uses them: loaded when first needed, trusted where they have torch's bits."""
 
 from __future__ import annotations
 
@@ -29,7 +23,13 @@ OTHER_BITS = (
 
 
 class NativeUpdate:
-    """The native kernels of one manager."""
+    """The native kernels of one manager.
+
+    Of fp32 weights the bits of torch's fused kernels are promised, and on a CPU these depend on how torch was compiled
+    for it. Where a trial finds other bits, fp32 weights are updated by torch's kernels, at `step()`. Master weights are
+    updated by ours all the same: of mixed precision no bits of torch's are promised, and ours are the same on all
+    devices, at `step()` and before.
+    """
 
     def __init__(self, load: Callable[[], Kernels], device: torch.device = CPU) -> None:
         """Make one.

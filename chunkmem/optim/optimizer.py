@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from chunkmem.errors import StateError
 from chunkmem.nn.begun import BegunStep, options_in_words
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.checks import check_number
+from chunkmem.optim.checks import check_number, flag, number
 from chunkmem.optim.chunk_states import HeldStates
 from chunkmem.optim.groupwise import GroupwiseStep
 from chunkmem.optim.host import OptimizerHost
@@ -59,8 +59,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         if max_grad_norm is not None:
             check_number("max_grad_norm", max_grad_norm)
         self.max_grad_norm = host.config.gradient_clipping if max_grad_norm is None else max_grad_norm
-        """0 or less: gradients are not clipped."""
-        in_backward = host.config.optimizer.params.in_backward if in_backward is None else in_backward
+        in_backward = flag(
+            "in_backward", host.config.optimizer.params.in_backward if in_backward is None else in_backward
+        )
         if in_backward:
             require_possible(self.max_grad_norm, scaler=host.scaler, num_ranks=host.ranks.size)
         self.param_groups: list[dict[str, Any]] = []
@@ -89,6 +90,15 @@ class RuleOptimizer(torch.optim.Optimizer):
         host.add_holder(self)
         self.updates.require_room()
         self.updates.begin()
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The norm to clip to in `step()`; 0 or less: gradients are not clipped."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        self._max_grad_norm = number("max_grad_norm", value)
 
     @property
     def in_backward(self) -> bool:
@@ -255,9 +265,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before that, 0-dim.
 
         Raises:
+            ConfigError: `max_norm` is no number.
             StateError: there is no gradient at all, although a managed parameter of this optimizer is trainable.
         """
-        return self.updates.clip(float(max_norm))
+        return self.updates.clip(number("max_norm", max_norm))
 
     # States.
 

@@ -1,9 +1,4 @@
-"""What an update rule is: the states it keeps, the options it reads, and the update itself.
-
-[Note: Slot views] A rule is given one tensor for each parameter, a view of its slot, in the parameter's shape and
-strides. torch's kernels work tensor by tensor, so a list of slot views gives the bits that the same parameters give in
-plain PyTorch; one call over a whole flat chunk does not (its vector loop ends elsewhere).
-"""
+"""What an update rule is: the states it keeps, the options it reads, and the update itself."""
 
 from __future__ import annotations
 
@@ -259,10 +254,13 @@ class UpdateRule(ABC, Generic[H]):
     ) -> None:
         """Update weights and states in place; gradients stay. The lists are parallel, one entry a parameter.
 
+        torch's kernels work tensor by tensor, so a list of views of slots gives the bits that the same parameters give
+        in plain PyTorch; one call over a whole flat chunk does not, as its vector loop ends elsewhere.
+
         Args:
-            weights: slot views; see [Note: Slot views].
-            grads: slot views, of the dtype of the weights.
-            states: slot views, zero before the first update.
+            weights: views of slots, in the shapes and strides of the parameters.
+            grads: such views, of the dtype of the weights.
+            states: such views, zero before the first update.
             steps: the number of each one's update, from 1: 0-dim float32, on the CPU.
             hyper: what `hyper` has returned.
 

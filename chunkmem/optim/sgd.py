@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
 from chunkmem.errors import ConfigError
-from chunkmem.optim.checks import check_available, check_number
+from chunkmem.optim.checks import check_available, check_number, flag, number
 from chunkmem.optim.host import HasOptimizerHost
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.rule import StateSpec, UpdateRule
@@ -46,19 +46,16 @@ class SGDRule(UpdateRule[SGDHyper]):
     def check(self, group: Mapping[str, Any]) -> None:
         for name in ("lr", "momentum", "weight_decay"):
             check_number(name, group[name])
-        dampening = group["dampening"]
-        if not isinstance(dampening, (int, float)) or isinstance(dampening, bool):
-            raise ConfigError(f"dampening = {dampening} has to be a number")
-        if group["nesterov"] and (group["momentum"] <= 0 or dampening != 0):
+        hyper = self.hyper(group)
+        if hyper.nesterov and (hyper.momentum <= 0 or hyper.dampening != 0):
             raise ConfigError(
-                f"nesterov=True needs a momentum above 0 and no dampening, not {group['momentum']} and {dampening}"
+                f"nesterov=True needs a momentum above 0 and no dampening, not {hyper.momentum} and {hyper.dampening}"
             )
-        check_available(group, _REFUSED)
 
     def hyper(self, group: Mapping[str, Any]) -> SGDHyper:
         check_available(group, _REFUSED)
-        lr, momentum, dampening, weight_decay = (float(group[name]) for name in self.options[:4])
-        return SGDHyper(lr, momentum, dampening, weight_decay, bool(group["nesterov"]))
+        lr, momentum, dampening, weight_decay = (number(name, group[name]) for name in self.options[:4])
+        return SGDHyper(lr, momentum, dampening, weight_decay, flag("nesterov", group["nesterov"]))
 
     def states(self, hyper: SGDHyper) -> tuple[StateSpec, ...]:
         return (_MOMENTUM,) if hyper.momentum else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -11,12 +12,27 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Source
 from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.rule import StateSpec
+from chunkmem.optim.update import GroupUpdater
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.types import Role
 
+T = TypeVar("T")
+
+
+class Owners(Protocol):
+    """Which rank has the chunks of a parameter."""
+
+    def owns(self, managed: ManagedParameter) -> bool:
+        """Tell whether this one does."""
+        ...
+
+    def from_owner(self, managed: ManagedParameter, read: Callable[[], T]) -> T:
+        """Return on every rank what is read on the owner."""
+        ...
+
 
 class SlotSource(Source):
-    """The slot of a parameter in its chunk of one role."""
+    """The slot of a parameter in its chunk of one role; for weights, in that of master weights if there is one."""
 
     def __init__(
         self,
@@ -24,11 +40,9 @@ class SlotSource(Source):
         role: Role,
         dtype: torch.dtype,
         *,
-        find: Callable[[], Chunk],
-        read: Callable[[], torch.Tensor],
+        updater: GroupUpdater,
+        owners: Owners,
         shown: Callable[[torch.Tensor], torch.Tensor] = lambda slot: slot,
-        owns: Callable[[ManagedParameter], bool],
-        from_owner: Callable[[ManagedParameter, Callable[[], torch.Tensor]], torch.Tensor],
     ) -> None:
         """Name a slot.
 
@@ -36,24 +50,20 @@ class SlotSource(Source):
             managed: whose it is.
             role: that it has for who reads it.
             dtype: to read it in.
-            find: returns the chunk that has it, on the rank that owns the parameter.
-            read: returns a copy of what is there.
+            updater: has the chunk, on the rank that owns the parameter.
+            owners: tells which that is.
             shown: returns the values that stand for what is there.
-            owns: tells whether this rank owns a parameter.
-            from_owner: returns on every rank what is read on the owner.
         """
         self._managed = managed
         self._role = role
         self._dtype = dtype
-        self._find = find
-        self._read = read
+        self._updater = updater
+        self._owners = owners
         self._shown = shown
-        self._owns = owns
-        self._from_owner = from_owner
 
     @property
     def is_here(self) -> bool:
-        return self._owns(self._managed)
+        return self._owners.owns(self._managed)
 
     @property
     def place(self) -> str:
@@ -62,7 +72,10 @@ class SlotSource(Source):
     @property
     def chunk(self) -> Chunk:
         """The chunk that has it, on the rank that owns the parameter."""
-        return self._find()
+        is_weight = self._role in (Role.PARAM, Role.MASTER)
+        return (
+            self._updater.weight_chunk(self._managed) if is_weight else self._updater.state(self._role, self._managed)
+        )
 
     @property
     def position(self) -> int:
@@ -70,7 +83,7 @@ class SlotSource(Source):
         return self._managed.position
 
     def read_here(self, start: Extent, shape: Extent) -> torch.Tensor:
-        return self.part_of(self._read(), start, shape)
+        return self.part_of(self._updater.read(self.chunk, self._managed), start, shape)
 
     def part_of(self, slot: torch.Tensor, start: Extent, shape: Extent) -> torch.Tensor:
         """Return what `read_here` would where this is what the slot has: a copy, or all of it."""
@@ -80,7 +93,7 @@ class SlotSource(Source):
         return values[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))].clone()
 
     def read(self, start: Extent, shape: Extent) -> torch.Tensor:
-        return self._from_owner(self._managed, lambda: self.read_here(start, shape))
+        return self._owners.from_owner(self._managed, lambda: self.read_here(start, shape))
 
     def tensor(self, shape: Extent) -> LazyTensor:
         """Return all of it, lazily; in the shape of what is read."""
@@ -89,21 +102,6 @@ class SlotSource(Source):
 
 def lazy_state(host: OptimizerHost, spec: StateSpec, managed: ManagedParameter) -> LazyTensor:
     """Return a state of a parameter, as it is shown, that is read when it is used."""
-    updater = host.updater
-    form = spec.shown_form(updater.weight_form(managed))
-
-    def read() -> torch.Tensor:
-        host.require_open()
-        return updater.read(updater.state(spec.role, managed), managed)
-
-    source = SlotSource(
-        managed,
-        spec.role,
-        form.dtype if spec.codes is None else torch.float32,
-        find=partial(updater.state, spec.role, managed),
-        read=read,
-        shown=partial(spec.shown, managed=managed),
-        owns=host.owns,
-        from_owner=host.from_owner,
-    )
-    return source.tensor(form.shape)
+    form = spec.shown_form(host.updater.weight_form(managed))
+    dtype, shown = form.dtype if spec.codes is None else torch.float32, partial(spec.shown, managed=managed)
+    return SlotSource(managed, spec.role, dtype, updater=host.updater, owners=host, shown=shown).tensor(form.shape)

@@ -100,7 +100,6 @@ class NormParts:
 class _Job:
     """One group's update under way, or done and not yet taken over."""
 
-    group: int
     intent: Intent
     chunks: dict[Role, Chunk]
     versions: dict[Role, int]
@@ -185,15 +184,15 @@ class SpeculativeUpdater:
         if not self.guesses.are_worthwhile:
             return None
         intent = self._intent_of(group)
-        job = None if intent is None else self._make_job(group, intent)
+        job = None if intent is None else self._make_job(self._chunks_of(group), intent)
         if job is None:
             return None
         job.event = self._lanes.work(self._work(job), after=after, label=f"update of group {group}")
         self._jobs[group] = job
         return job.event
 
-    def _make_job(self, group: int, intent: Intent) -> _Job | None:
-        chunks = {chunk.id.role: chunk for chunk in self._chunks_of(group)}
+    def _make_job(self, of_group: Sequence[Chunk], intent: Intent) -> _Job | None:
+        chunks = {chunk.id.role: chunk for chunk in of_group}
         read = {role: chunk for role, chunk in chunks.items() if role is not Role.PARAM or Role.MASTER not in chunks}
         weights = chunks.get(Role.MASTER, chunks[Role.PARAM])
         is_possible = intent.rule.can_update_into(weights.dtype, is_master=Role.MASTER in chunks)
@@ -208,7 +207,6 @@ class SpeculativeUpdater:
                 self._give_back(slabs)
                 return None
         return _Job(
-            group,
             intent,
             chunks,
             {role: chunk.version for role, chunk in read.items()},

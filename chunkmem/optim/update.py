@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from chunkmem.errors import StateError
 from chunkmem.layout.spec import MasterCopy
 from chunkmem.nn.begun import StepLedger
 from chunkmem.nn.binding import ManagedParameter
@@ -297,6 +298,8 @@ class GroupUpdater:
 
     def read(self, chunk: Chunk, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's slot in `chunk`, in the parameter's shape."""
+        if self.pager.closed is not None:
+            raise StateError(f"this manager cannot be used: {self.pager.closed}")
         self.ledger.require_over(f"reading {chunk.label}", (managed,))
         self.pager.policy.drain()
         self.pager.notice_writes(chunk)
@@ -339,7 +342,6 @@ class GroupUpdater:
         """Return what `read_weight` does, where it is, to be read only; of DISK a copy."""
         self.ledger.require_over(f"reading parameter {managed.name}", (managed,))
         self.pager.policy.drain()
-        self.pager.notice_writes(self._store.weights(managed.group))
         chunk = self.weight_chunk(managed)
         tier = Tier.HOST if chunk.ready(Tier.HOST) else chunk.newest_tier()
         if tier is None:
@@ -348,15 +350,11 @@ class GroupUpdater:
 
     def read_weight(self, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's values, of the float32 master copy if there is one."""
-        self.pager.notice_writes(self._store.weights(managed.group))
         return self.read(self.weight_chunk(managed), managed)
-
-    def weight_dtype(self, managed: ManagedParameter) -> torch.dtype:
-        """Return the dtype of what `read_weight` returns, on the rank that owns the parameter."""
-        return self.weight_chunk(managed).dtype
 
     def weight_chunk(self, managed: ManagedParameter) -> Chunk:
         """Return the chunk that `read_weight` reads, on the rank that owns the parameter."""
+        self.pager.notice_writes(self._store.weights(managed.group))
         return self._weights(managed.group)[-1]
 
     def write_weight(self, managed: ManagedParameter, value: torch.Tensor) -> None:

@@ -224,6 +224,36 @@ def test_a_rank_that_dies_is_missed(teams: dict[int, Team], tmp_path: Path) -> N
     assert load_on(0, Saved(), tmp_path / "saved")[1] == {"step": 1}
 
 
+SLOW_S, TIMEOUT_S = 8.0, 3.0
+
+
+def save_slowly(rank: int, how: Saved, path: Path, slow: int) -> Any:
+    """One write takes several times as long as ranks wait for one that gives no sign of life."""
+    training = how.open(timeout_s=TIMEOUT_S)
+    training.run(1)
+    real, delays = files._write_item, [SLOW_S] * (rank == slow)
+
+    def write(*args: Any) -> Any:
+        time.sleep(delays.pop() if delays else 0)
+        return real(*args)
+
+    files._write_item = write
+    try:
+        begun_s = time.monotonic()
+        training.manager.save(path, training.optimizer, extra={"step": 1}, asynchronous=True).wait()
+        assert time.monotonic() - begun_s > SLOW_S - 1
+    finally:
+        files._write_item = real
+    return training.manager.load(path, training.optimizer)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("slow", [1, 0])
+def test_a_rank_that_is_slow_is_waited_for(slow: int, teams: dict[int, Team], tmp_path: Path) -> None:
+    found = teams[2].run(save_slowly, Saved(sizes=(2,)), tmp_path / "saved", slow)
+    assert found == [{"step": 1}] * 2
+
+
 def threads_of(rank: int, how: Saved, path: Path) -> int:
     training: Training = how.open()
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Values that several processes have: as those of one process, never read by half, and gone with the last of them."""
+"""Values that processes have: as those in ordinary memory, never read by half, and gone with the last of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,7 @@ from hypothesis import strategies as st
 import chunkmem
 from chunkmem.contrib.frozen_cache import joining
 from chunkmem.contrib.frozen_cache.joining import Wanted, open_values
-from chunkmem.contrib.frozen_cache.kept import AskedSamples, Values
-from chunkmem.contrib.frozen_cache.levels import Levels
+from chunkmem.contrib.frozen_cache.kept import AskedSamples, Found, Kept
 from chunkmem.contrib.frozen_cache.shared_index import HEADER_NBYTES, SharedIndex
 from chunkmem.contrib.frozen_cache.shared_levels import SharedDisk, SharedLevels
 from chunkmem.contrib.frozen_cache.shared_memory import ProcessLock, SharedFile
@@ -47,7 +47,7 @@ def rows(keys: list[int], *, depth: int = 1, numel: int = NUMEL) -> torch.Tensor
     return torch.tensor([[float(1000 * depth + key)] for key in keys]).repeat(1, numel)
 
 
-def alone(manager: chunkmem.ChunkManager, host: int, folder: Path | None, disk: int) -> SharedLevels:
+def alone(manager: chunkmem.ChunkManager, host: int, folder: Path | None, disk: int, num: int = 1) -> SharedLevels:
     """The levels of several processes, of which there is one."""
     files = [SharedFile() for _ in range(3)]
     files[0].resize(host)
@@ -55,7 +55,7 @@ def alone(manager: chunkmem.ChunkManager, host: int, folder: Path | None, disk: 
     file = None if folder is None else DiskFile(folder, nbytes=disk, calls=SYSTEM_CALLS)
     pager = manager.runtime.memory.pager
     shared = None if file is None else SharedDisk(file, disk)
-    return SharedLevels(pager, files, shared, rank=0, num_ranks=1, host_nbytes=host, timeout_s=5)
+    return SharedLevels(pager, files, shared, rank=0, num_ranks=num, host_nbytes=host, timeout_s=5)
 
 
 @pytest.fixture
@@ -64,13 +64,49 @@ def manager() -> Iterator[chunkmem.ChunkManager]:
         yield found
 
 
-def looked_up(values: Values, keys: list[int]) -> tuple[int, Any]:
+class PlainLevels:
+    """The same in ordinary memory, by the rules alone: what was used least recently on each level gives way."""
+
+    def __init__(self, host_room: int, disk_room: int) -> None:
+        self._rooms = host_room, disk_room
+        self._levels = OrderedDict[Any, Any](), OrderedDict[Any, Any]()
+
+    def find(self, asked: AskedSamples) -> Found:
+        levels = [next((level for level in self._levels if key in level), {}) for key in asked.keys]
+        entries = [level.get(key) for level, key in zip(levels, asked.keys, strict=True)]
+        depths = {asked.depth_of(at, None if entry is None else entry[0]) for at, entry in enumerate(entries)}
+        if len(depths) > 1 or depths == {0}:
+            return Found(asked)
+        for level, key in zip(levels, asked.keys, strict=True):
+            level.move_to_end(key)  # type: ignore[attr-defined]
+        return Found(asked, depths.pop(), torch.stack([entry[1] for entry in entries]))
+
+    def keep(self, asked: AskedSamples, rows: torch.Tensor) -> None:
+        (host, disk), (host_room, disk_room) = self._levels, self._rooms
+        for key, crc, row in zip(asked.keys, asked.crcs, rows, strict=True):
+            was_there = host.pop(key, None) is not None
+            disk.pop(key, None)
+            below = [(key, (Kept(len(asked.tags), crc, asked.tags[-1]), row))]
+            if was_there or len(host) < host_room or host:
+                below = [host.popitem(last=False)] if not was_there and len(host) == host_room else []
+                host[key] = Kept(len(asked.tags), crc, asked.tags[-1]), row
+            for old, entry in below if disk_room else ():
+                if len(disk) == disk_room:
+                    disk.popitem(last=False)
+                disk[old] = entry
+
+    def __len__(self) -> int:
+        return sum(map(len, self._levels))
+
+    @property
+    def num_on_disk(self) -> int:
+        return len(self._levels[1])
+
+
+def looked_up(values: SharedLevels | PlainLevels, keys: list[int]) -> tuple[int, Any]:
     """How far samples have come, and the elements of their values."""
     found = values.find(asked(keys, num_modules=2))
-    if not found.depth:
-        return 0, None
-    read = values.read(keys) if found.values is None else found.values
-    return found.depth, read.tolist()
+    return found.depth, None if found.values is None else found.values.tolist()
 
 
 OPERATIONS = st.lists(
@@ -87,13 +123,13 @@ OPERATIONS = st.lists(
 )
 @settings(max_examples=30, phases=[Phase.generate], deadline=None)
 @given(operations=OPERATIONS)
-def test_they_are_as_those_of_one_process(
+def test_they_are_as_those_in_ordinary_memory(
     host: int, disk: int | None, operations: list[tuple[str, list[int]]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = None if disk is None else tmp_path_factory.mktemp("disk")
     sizes = max(64, host * VALUE_NBYTES), folder, (disk or 0) * VALUE_NBYTES
     with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
-        both: list[Values] = [Levels(manager.runtime.memory.pager, *sizes), alone(manager, *sizes)]
+        both = [PlainLevels(host, disk or 0), shared := alone(manager, *sizes)]
         for kind, keys in operations:
             for values in both if kind != "find" else ():
                 depth = 1 + (kind == "keep more")
@@ -103,8 +139,7 @@ def test_they_are_as_those_of_one_process(
             assert both[0].num_on_disk == both[1].num_on_disk
             for key in range(12):
                 assert looked_up(both[0], [key]) == looked_up(both[1], [key])
-        for values in both:
-            values.close()
+        shared.close()
 
 
 def test_values_of_another_form_take_the_place_of_all(manager: chunkmem.ChunkManager, tmp_path: Path) -> None:
@@ -159,7 +194,7 @@ def test_a_change_that_was_not_completed_is_forgotten(
 def test_ids_are_the_same_in_all_processes(manager: chunkmem.ChunkManager) -> None:
     import numpy
 
-    values = alone(manager, 8 * VALUE_NBYTES, None, 0)
+    values = alone(manager, 8 * VALUE_NBYTES, None, 0, num=2)
     keys: list[Any] = [3, "3", b"3", (3, "a"), (3, ("a",))]
     values.keep(asked(keys), rows([*range(5)]))
     assert [bool(values.find(asked([key])).depth) for key in keys] == [True] * 5
@@ -167,6 +202,15 @@ def test_ids_are_the_same_in_all_processes(manager: chunkmem.ChunkManager) -> No
     assert values.find(AskedSamples([numpy.int64(3)], [hash(3) & 0xFF], TAGS[:1])).depth == 1
     with pytest.raises(chunkmem.ConfigError, match="a float; over ranks, ids are whole numbers"):
         values.find(asked([0.5]))
+
+
+def test_one_process_has_ids_of_any_kind(manager: chunkmem.ChunkManager) -> None:
+    values = alone(manager, 8 * VALUE_NBYTES, None, 0)
+    keys: list[Any] = [0.5, frozenset("ab"), 7, ("a", 0.5), 1.5]
+    values.keep(asked(keys), rows([*range(5)]))
+    for at, key in enumerate([0.5, frozenset("ba"), 7.0, ("a", 0.5), 1.5]):
+        found = values.find(AskedSamples([key], [hash(keys[at]) & 0xFF], TAGS[:1])).values
+        assert found is None if at == 2 else torch.equal(found, rows([at]))  # type: ignore[arg-type]
 
 
 def test_a_lock_that_is_not_given_back(tmp_path: Path) -> None:
@@ -289,7 +333,6 @@ def apart(rank: int, folder: Path) -> Any:
             usual = joining.identity_at
             patch.setattr(joining, "identity_at", lambda path: usual("/proc/self"))
         cache = chunkmem.FrozenCache(manager, host=4 * VALUE_NBYTES, disk=folder, disk_capacity=1 << 16)
-        assert isinstance(cache._values, Levels)
         cache._values.keep(asked([rank]), rows([rank]))
         assert cache._values.find(asked([1 - rank])).depth == 0
         assert cache.report.num_ranks == 1

@@ -28,6 +28,16 @@ def group(twin: Twin, **options: Any) -> Any:
     return optimizer_over(twin, [{"params": twin.model.inner.parameters(), **options}])
 
 
+def later(twin: Twin, **options: Any) -> None:
+    """Set options of a parameter group between steps, as a schedule of one's own does."""
+    before = dict(twin.optimizer.param_groups[0])
+    twin.optimizer.param_groups[0].update(options)
+    try:
+        twin.optimizer.step()
+    finally:
+        twin.optimizer.param_groups[0].update(before)
+
+
 def optimizer_over(twin: Twin, params: Any) -> Any:
     return chunkmem.Adam(params, manager=twin.manager)
 
@@ -72,6 +82,38 @@ CALLS: dict[str, tuple[Callable[[Twin], Any], type[Exception], str]] = {
     "negative rate": (lambda twin: optimizer(twin, lr=-1.0), chunkmem.ConfigError, r"^lr = -1.0 has to be a number of"),
     "nan rate": (lambda twin: optimizer(twin, lr=float("nan")), chunkmem.ConfigError, r"^lr = nan has to be a number"),
     "rate in words": (lambda twin: optimizer(twin, lr="1e-3"), chunkmem.ConfigError, r"^lr = 1e-3 has to be a number"),
+    "rate that is set to words": (
+        lambda twin: later(twin, lr="x"),
+        chunkmem.ConfigError,
+        r"^lr = x has to be a number, such as 0.1, or a tensor of one element$",
+    ),
+    "no eps later": (lambda twin: later(twin, eps=None), chunkmem.ConfigError, r"^eps = None has to be a number"),
+    "beta in words later": (
+        lambda twin: later(twin, betas=(0.9, "x")),
+        chunkmem.ConfigError,
+        r"^betas\[1\] = x has to be a number",
+    ),
+    "one beta later": (lambda twin: later(twin, betas=(0.9,)), chunkmem.ConfigError, r"^betas = .* has to be two"),
+    "two decays later": (
+        lambda twin: later(twin, weight_decay=torch.ones(2)),
+        chunkmem.ConfigError,
+        r"^weight_decay = tensor.* has to be a number",
+    ),
+    "in backward in words": (
+        lambda twin: optimizer(twin, in_backward="no"),
+        chunkmem.ConfigError,
+        r"^in_backward = 'no' has to be True or False$",
+    ),
+    "a norm in words": (
+        lambda twin: twin.optimizer.clip_grad_norm_("1"),
+        chunkmem.ConfigError,
+        r"^max_norm = 1 has to be a number",
+    ),
+    "a norm that is set to words": (
+        lambda twin: setattr(twin.optimizer, "max_grad_norm", "1"),
+        chunkmem.ConfigError,
+        r"^max_grad_norm = 1 has to be a number",
+    ),
     "two rates": (lambda twin: optimizer(twin, lr=torch.ones(2)), chunkmem.ConfigError, r"^lr = tensor.* has to be"),
     "one beta": (lambda twin: optimizer(twin, betas=(0.9,)), chunkmem.ConfigError, r"^betas = \(0.9,\) has to be two"),
     "no tuple": (lambda twin: optimizer(twin, betas=0.9), chunkmem.ConfigError, r"^betas = 0.9 has to be two numbers"),

@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from chunkmem.optim import kernels
 from chunkmem.optim.kernels import Kernels, arguments, differing_calls, load_kernels
 from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
 from tests.cpu.test_kernels import (
@@ -493,10 +494,11 @@ def cuda_is_loaded(native: Kernels) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("cuda_is_loaded")
-def test_cuda_kernels_with_the_bits_of_the_cpu_are_used() -> None:
+def test_cuda_kernels_with_the_bits_of_the_cpu_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "differing_calls", lambda *_, **__: [])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert load_kernels(with_cuda=True, try_cuda=list).native_devices == {"cpu", "cuda"}
+        assert load_kernels(with_cuda=True).native_devices == {"cpu", "cuda"}
 
 
 @pytest.mark.usefixtures("cuda_is_loaded")
@@ -504,21 +506,25 @@ def test_cuda_kernels_with_the_bits_of_the_cpu_are_used() -> None:
     ("different", "message"),
     [(["this"], r"than those for the CPU in this; try"), (["a", "b", "c"], "in a and 2 other calls; try another")],
 )
-def test_cuda_kernels_with_other_bits_are_not_used(different: list[str], message: str) -> None:
+def test_cuda_kernels_with_other_bits_are_not_used(
+    different: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "differing_calls", lambda *_, **__: different)
     with pytest.warns(UserWarning, match=f"in plain PyTorch on CUDA, .* gave other bits .*{message}") as caught:
-        found = load_kernels(with_cuda=True, try_cuda=lambda: different)
+        found = load_kernels(with_cuda=True)
     assert found.native_devices == {"cpu"}
     assert [warning.filename for warning in caught] == [__file__]
 
 
 @pytest.mark.usefixtures("cuda_is_loaded")
-def test_cuda_kernels_that_do_not_run_are_not_used() -> None:
-    def fails() -> list[str]:
+def test_cuda_kernels_that_do_not_run_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> list[str]:
         raise RuntimeError("CUDA error: no kernel image is available\nmore about it")
 
     message = "plain PyTorch on CUDA, .* could not be tried: CUDA error: no kernel image is available$"
+    monkeypatch.setattr(kernels, "differing_calls", fails)
     with pytest.warns(UserWarning, match=message):
-        assert load_kernels(with_cuda=True, try_cuda=fails).native_devices == {"cpu"}
+        assert load_kernels(with_cuda=True).native_devices == {"cpu"}
 
 
 @pytest.mark.usefixtures("cuda_is_loaded")

@@ -161,7 +161,7 @@ def test_where_torch_has_other_bits_master_weights_are_updated_by_our_kernels_al
 def test_updates_on_host_are_in_the_order_of_the_device(
     precision: str, decoupled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a card; see [Note: Bits on HOST] for what of fp32 has the order of a CPU there, as master weights have."""
+    """As on a card; see ADR 66 for what of fp32 has the order of a CPU there, as master weights have."""
     waits = Run(overlap=False, precision=precision)
     monkeypatch.setattr(NativeUpdate, "powers_for", lambda self, device: DevicePowers(device))
     runs = pair(precision=precision)

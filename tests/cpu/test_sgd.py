@@ -328,6 +328,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"momentum": -0.1}, "momentum = -0.1 has to be a number of at least 0"),
     ({"weight_decay": "no"}, "weight_decay = no has to be a number"),
     ({"dampening": None}, "dampening = None has to be a number"),
+    ({"nesterov": "no", "momentum": 0.9}, "nesterov = 'no' has to be True or False"),
     ({"nesterov": True}, "nesterov=True needs a momentum above 0 and no dampening"),
     ({"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov=True needs a momentum above 0 and no dampening"),
 ]

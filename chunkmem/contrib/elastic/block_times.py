@@ -1,10 +1,10 @@
 """How long the blocks of a pipeline compute, in its last steps.
 
-Of the calls of a block for the micro-batches of a step the median counts: the first one may wait for its weights.
-Backward is timed as schedules call it, for all blocks of a stage together, and divided over these in proportion to
-their forward. A block passes it on if something before it is trained, which takes about as long as forward, and has
-gradients of its own if it is trained itself, which takes as long again. So times of steps in which other blocks were
-frozen are scaled.
+Of the calls of a block for the micro-batches of a step the median counts: the first one may wait
+for its weights. Backward is timed as schedules call it, for all blocks of a stage together, and divided over these in
+proportion to their forward. A block passes it on if something before it is trained, which takes about as long as
+forward, and has gradients of its own if it is trained itself, which takes as long again. So times of steps in which
+other blocks were frozen are scaled.
 
 Of a call, what hooks take does not depend on how many samples the micro-batch has. Where the host computes, that is
 known, and told apart. Backward has hooks, too, inside of autograd, and is taken to spend as long in them as forward.

@@ -1,10 +1,4 @@
-"""A pipeline whose number of stages is chosen between steps: it stays the same object.
-
-`resize()` asks all ranks how long blocks have computed, has one of them decide (`chunkmem.contrib.elastic.widths`), and
-divides the same ranks again (`chunkmem.pipeline.repartition`) if that pays.
-
-Decided in ADR 47.
-"""
+"""A pipeline whose number of stages is chosen between steps: it stays the same object."""
 
 from __future__ import annotations
 
@@ -30,7 +24,11 @@ from chunkmem.runtime.timestamps import Interval
 
 
 class ElasticPipeline:
-    """What `ChunkManager.pipeline(width="auto")` returns."""
+    """What `ChunkManager.pipeline(width="auto")` returns.
+
+    `resize()` asks all ranks how long blocks have computed, has one of them decide (`chunkmem.contrib.elastic.widths`),
+    and divides the same ranks again (`chunkmem.pipeline.repartition`) if that pays.
+    """
 
     def __init__(self, runtime: Runtime, options: PipelineOptions, *, adopt: Callable[[Runtime], None]) -> None:
         """Make the first pipeline; for arguments and errors see `make_pipeline`.

@@ -1,8 +1,8 @@
 """How many stages the ranks of a pipeline make up, and which blocks each has: what is predicted to be fastest. Pure.
 
-R ranks are S stages of R / S data-parallel ranks, the width. The global batch stays the same, so each stage of a
-pipeline half as long computes half of it. Three blocks on two ranks, two of them frozen (F: forward of the frozen ones,
-f and b: of the last block; `.` is the bubble), as two stages and as one of width 2:
+R ranks are S stages of R / S data-parallel ranks, the width. The global batch stays the
+same, so each stage of a pipeline half as long computes half of it. Three blocks on two ranks, two of them frozen
+(F: forward of the frozen ones, f and b: of the last block; `.` is the bubble), as two stages and as one of width 2:
 
     2 x 1   rank 0   F0 F1 F2 F3 .. .. .. .. ..        1 x 2   rank 0   F0 F1 f0 f1 b1 b0 | reduce
             rank 1   .. f0 b0 f1 b1 f2 b2 f3 b3                rank 1   F2 F3 f2 f3 b3 b2 | reduce

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import get_device_states
 
 from chunkmem.contrib.frozen_cache.joining import Wanted, open_values
 from chunkmem.contrib.frozen_cache.kept import AskedSamples, Found
-from chunkmem.contrib.frozen_cache.levels import said_of_disk
 from chunkmem.contrib.frozen_cache.prefix import StepCache
+from chunkmem.contrib.frozen_cache.shared_levels import said_of_disk
 from chunkmem.contrib.frozen_cache.tags import ModuleTags
 from chunkmem.errors import ConfigError, StateError, TierIOError
 from chunkmem.freezing.follows import HasRuntime
@@ -28,19 +28,6 @@ from chunkmem.sizes import parse_nbytes
 
 _DROPOUT: Any = nn.modules.dropout._DropoutNd
 _NORM: Any = nn.modules.batchnorm._NormBase
-
-
-@dataclass(frozen=True, slots=True)
-class CachedSamples:
-    """Samples that a cache was asked for."""
-
-    asked: AskedSamples
-    found: Found
-
-    @property
-    def depth(self) -> int:
-        """Modules whose values of all of them are there."""
-        return self.found.depth
 
 
 @dataclass(slots=True)
@@ -205,7 +192,7 @@ class FrozenCache(StepCache):
         agreed = agree(least)
         self._asked_tags = tags if agreed == least else self._tags.renew(agreed)
 
-    def find(self, x: torch.Tensor, ids: Sequence[Hashable], *, own: Container[int] | None = None) -> CachedSamples:
+    def find(self, x: torch.Tensor, ids: Sequence[Hashable], *, own: Container[int] | None = None) -> Found:
         """Return how far the modules have come with some samples; arguments and errors are those of a call.
 
         Nothing is kept of them before `keep`, and all of them may be read until then.
@@ -226,16 +213,13 @@ class FrozenCache(StepCache):
             self.report.num_found += len(keys) * is_found
             self.report.num_of_others += found.num_of_others * is_found
             self.report.num_computed += len(keys) * (not is_found)
-        return CachedSamples(asked, found)
+        return found
 
-    def read(self, samples: CachedSamples, device: torch.device) -> torch.Tensor:
-        """Return on a device, once, what the first `samples.depth` modules, at least one, have made of samples.
-
-        Raises:
-            TierIOError: DISK failed.
-        """
-        values, samples.found.values = samples.found.values, None
-        return (self._values.read(samples.asked.keys) if values is None else values).to(device)
+    def read(self, samples: Found, device: torch.device) -> torch.Tensor:
+        """Return on a device, once, what the first `samples.depth` modules, at least one, have made of samples."""
+        values, samples.values = samples.values, None
+        assert values is not None
+        return values.to(device)
 
     def computing(self, x: torch.Tensor) -> AbstractContextManager[None]:
         """Surround what computes a value of samples from `x`, on whose device it does.
@@ -245,7 +229,7 @@ class FrozenCache(StepCache):
         """
         return _without_random_numbers(x)
 
-    def keep(self, samples: CachedSamples, value: Any) -> None:
+    def keep(self, samples: Found, value: Any) -> None:
         """Keep what all of the modules have made of samples; what a full disk has no room for is not kept.
 
         Raises:

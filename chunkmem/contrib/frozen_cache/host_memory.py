@@ -15,22 +15,20 @@ ROLE = Role("frozen_cache")
 class HostMemory:
     """A chunk that stays on HOST, in no group of a layout."""
 
-    def __init__(self, pager: Pager, nbytes: int, *, shared: torch.Tensor | None = None) -> None:
-        """Take it now.
+    def __init__(self, pager: Pager, memory: torch.Tensor) -> None:
+        """Have HOST count it from now on.
 
         Args:
             pager: makes room for it.
-            nbytes: of it; what this rank counts.
-            shared: the memory, of at least so many bytes, if it is not this process's alone.
+            memory: 1-D bytes; what this rank counts of what ranks have together.
 
         Raises:
             CapacityError: HOST has no room for it.
         """
         self._pager = pager
-        number = min(0, *(key.group for key in pager.store.chunks), 0) - 1  # those of layouts count from 0
+        number, nbytes = min(0, *(key.group for key in pager.store.chunks), 0) - 1, memory.nbytes  # layouts' are from 0
         group = Group(number, "uint8", 1, 1, nbytes, (Slot(0, number, 0, nbytes),), is_on_host=True)
         key = ChunkId(ROLE, number)
-        memory = None if shared is None else shared[:nbytes]
         chunk = Chunk(key, group, torch.uint8, str(key), ((torch.Size([nbytes]), (1,)),), memory=memory)
         pager.store.add(chunk)
         try:
@@ -39,10 +37,6 @@ class HostMemory:
             del pager.store.chunks[key]
             raise
         self.chunk = chunk
-
-    @property
-    def bytes(self) -> torch.Tensor:
-        return self.chunk.replicas[Tier.HOST].flat
 
     def follow(self, pager: Pager) -> None:
         """Know that its manager has another pager by now, which was handed the chunk over."""

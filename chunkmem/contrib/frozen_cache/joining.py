@@ -21,10 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.contrib.frozen_cache.kept import Values
-from chunkmem.contrib.frozen_cache.levels import Levels, disk_errors
 from chunkmem.contrib.frozen_cache.shared_index import HEADER_NBYTES
-from chunkmem.contrib.frozen_cache.shared_levels import SharedDisk, SharedLevels, share_of
+from chunkmem.contrib.frozen_cache.shared_levels import SharedDisk, SharedLevels, disk_errors, share_of
 from chunkmem.contrib.frozen_cache.shared_memory import SharedFile
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.runtime.disk_calls import SYSTEM_CALLS
@@ -53,8 +51,10 @@ class Wanted:
 
 @dataclass
 class _Copy:
-    """The files of a machine's copy, as this process has them."""
+    """The files of a copy, as this process has them."""
 
+    disk_nbytes: int
+    """The most bytes of the file on DISK."""
     files: list[SharedFile] = field(default_factory=list)
     """For values, for the index, and to lock."""
     disk: DiskFile | None = None
@@ -63,12 +63,69 @@ class _Copy:
     def all(self) -> list[SharedFile | DiskFile]:
         return [*self.files, *([] if self.disk is None else [self.disk])]
 
+    @classmethod
+    def make(cls, wanted: Wanted) -> _Copy:
+        """Make the files.
+
+        Raises:
+            ConfigError: the folder cannot be used.
+            OSError: the system has no memory that others can open.
+        """
+        copy = cls(wanted.most_disk_nbytes)
+        if wanted.folder is not None:
+            with disk_errors():
+                copy.disk = DiskFile(wanted.folder, nbytes=copy.disk_nbytes, calls=SYSTEM_CALLS)
+        try:
+            copy.files += (SharedFile() for _ in range(3))
+            for file, nbytes in zip(copy.files, (wanted.host_nbytes, HEADER_NBYTES), strict=False):
+                file.resize(nbytes)
+        except OSError:
+            copy.close()
+            raise
+        return copy
+
+    @classmethod
+    def open(cls, disk_nbytes: int, files: Sequence[tuple[str, list[int]]], wanted: Wanted) -> _Copy:
+        """Open what the first rank of the machine has made.
+
+        Raises:
+            OSError: it is not there, or something else is: this process sees other processes than that rank does.
+        """
+        for path, identity in files:  # before any of them is opened, as it might be anybody's
+            if identity_at(path) != identity:
+                raise FileNotFoundError(path)
+        copy, paths = cls(disk_nbytes), [path for path, _ in files]
+        try:
+            copy.files += map(SharedFile, paths[:3])
+            if wanted.folder is not None:
+                copy.disk = DiskFile(wanted.folder, nbytes=0, calls=SYSTEM_CALLS, opened=paths[3])
+        except BaseException:
+            copy.close()
+            raise
+        return copy
+
+    def levels(self, runtime: Runtime, host_nbytes: int, *, rank: int = 0, num_ranks: int = 1) -> SharedLevels:
+        """Return values in these files, which are given back with them, or if that raises."""
+        try:
+            return SharedLevels(
+                runtime.memory.pager,
+                self.files,
+                None if self.disk is None else SharedDisk(self.disk, self.disk_nbytes),
+                rank=rank,
+                num_ranks=num_ranks,
+                host_nbytes=host_nbytes,
+                timeout_s=runtime.ranks.connection.timeout_s,
+            )
+        except BaseException:
+            self.close()
+            raise
+
     def close(self) -> None:
         for file in self.all:
             file.close()
 
 
-def open_values(runtime: Runtime, wanted: Wanted) -> Values:
+def open_values(runtime: Runtime, wanted: Wanted) -> SharedLevels:
     """Return the values of this rank's machine; all ranks call it.
 
     Args:
@@ -81,7 +138,7 @@ def open_values(runtime: Runtime, wanted: Wanted) -> Values:
         RankError: a rank is missing.
     """
     if runtime.ranks.are_one:
-        return Levels(runtime.memory.pager, wanted.host_nbytes, wanted.folder, wanted.most_disk_nbytes)
+        return _Copy.make(wanted).levels(runtime, wanted.host_nbytes)
     with runtime.ranks.telling():
         return _Joining(runtime, wanted).run()
 
@@ -90,19 +147,20 @@ class _Joining:
     def __init__(self, runtime: Runtime, wanted: Wanted) -> None:
         self._runtime = runtime
         self._wanted = wanted
-        self._copy = _Copy()
-        self._values: Values | None = None
+        self._copy: _Copy | None = None
+        """That this rank has made for all of its machine, until it has values."""
+        self._values: SharedLevels | None = None
 
-    def run(self) -> Values:
+    def run(self) -> SharedLevels:
         """See `open_values`."""
         try:
             members, own = self._members()
             rank, num = members.index(own), len(members)
-            made = self._all(lambda: self._make() if num > 1 and rank == 0 else None)
+            made = self._all(lambda: self._make() if rank == 0 else None)
             opened = self._all(lambda: self._take(made[members[0]], rank, num))
             if not all(opened[member] for member in members):
                 self._close()
-                self._values = self._of_its_own(rank, num)
+                self._take_own(rank, num)
         except BaseException:
             self._close()
             raise
@@ -151,67 +209,35 @@ class _Joining:
 
     def _make(self) -> Any:
         """Make a copy; return how large its file may be, and where others open what; None: the system cannot."""
-        disk_nbytes = self._wanted.most_disk_nbytes
-        if self._wanted.folder is not None:
-            with disk_errors():
-                self._copy.disk = DiskFile(self._wanted.folder, nbytes=disk_nbytes, calls=SYSTEM_CALLS)
         try:
-            files = self._copy.files = [SharedFile() for _ in range(3)]
+            copy = self._copy = _Copy.make(self._wanted)
         except OSError:
             return None
-        files[0].resize(self._wanted.host_nbytes)
-        files[1].resize(HEADER_NBYTES)
-        return [disk_nbytes, [[file.path, file.identity] for file in self._copy.all]]
+        return [copy.disk_nbytes, [[file.path, file.identity] for file in copy.all]]
 
     def _take(self, made: Any, rank: int, num: int) -> bool:
         """Have values of this rank; return False if it cannot open what another has made."""
-        if num == 1:
-            self._values = self._of_its_own(rank, num)
-            return True
         if made is None:
             return False
         disk_nbytes, files = made
         try:
-            if rank:
-                self._open(files)
+            copy = self._copy or _Copy.open(disk_nbytes, files, self._wanted)
         except OSError:
             return False
-        disk = None if self._copy.disk is None else SharedDisk(self._copy.disk, disk_nbytes)
-        self._values = SharedLevels(
-            self._runtime.memory.pager,
-            self._copy.files,
-            disk,
-            rank=rank,
-            num_ranks=num,
-            host_nbytes=self._wanted.host_nbytes,
-            timeout_s=self._runtime.ranks.connection.timeout_s,
-        )
+        self._copy = None
+        self._values = copy.levels(self._runtime, self._wanted.host_nbytes, rank=rank, num_ranks=num)
         return True
 
-    def _open(self, files: Sequence[tuple[str, list[int]]]) -> None:
-        """Open what the first rank of the machine has made.
-
-        Raises:
-            OSError: it is not there, or something else is: this process sees other processes than that rank does.
-        """
-        for path, identity in files:  # before any of them is opened, as it might be anybody's
-            if identity_at(path) != identity:
-                raise FileNotFoundError(path)
-        paths = [path for path, _ in files]
-        self._copy.files += [SharedFile(path) for path in paths[:3]]
-        if self._wanted.folder is not None:
-            self._copy.disk = DiskFile(self._wanted.folder, nbytes=0, calls=SYSTEM_CALLS, opened=paths[3])
-
-    def _of_its_own(self, rank: int, num: int) -> Values:
-        """Return values of this rank alone, in its share of what there is."""
+    def _take_own(self, rank: int, num: int) -> None:
+        """Have values of this rank alone, in its share of what there is."""
         host_nbytes, disk_nbytes = share_of(self._wanted.host_nbytes, rank, num), self._wanted.most_disk_nbytes // num
-        return Levels(self._runtime.memory.pager, host_nbytes, self._wanted.folder, disk_nbytes)
+        own = Wanted(host_nbytes, self._wanted.folder, disk_nbytes)
+        self._values = _Copy.make(own).levels(self._runtime, host_nbytes)
 
     def _close(self) -> None:
-        if self._values is not None:
-            self._values.close()
-        else:
-            self._copy.close()
+        for each in (self._values, self._copy):
+            if each is not None:
+                each.close()
 
 
 def identity_at(path: str) -> list[int]:

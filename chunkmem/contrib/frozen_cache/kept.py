@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from chunkmem.errors import StateError
-from chunkmem.runtime.pager import Pager
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +59,12 @@ class AskedSamples:
 class Found:
     """What is there of samples."""
 
+    asked: AskedSamples
     depth: int = 0
     """Modules that have run for all of them; 0 where some have come further than others: no module could be given
     their values together."""
     values: torch.Tensor | None = None
-    """On the CPU, samples first; None: they are read when they are asked for."""
+    """On the CPU, samples first; None: there are none, or they were taken."""
     num_of_others: int = 0
     """Values that other ranks have computed."""
 
@@ -84,46 +83,3 @@ class ValueForm:
     def empty(self, num: int) -> torch.Tensor:
         """Return memory for values, samples first."""
         return torch.empty((num, *self.shape), dtype=self.dtype, device="cpu")
-
-
-class Values(Protocol):
-    """Values of samples, in two levels: those of one process, or of several."""
-
-    num_ranks: int
-    """That have the same copy."""
-
-    def find(self, asked: AskedSamples) -> Found:
-        """Return how far all of the samples have come.
-
-        Raises:
-            StateError: what is kept of one is of another sample.
-            TierIOError: DISK failed.
-        """
-        ...
-
-    def read(self, keys: Sequence[Hashable]) -> torch.Tensor:
-        """Return values that `find` has found, and not returned."""
-        ...
-
-    def keep(self, asked: AskedSamples, rows: torch.Tensor) -> None:
-        """Keep what all modules have made of samples: a row each, on the CPU; the least recently used give way.
-
-        Raises:
-            TierIOError: DISK failed.
-        """
-        ...
-
-    def __len__(self) -> int: ...
-
-    @property
-    def num_on_disk(self) -> int:
-        """Values that are not on HOST."""
-        ...
-
-    def follow(self, pager: Pager) -> None:
-        """Know the pager that the memory on HOST is among the chunks of, another one after a repartition."""
-        ...
-
-    def close(self) -> None:
-        """Give all memory back. Idempotent."""
-        ...

@@ -1,7 +1,7 @@
 """What a pipeline's steps begin with where a cache has what frozen blocks make of samples.
 
-Frozen blocks run for samples that the cache does not have, and the weights of blocks that no micro-batch has to run are
-not fetched:
+Frozen blocks run for samples that the cache does not have, and the weights of blocks that no
+micro-batch has to run are not fetched:
 
     depth, of four frozen blocks   4 4 4 4       2 4 4 4       0 4 4 4          by micro-batch
     fetched                        nothing       2, 3          0, 1, 2, 3
@@ -10,9 +10,9 @@ not fetched:
 All that the cache has of a batch is read before anything of it is written there: what is new may take its place. Over
 ranks that share chunks, each has samples of its own, and units are gathered by all: all blocks, or none.
 
-Over stages, blocks are numbered over all of them, and micro-batches begin with the same one, `start`. It is the cache
-of the rank that has block `start` that says what this is given; blocks behind it run, up to the first trained one,
-whose rank keeps what it is given:
+Over stages, blocks are numbered over all of them, and micro-batches begin with the same one,
+`start`. It is the cache of the rank that has block `start` that says what this is given; blocks behind it run, up to
+the first trained one, whose rank keeps what it is given:
 
     stages          0 1 2 | 3 4 5 | 6 7 8      blocks, of which 0 to 3 are frozen
     nothing cached  0 1 2 > 3 4 5 > 6 7 8      the second rank keeps what block 4 is given

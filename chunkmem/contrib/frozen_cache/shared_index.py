@@ -133,10 +133,9 @@ class SharedIndex:
         """Return the number of a place on its tier, from 0."""
         return place - 1 - (self._numbers[_HOST_ROOM] if self.tier(place) == DISK else 0)
 
-    def oldest(self, tier: int, *, besides: int = 0) -> int:
-        """Return the place on a tier whose value was used least recently, which is not `besides`; 0: there is none."""
-        at = self._numbers[_OLDEST + tier]
-        return self._numbers[self._record(at) + _NEWER] if at and at == besides else at
+    def oldest(self, tier: int) -> int:
+        """Return the place on a tier whose value was used least recently; 0: there is none."""
+        return self._numbers[_OLDEST + tier]
 
     def take(self, tier: int) -> int:
         """Return a place on a tier that has no value; 0: there is none. It is in no list until `put` or `give`."""

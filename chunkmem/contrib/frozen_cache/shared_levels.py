@@ -1,8 +1,7 @@
 """Values of samples that the ranks of a machine have together: in memory that all of them map, then in a file.
 
-What one rank has computed, the others find. Values are copied under the lock: while one rank writes, no other reads, so
-that none is read by half; any number of them read at a time. `shared_index.py` says what happens when
-a rank ends in between.
+One rank alone has the same. What one rank has computed, the others find. Values are copied under the lock: while one
+rank writes, no other reads, so that none is read by half; any number of them read at a time.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class SharedDisk:
 
 
 class SharedLevels:
-    """Values of one size, by key: see `chunkmem.contrib.frozen_cache.kept.Values`."""
+    """Values of one size, by key."""
 
     def __init__(
         self,
@@ -92,33 +91,44 @@ class SharedLevels:
         """
         values, index, lock = self._files = tuple(files)
         self.num_ranks = num_ranks
+        """That have the same copy."""
+        self._odd_keys: dict[Hashable, int] = {}
+        """Numbers of keys that other processes would not know, where there are none."""
         self._rank = rank
         self._host_nbytes = host_nbytes
         self._disk = disk
         self._bytes = torch.frombuffer(values.map(), dtype=torch.uint8)
-        self._memory = HostMemory(pager, share_of(host_nbytes, rank, num_ranks), shared=self._bytes)
+        self._memory = HostMemory(pager, self._bytes[: share_of(host_nbytes, rank, num_ranks)])
         self._index = SharedIndex(index)
         self._lock = ProcessLock(lock, timeout_s=timeout_s)
         self._abandon = weakref.finalize(self, _give_back, disk, self._files)
         """What happens to it when it is forgotten, or the process ends, without `close`."""
 
     def find(self, asked: AskedSamples) -> Found:
-        names = [_name(key) for key in asked.keys]
+        """Return how far all of the samples have come, and their values: other ranks may forget them.
+
+        Raises:
+            StateError: what is kept of one is of another sample.
+            TierIOError: DISK failed.
+        """
+        names = [self._name(key) for key in asked.keys]
         with self._reading() as is_whole:
             found = self._find(asked, names) if is_whole else None
         if found is None:
             with self._changing():  # a rank has ended in the middle of a change: what it has left is cleared
-                return Found()
+                return Found(asked)
         if found.depth:
             with self._changing():
                 places = map(self._index.find, names)  # by now, some may have been forgotten
                 self._index.use([place for place in places if place])
         return found
 
-    def read(self, keys: Sequence[Hashable]) -> torch.Tensor:
-        raise AssertionError("what was found has been read, as other ranks may forget it")
-
     def keep(self, asked: AskedSamples, rows: torch.Tensor) -> None:
+        """Keep what all modules have made of samples: a row each, on the CPU; the least recently used give way.
+
+        Raises:
+            TierIOError: DISK failed.
+        """
         form = ValueForm(rows.shape[1:], rows.dtype)
         kept = [Kept(len(asked.tags), crc, asked.tags[-1], self._rank) for crc in asked.crcs]
         for key, one, row in zip(asked.keys, kept, rows, strict=True):
@@ -126,23 +136,36 @@ class SharedLevels:
                 if form != self._index.form:
                     on_disk = 0 if self._disk is None else self._disk.room(form.nbytes)
                     self._index.clear(form, self._host_nbytes // form.nbytes if form.nbytes else 0, on_disk)
-                self._keep(_name(key), one, row.reshape(-1).view(torch.uint8))
+                self._keep(self._name(key), one, row.reshape(-1).view(torch.uint8))
 
     def __len__(self) -> int:
         return self._count(HOST) + self._count(DISK)
 
     @property
     def num_on_disk(self) -> int:
+        """Values that are not on HOST."""
         return self._count(DISK)
 
     def follow(self, pager: Pager) -> None:
+        """Know the pager that the memory on HOST is among the chunks of, another one after a repartition."""
         self._memory.follow(pager)
 
     def close(self) -> None:
+        """Give all memory back. Idempotent."""
         if self._abandon.alive:
             self._memory.close()
             del self._bytes, self._index
             self._abandon()
+
+    def _name(self, key: Hashable) -> bytes:
+        """Return what stands for an id of a sample in all processes, 16 bytes."""
+        try:
+            plain = _plain(key)
+        except ConfigError:
+            if self.num_ranks > 1:
+                raise
+            plain = "odd", self._odd_keys.setdefault(key, len(self._odd_keys)), "key"
+        return hashlib.blake2b(repr(plain).encode(), digest_size=16).digest()
 
     # Under the lock.
 
@@ -190,11 +213,11 @@ class SharedLevels:
         depth = depths.pop() if len(depths) == 1 else 0
         form = self._index.form
         if not depth or form is None:
-            return Found()
+            return Found(asked)
         values = form.empty(len(places))
         for row, place in zip(values, places, strict=True):
             self._copy_out(place, row.reshape(-1).view(torch.uint8))
-        return Found(depth, values, sum(one is not None and one.rank != self._rank for one in kept))
+        return Found(asked, depth, values, sum(one is not None and one.rank != self._rank for one in kept))
 
     def _copy_out(self, place: int, target: torch.Tensor) -> None:
         if self._index.tier(place) == HOST:
@@ -266,15 +289,24 @@ def _give_back(disk: SharedDisk | None, files: Sequence[SharedFile]) -> None:
         file.close()
 
 
+@contextlib.contextmanager
+def disk_errors() -> Iterator[None]:
+    """Have a ConfigError of what is raised inside name the arguments of a cache."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"chunkmem.FrozenCache: {said_of_disk(error)}") from None
+
+
+def said_of_disk(error: Exception) -> str:
+    """Return what an error of DISK says, by the names that a cache has for its options."""
+    return str(error).replace("memory.disk.capacity", "disk_capacity").replace("memory.disk.path", "disk")
+
+
 def share_of(nbytes: int, rank: int, num_ranks: int) -> int:
     """Return what a rank counts of so many bytes that ranks have together: equal shares, and the first one the rest."""
     share_nbytes = nbytes // num_ranks // ALIGN_NBYTES * ALIGN_NBYTES
     return share_nbytes if rank else nbytes - share_nbytes * (num_ranks - 1)
-
-
-def _name(key: Hashable) -> bytes:
-    """Return what stands for an id of a sample in all processes, 16 bytes."""
-    return hashlib.blake2b(repr(_plain(key)).encode(), digest_size=16).digest()
 
 
 def _plain(key: Any) -> Any:

@@ -1,15 +1,4 @@
-"""Memory that the ranks of a machine have together, and a lock on it; gone with the last of their processes.
-
-A file in RAM (`memfd_create`) has no name anywhere. Other ranks open it below `/proc/<process>/fd`, once, while the
-rank that made it waits for them; from then on it is theirs as well, and the system frees it when the last of them ends,
-however it ends.
-
-The lock is one of `fcntl`: the system takes it from a process that ends, and children that were forked meanwhile do not
-have it. It is on a file of its own, as closing any descriptor of a file, also one that `mmap` has made, gives up a
-process's locks on it.
-
-Decided in ADR 51.
-"""
+"""Memory that the ranks of a machine have together, and a lock on it; gone with the last of their processes."""
 
 from __future__ import annotations
 
@@ -28,7 +17,11 @@ _SHORTEST_S, _LONGEST_S = 20e-6, 2e-3
 
 
 class SharedFile:
-    """A file in RAM."""
+    """A file in RAM (`memfd_create`), which has no name anywhere.
+
+    Other ranks open it below `/proc/<process>/fd`, once, while the rank that made it waits for them; from then on it is
+    theirs as well, and the system frees it when the last of them ends, however it ends.
+    """
 
     def __init__(self, path: str | None = None) -> None:
         """Make one, or open the one at a path that another process has said.
@@ -68,7 +61,12 @@ class SharedFile:
 
 
 class ProcessLock:
-    """A lock held by one process that writes, or by several that only read."""
+    """Held by one process, or by several that only read.
+
+    It is one of `fcntl`: the system takes it from a process that ends, and children that were forked meanwhile do not
+    have it. It is on a file of its own, as closing any descriptor of a file, also one that `mmap` has made, gives up a
+    process's locks on it.
+    """
 
     def __init__(self, file: SharedFile, *, timeout_s: float) -> None:
         """Lock `file`, which has no bytes; a rank that does not get the lock in time raises."""

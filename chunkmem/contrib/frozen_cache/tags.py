@@ -1,9 +1,9 @@
 """What modules are, weights included: in a few bytes, the same on all ranks.
 
-The tag of a module says what comes out of it, for a given sample: it is a digest of its name in the model, the values
-of its parameters and buffers, and the tag of the module before. Where two ranks, or one rank at two times, have the
-same tag, what one has computed the other may use. A module that is in no model has no name that other ranks know it by:
-its values are for this process alone, but for an `nn.Sequential` of modules that have names.
+The tag of a module says what comes out of it, for a given sample: it is a digest of its name in the model,
+the values of its parameters and buffers, and the tag of the module before. Where two ranks, or one rank at two times,
+have the same tag, what one has computed the other may use. A module that is in no model has no name that other ranks
+know it by: its values are for this process alone, but for an `nn.Sequential` of modules that have names.
 
 Over ranks that share chunks, the owner of a parameter looks at its values, and tells the others; all of them ask for
 tags at the same time. Where the ranks of all pipeline stages do, they tell each other, too, so that a tag does not
