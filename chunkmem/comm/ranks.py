@@ -283,6 +283,19 @@ class Ranks:
             value = self.stages.broadcast_object(value, label=label)
         return self.broadcast_object(value, label=label)
 
+    def merged(self, own: Mapping[_K, _T], *, label: str) -> dict[_K, _T]:
+        """Return the entries of all ranks, as `pickle` copies them; of what several have, the last one's.
+
+        Raises:
+            RankError: a rank did not come.
+        """
+        if self.size == 1:
+            return dict(own)
+        together: dict[_K, _T] = {}
+        for each in self._all_bytes(pickle.dumps(dict(own)), label):
+            together.update(pickle.loads(each))
+        return together
+
     def any_text(self, text: str, *, label: str) -> str:
         """Return the text of the first rank, those of other pipeline stages included, that has one; else "".
 

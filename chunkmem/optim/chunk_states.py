@@ -233,16 +233,21 @@ class ChunkStates:
                 found[key] = self.specs_of(managed)[key].shown(stored, managed)
         return found if keys is None else {key: value for key, value in found.items() if key in keys}
 
-    def lazy(self, managed: ManagedParameter) -> dict[str, Any]:
-        """Return a parameter's state with tensors that are read when they are used; see `read`."""
-        if managed not in self:
-            return {}
-        self._check(managed)
-        state = self._host.from_owner(managed, lambda: self._copied_entry(managed))
-        for key, role in state.items():
-            if isinstance(role, Role):
-                state[key] = lazy_state(self._host, self.specs_of(managed)[key], managed)
-        return state
+    def lazy(self, params: Sequence[ManagedParameter]) -> dict[ManagedParameter, dict[str, Any]]:
+        """Return the states of parameters, with tensors that are read when they are used; see `read`."""
+        own: dict[int, Entry] = {}
+        for number, managed in enumerate(params):
+            self._check(managed)
+            if managed in self and self._host.owns(managed):
+                own[number] = self._copied_entry(managed)
+        entries = self._host.ranks.merged(own, label="the optimizer states that each rank has")
+        states: dict[ManagedParameter, dict[str, Any]] = {}
+        for number, managed in enumerate(params):
+            states[managed] = {
+                key: lazy_state(self._host, self.specs_of(managed)[key], managed) if isinstance(value, Role) else value
+                for key, value in entries.get(number, {}).items()
+            }
+        return states
 
     def _check(self, managed: ManagedParameter) -> None:
         self._host.require_open()

@@ -113,9 +113,11 @@ class OptimizerState(MutableMapping[Any, Any]):
     def copies(self, *, lazily: bool) -> dict[Any, dict[str, Any]]:
         """Return ordinary copies of all states on the CPU, or `LazyTensor`s of those in chunks."""
         found = {}
-        for param in self:
-            if (managed := self._states.find(param)) is not None:
-                found[param] = self._states.lazy(managed) if lazily else self._states.read(managed)
+        managed_by_param = {param: self._states.find(param) for param in self}
+        lazy = self._states.lazy([one for one in managed_by_param.values() if one is not None]) if lazily else {}
+        for param, managed in managed_by_param.items():
+            if managed is not None:
+                found[param] = lazy[managed] if lazily else self._states.read(managed)
             elif entry := self.excluded[param]:
                 found[param] = tree_map_only(torch.Tensor, lambda value: value.to("cpu", copy=True), dict(entry))
         return found
