@@ -212,7 +212,7 @@ class RankStage:
         if isinstance(subject, Chunk):
             self._serve_event(call, self._store.chunks[subject.id])
         elif isinstance(subject, ManagedParameter):
-            self._slots.land(subject, ANYTHING, replacing=True)
+            self._slots.land({subject: ANYTHING})
         elif isinstance(subject, int):
             self._update([subject])
         elif call.asked is Asked.STEP:

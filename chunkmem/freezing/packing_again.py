@@ -1,14 +1,13 @@
 """Chunks of which less than half is trained are packed again, so that what is frozen gives back what training takes.
 
-[Note: Packing again] A chunk goes as a whole, so a group keeps gradients, states and master weights for all of its
-parameters while one of them is trained:
+A chunk goes as a whole, so a group keeps gradients, states and master weights for all of its parameters while one of
+them is trained:
 
     before    [F t] [F t] [F t] [F t]       four groups with gradients and states
     after     [F F] [F F] [t t] [t t]       two
 
-The model is packed as if it were new, which keeps what is frozen apart, into chunks of the same size; see [Note:
-Repacking] in `chunkmem.assembly.change`. It is done where that gives back more than it takes, and nothing stands
-against it: all ranks decide alike. The next step is recorded.
+The model is packed as if it were new, which keeps what is frozen apart, into chunks of the same size (ADR 53), as
+[Note: Repacking] in `chunkmem.assembly.change` says. The next step is recorded.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class BackwardTracker:
         *,
         ordinary: OrdinaryGradients,
         regions: RegionActivations,
-        is_rehearsal: bool = False,
+        is_rehearsal: bool,
     ) -> None:
         """Begin with nothing announced. In a rehearsal, what modules leave is taken for their graphs': it has views of
         fake tensors, whose references cannot be told apart."""

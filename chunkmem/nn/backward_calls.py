@@ -40,17 +40,17 @@ class BackwardCall:
         access: AccessTracker,
         *,
         nodes: CallNodes,
-        unit: Unit | None = None,
-        references: Mapping[int, int] | None = None,
-        uncertain: Collection[int] = (),
-        is_hidden: bool = False,
+        unit: Unit | None,
+        references: Mapping[int, int],
+        uncertain: Collection[int],
+        is_hidden: bool,
     ) -> None:
         """Describe a call; its graph has `references` by group, which count as long as the call lives."""
         self.name = name
         self.reads = reads
         self.access = access
         self.unit = unit
-        self.references = {} if references is None else dict(references)
+        self.references = dict(references)
         self.made_in_step = access.num_steps
         for group, count in self.references.items():
             access.graph_references[group] = access.graph_references.get(group, 0) + count

@@ -48,40 +48,25 @@ class CallRecord:
         )
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class RegionCall:
     """One call of a region. Lives as long as autograd keeps something that it saved in it."""
 
-    __slots__ = (
-        "__weakref__",
-        "around",
-        "chunk",
-        "come_to",
-        "given",
-        "handled",
-        "module",
-        "name",
-        "record",
-        "storages",
-    )
-
-    def __init__(
-        self, name: str, record: CallRecord, module: nn.Module, *, come_to: Callable[[], None] | None = None
-    ) -> None:
-        self.name = name
-        self.module = weakref.ref(module)
-        self.record = record
-        self.come_to = come_to
-        """Over ranks, called before it is recomputed; see `Regions.enter`."""
-        self.storages: dict[int, SavedStorage] = {}
-        """What was saved in it, by identity, until it is looked over."""
-        self.given: frozenset[int] = frozenset()
-        """The same afterwards: of a call that is recomputed, its inputs."""
-        self.chunk: Chunk | None = None
-        """That has its content; None if there is none, or not yet."""
-        self.around: Generator[None, None, None] | None = None
-        """Surrounds it while it runs, if it is going to be recomputed."""
-        self.handled: BaseException | None = None
-        """What the caller was handling when it began, while it runs."""
+    name: str
+    record: CallRecord
+    module: weakref.ref[nn.Module]
+    come_to: Callable[[], None] | None = None
+    """Over ranks, called before it is recomputed; see `RegionActivations.enter`."""
+    storages: dict[int, SavedStorage] = field(default_factory=dict)
+    """What was saved in it, by identity, until it is looked over."""
+    given: frozenset[int] = frozenset()
+    """The same afterwards: of a call that is recomputed, its inputs."""
+    chunk: Chunk | None = None
+    """That has its content; None if there is none, or not yet."""
+    around: Generator[None, None, None] | None = None
+    """Surrounds it while it runs, if it is going to be recomputed."""
+    handled: BaseException | None = None
+    """What the caller was handling when it began, while it runs."""
 
     def __str__(self) -> str:
         return f"{self.name} backward"

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from chunkmem.errors import CapacityError, TierIOError
 from chunkmem.nn.live_chunks import LiveChunks
-from chunkmem.nn.recompute import Recomputation
+from chunkmem.nn.recompute import recomputed
 from chunkmem.nn.region_calls import CallRecord, RegionCall, SavedCount
 from chunkmem.nn.region_chunks import RegionChunks
 from chunkmem.nn.region_inputs import RecomputedInputs
@@ -58,7 +58,7 @@ class RegionActivations(OwnHooks):
         policies: RegionPolicies,
         chunks: RegionChunks,
         device: torch.device,
-        is_rehearsal: bool = False,
+        is_rehearsal: bool,
     ) -> None:
         """Begin with none.
 
@@ -162,21 +162,22 @@ class RegionActivations(OwnHooks):
         is_recomputed = policy_now.recomputes_call(number, self._kept)
         record = CallRecord(name, policy_now, number, is_recomputed, [start])
         self.records.append(record)
-        self._open = RegionCall(name, record, module, come_to=come_to)
-        self._open.handled = sys.exception()
+        self._open = RegionCall(name, record, weakref.ref(module), come_to, handled=sys.exception())
         torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
         if record.is_recomputed:
             again = Recomputing(self, self._open)
             contexts = contextlib.nullcontext(), again
-            recomputation = Recomputation(
+            around = self._open.around = recomputed(
+                module,
+                args,
+                kwargs,
+                name=name,
                 rng=("python", "numpy"),
                 context_fn=lambda: contexts,
                 on_copies=again.give,
                 has_copy=self.inputs.has_copy,
             )
-            around = recomputation.around(module, args, kwargs, name=name)
             next(around)
-            self._open.around = around
         return record.is_recomputed
 
     def leave(self) -> None:

@@ -1,8 +1,4 @@
-"""Storages whose tensors autograd has saved: who else holds them, and their memory as that of a chunk.
-
-[Note: Versions] torch does not check whether a tensor was written to after it was saved where there are hooks, so that
-is done here, and says what torch would.
-"""
+"""Storages whose tensors autograd has saved: who else holds them, and their memory as that of a chunk."""
 
 from __future__ import annotations
 
@@ -52,7 +48,7 @@ class SavedTensor:
         self.version = alias._version if tensor._version == self.version else _STALE
 
     def check(self) -> None:
-        """Raise what torch does for a tensor that was written to after it was saved."""
+        """Raise what torch does, where there are no hooks, for a tensor that was written to after it was saved."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
