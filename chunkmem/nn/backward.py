@@ -24,7 +24,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from chunkmem.nn.access import AccessTracker
-from chunkmem.nn.backward_calls import BackwardCall, CallNodes
+from chunkmem.nn.backward_calls import BackwardCall
 from chunkmem.nn.binding import ManagedParameter, trained
 from chunkmem.nn.frames import Frame
 from chunkmem.nn.nodes import NodePins
@@ -144,7 +144,7 @@ class BackwardTracker:
             frame.name,
             tuple(frame.reads),
             self._access,
-            nodes=CallNodes(frame.first_node, frame.end_node, tuple(frame.inside)),
+            nodes=(frame.first_node, frame.end_node, tuple(frame.inside)),
             unit=frame.unit,
             references=found.saved,
             uncertain=found.uncertain,

@@ -15,7 +15,7 @@ import torch
 from chunkmem.errors import StateError
 from chunkmem.nn.guard import makes_one_like, only_makes_a_view, tensors_of, written_by
 from chunkmem.nn.slot_tensor import SlotTensor
-from chunkmem.nn.tensor_functions import one_by_one
+from chunkmem.nn.tensor_functions import listed, one_by_one
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
 
@@ -61,8 +61,7 @@ class _Call:
         self.kwargs = kwargs
         self.lazies = _lazies_in(args, kwargs)
         self.written = list(written_by(func, args, kwargs))
-        lists = (value for value in args if isinstance(value, (list, tuple)))
-        self.listed: Sequence[torch.Tensor] = next(lists) if "_foreach_" in self.name else ()
+        self.listed: Sequence[torch.Tensor] = listed(self.name, args)
         """What it is called for in each place of its lists."""
 
     def read(self) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from chunkmem.nn.random_sources import RandomSource, RandomStates
 from chunkmem.nn.values import Structure
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+MakeContext = Callable[[], AbstractContextManager[Any]]
 
 
 def recomputed(
@@ -32,7 +33,7 @@ def recomputed(
     *,
     name: str,
     rng: Sequence[RandomSource] = (),
-    context_fn: Callable[[], Contexts] | None = None,
+    contexts: Callable[[], tuple[AbstractContextManager[Any], MakeContext]] = lambda: (nullcontext(), nullcontext),
     preserve_rng_state: bool = True,
     determinism_check: str = "default",
     early_stop: bool = True,
@@ -46,7 +47,8 @@ def recomputed(
         args, kwargs: with these.
         name: what errors call it.
         rng: sources of random numbers to be repeated besides torch's.
-        context_fn, determinism_check: as for `torch.utils.checkpoint.checkpoint`.
+        contexts: returns what surrounds the call now, and what makes a context of each further one.
+        determinism_check: as for `torch.utils.checkpoint.checkpoint`.
         preserve_rng_state: repeat torch's random numbers.
         early_stop: stop a recomputation as soon as everything that was saved is there again.
         on_copies: called, before the call is made again, with the arguments that are copied for it: small tensors
@@ -68,17 +70,29 @@ def recomputed(
         positional, *values = arguments.filled([copies.get(index, tensor) for index, tensor in enumerate(given)])
         return function(*positional, **dict(zip(keys, values, strict=True)))
 
-    def contexts() -> Contexts:
+    def surrounding() -> Contexts:
         """Return the contexts of the first run and of all others."""
         state = CallState(function, named)
         states = RandomStates((*rng, *state.generators.values()))
         named.clear()  # the arguments are kept by torch alone
-        first, again = context_fn() if context_fn is not None else (None, None)
-        return _first_run(state, first, name, has_copy), _LaterRun(state, states, again, name)
+        first, again = contexts()
+
+        @contextlib.contextmanager
+        def now() -> Iterator[None]:
+            with first:
+                yield
+            state.settle(name, has_copy=has_copy)
+
+        @contextlib.contextmanager
+        def later() -> Iterator[None]:
+            with state.restored(name), states.restored(), again():
+                yield
+
+        return now(), _EachTime(later)
 
     # Positional tensors are what torch saves, under the hooks around the call, and compares the versions of.
     generator: Generator[None, None, None] = torch.utils.checkpoint._checkpoint_without_reentrant_generator(
-        call_again, preserve_rng_state, contexts, determinism_check, False, early_stop, *tensors
+        call_again, preserve_rng_state, surrounding, determinism_check, False, early_stop, *tensors
     )
     return generator
 
@@ -93,34 +107,17 @@ def _run(
         return function(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def _first_run(
-    state: CallState,
-    inner: AbstractContextManager[Any] | None,
-    label: str,
-    has_copy: Callable[[torch.Tensor], bool],
-) -> Iterator[None]:
-    with inner or contextlib.nullcontext():
-        yield
-    state.settle(label, has_copy=has_copy)
+class _EachTime(AbstractContextManager[None]):
+    """Another context each time: a call may be recomputed several times, one inside of another too."""
 
-
-class _LaterRun(AbstractContextManager[None]):
-    """A recomputation; there may be several of one call, one inside of another too."""
-
-    def __init__(
-        self, state: CallState, states: RandomStates, inner: AbstractContextManager[Any] | None, label: str
-    ) -> None:
-        self._state, self._states, self._inner, self._label = state, states, inner, label
-        self._open: list[ExitStack] = []
+    def __init__(self, make: MakeContext) -> None:
+        self._make = make
+        self._open: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(self._state.restored(self._label))
-            stack.enter_context(self._states.restored())
-            if self._inner is not None:
-                stack.enter_context(self._inner)
-            self._open.append(stack.pop_all())
+        made = self._make()
+        made.__enter__()
+        self._open.append(made)
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._open.pop().__exit__(*error)
@@ -162,13 +159,18 @@ def checkpoint(
         raise ConfigError(
             "chunkmem.checkpoint is non-reentrant: leave out use_reentrant, or use torch.utils.checkpoint"
         )
+
+    def contexts() -> tuple[AbstractContextManager[Any], MakeContext]:
+        first, again = (nullcontext(), nullcontext()) if context_fn is None else context_fn()
+        return first, lambda: again
+
     return _run(
         function,
         args,
         kwargs,
         name=_name_of(function),
         rng=rng,
-        context_fn=context_fn,
+        contexts=contexts,
         preserve_rng_state=preserve_rng_state,
         determinism_check=determinism_check,
         early_stop=early_stop,

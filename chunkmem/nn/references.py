@@ -98,8 +98,7 @@ class GraphSearch:
                 for following, _ in node.next_functions:
                     if following is not None:
                         ends |= leads[following] if following in leads else _end(following, params, inputs)
-                number = node._sequence_nr()
-                if any(first <= number < stop for first, stop in frame.inside):
+                if is_inside(node, frame.inside):
                     continue
                 for group, count in self._saved_in(node, groups, params, counted).items():
                     saved[group] += count
@@ -188,6 +187,12 @@ def nodes_between(starts: Iterable[Any], first: int, stop: float = inf) -> list[
         found[node] = None
         pending += [following for following, _ in node.next_functions]
     return sorted(found, key=methodcaller("_sequence_nr"))
+
+
+def is_inside(node: Any, calls: Iterable[tuple[int, int]]) -> bool:
+    """Tell whether one of these calls has made a node; for the numbers see `nodes_between`."""
+    number = node._sequence_nr()
+    return any(first <= number < stop for first, stop in calls)
 
 
 def _is_end(node: Any) -> bool:

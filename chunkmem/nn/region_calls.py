@@ -1,4 +1,4 @@
-"""One call of a region: what it has saved, when it did what, and how its recomputation is counted."""
+"""One call of a region: what it has saved, and when it did what."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
-from chunkmem.nn.saved_storages import SavedStorage, aligned
-from chunkmem.nn.saved_tensors import OwnHooks
-from chunkmem.nn.values import storage_id
+from chunkmem.nn.saved_storages import SavedStorage
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.trace.model import Region
 from chunkmem.types import ActivationPolicy
@@ -70,25 +67,3 @@ class RegionCall:
 
     def __str__(self) -> str:
         return f"{self.name} backward"
-
-
-class SavedCount(OwnHooks):
-    """Counts bytes of storages on their way to what torch's checkpoint does with them."""
-
-    hides = True
-
-    def __init__(self, counts: Callable[[int], bool], pack: Callable[[torch.Tensor], object]) -> None:
-        self.nbytes: dict[int, int] = {}
-        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
-        self.given: set[int | None] = set()
-        """Storages of copies that the call is given, by identity."""
-        self._counts = counts
-        self._pack = pack
-
-    def pack(self, tensor: torch.Tensor) -> object:
-        key = storage_id(tensor)
-        if key is not None and key not in self.nbytes and key not in self.given and self._counts(key):
-            storage = tensor.untyped_storage()
-            self.nbytes[key] = aligned(storage.nbytes())
-            self.storages.append(weakref.ref(storage))
-        return self._pack(tensor)

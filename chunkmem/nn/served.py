@@ -30,7 +30,7 @@ from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter, Served
 from chunkmem.nn.frames import Frame, in_backward
 from chunkmem.nn.saved_tensors import ChunkHooks
-from chunkmem.nn.tensor_functions import METADATA, one_by_one
+from chunkmem.nn.tensor_functions import METADATA, listed, one_by_one
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.wrappers import sharding_caller, wrapped
 from chunkmem.runtime.pager import Pager
@@ -177,11 +177,10 @@ class ParameterServer:
                 f"{parameters[0]} is used by {getattr(func, '__name__', func)} outside of its unit's forward, "
                 "where only its owner has the values; use it inside manager.gather(), which all ranks enter"
             )
-        is_of_lists = getattr(func, "__name__", "").startswith("_foreach_")
-        listed = next((value for value in args if isinstance(value, (list, tuple))), ()) if is_of_lists else ()
-        if len(listed) > 1:
+        num = len(listed(getattr(func, "__name__", ""), args))
+        if num > 1:
             # What is done to all of them needs no more room than what is done to one.
-            parts = one_by_one(len(listed), args, kwargs)
+            parts = one_by_one(num, args, kwargs)
             return [result for part, options in parts for result in self.call(func, part, options) or ()] or None
         with self._turn.taken():
             if self._access.stack:

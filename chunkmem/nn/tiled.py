@@ -106,9 +106,9 @@ class TiledLinear(nn.Module):
     def tiles(self) -> dict[str, list[nn.Parameter]]:
         """Return the parameters of tiles by the name of the whole one, row by row."""
         found: dict[str, list[nn.Parameter]] = {}
+        own = dict(self.named_parameters())  # no reads
         for name, key, _ in _places(self):
-            tile, _, kind = key.partition(".")
-            found.setdefault(name, []).append(dict(getattr(self, tile).named_parameters())[kind])
+            found.setdefault(name, []).append(own[key])
         return found
 
     def join(self, name: str, parts: list[Tensor]) -> Tensor:
@@ -136,8 +136,7 @@ class TiledLinear(nn.Module):
         whole = nn.Linear(self.in_features, self.out_features, self.has_bias, **options)
         with torch.no_grad():
             for name, key, place in _places(self):
-                tile, _, kind = key.partition(".")
-                getattr(getattr(self, tile), kind).copy_(getattr(whole, name)[place])
+                self.get_parameter(key).copy_(getattr(whole, name)[place])
 
     def extra_repr(self) -> str:
         """Return the constructor's arguments."""
