@@ -266,14 +266,15 @@ class RegionActivations(OwnHooks):
         if isinstance(kept, SavedReference):
             return self._saved.read(kept)
         assert isinstance(kept, SavedTensor)
+        call = kept.call
+        assert isinstance(call, RegionCall)
         if kept.copy is not None:
             with runtime_mode():
                 return kept.copy.clone()  # the call may be repeated again
         if kept.is_moved:
             with self._turn.taken(in_hook=True):
-                assert isinstance(kept.call, RegionCall)
-                self._bring(kept.call)
-        kept.check()
+                self._bring(call)
+        kept.check(call.name)
         return kept.tensor
 
     # Backward.
