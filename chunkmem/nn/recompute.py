@@ -26,6 +26,29 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 MakeContext = Callable[[], AbstractContextManager[Any]]
 
 
+def _call_again(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    on_copies: Callable[[Iterable[torch.Tensor]], None],
+) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """Return a function of tensors that makes a call again, and those tensors: it keeps none of them itself."""
+    # What is in lists and dicts is no input. A tensor comes once: a call may ask whether two arguments are one.
+    arguments, tensors = Structure.of(
+        (tuple(args), *kwargs.values()), is_leaf=lambda value: not isinstance(value, tuple)
+    )
+    keys = tuple(kwargs)
+    inputs = copies_of({index: tensor for index, tensor in enumerate(tensors) if is_state(tensor)})  # statistics, too
+
+    def call_again(*given: torch.Tensor) -> Any:
+        copies = copies_of(inputs)
+        on_copies(copies.values())
+        positional, *values = arguments.filled([copies.get(index, tensor) for index, tensor in enumerate(given)])
+        return function(*positional, **dict(zip(keys, values, strict=True)))
+
+    return call_again, tensors
+
+
 def recomputed(
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -48,27 +71,13 @@ def recomputed(
         name: what errors call it.
         rng: sources of random numbers to be repeated besides torch's.
         contexts: returns what surrounds the call now, and what makes a context of each further one.
-        determinism_check: as for `torch.utils.checkpoint.checkpoint`.
-        preserve_rng_state: repeat torch's random numbers.
-        early_stop: stop a recomputation as soon as everything that was saved is there again.
+        preserve_rng_state, determinism_check, early_stop: as for `checkpoint`.
         on_copies: called, before the call is made again, with the arguments that are copied for it: small tensors
             without gradient.
         has_copy: tells, after the call, whether it may have written to an argument: made again, it is given a copy.
     """
     named = [(f"argument {key}", value) for key, value in (*enumerate(args), *kwargs.items())]
-    # What is in lists and dicts is no input. A tensor comes once: a call may ask whether two arguments are one.
-    arguments, tensors = Structure.of(
-        (tuple(args), *kwargs.values()), is_leaf=lambda value: not isinstance(value, tuple)
-    )
-    keys = tuple(kwargs)
-    # Running statistics may be arguments, too.
-    inputs = copies_of({index: tensor for index, tensor in enumerate(tensors) if is_state(tensor)})
-
-    def call_again(*given: torch.Tensor) -> Any:
-        copies = copies_of(inputs)
-        on_copies(copies.values())
-        positional, *values = arguments.filled([copies.get(index, tensor) for index, tensor in enumerate(given)])
-        return function(*positional, **dict(zip(keys, values, strict=True)))
+    call_again, tensors = _call_again(function, args, kwargs, on_copies)
 
     def surrounding() -> Contexts:
         """Return the contexts of the first run and of all others."""
