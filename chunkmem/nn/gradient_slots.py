@@ -93,7 +93,7 @@ class GradientSlots:
         """
         _require_dense(grads)
         self.num_changes += 1
-        first = next(iter(grads))
+        first, *_ = grads
         number = first.group
         group = self._writable(number, reader or f"{first.name} gradient", zero=False)
         if self.given and not adding:
