@@ -133,6 +133,11 @@ class Sharding:
     units: Units
     ordinary: OrdinaryGradients
 
+    @property
+    def is_shared(self) -> bool:
+        """Several ranks have the chunks, each some."""
+        return self.shards is not None
+
     @contextmanager
     def together(self, call: str, turn: Turn) -> Iterator[None]:
         """Surround a call that all ranks make, by the thread that has `turn`.
@@ -239,12 +244,9 @@ class Modules:
         for packed in self.registry.models:
             self.server.remove(packed.parameters)
             self.gradient_hooks.unwatch(packed.parameters)
-        self.copies.fitted.undo()
-        self.compiled.unfit()
-        self.host.unfit()
-        self.surface.unfit()
         hooks.unfit()
-        self.borders.unfit()
+        for fitted in self._fitted(hooks):
+            fitted.undo()
         with runtime_mode():
             for home in dict.fromkeys(managed.bound for managed in self.registry.parameters):
                 home.release()
@@ -365,7 +367,7 @@ def make_modules(
     backward = BackwardTracker(
         pager, access, sharding.units, turn, ordinary=sharding.ordinary, regions=regions, is_rehearsal=is_rehearsal
     )
-    server = ParameterServer(pager, access, backward, turn, saved=saved, is_shared=sharding.shards is not None)
+    server = ParameterServer(pager, access, backward, turn, registry.managed, saved, is_shared=sharding.is_shared)
     read = partial(_read, pager, sharding, updater)
     lazy, write = partial(_lazy, sharding, updater), partial(_write, pager, sharding, updater)
     surface = ModuleSurface(read=read, lazy=lazy, write=write, saving=server.saving)

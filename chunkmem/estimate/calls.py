@@ -109,9 +109,10 @@ class LoggedSlots(GradientSlots):
         super().__init__(pager, **options)
         self._log = log
 
-    def land(self, managed: ManagedParameter, grad: torch.Tensor, *, replacing: bool = False) -> None:
-        self._log.add("land", managed)
-        super().land(managed, grad, replacing=replacing)
+    def land(self, grads: Mapping[ManagedParameter, torch.Tensor], **options: Any) -> None:
+        for managed in grads:
+            self._log.add("land", managed)
+        super().land(grads, **options)
 
 
 class LoggedOptimizer:

@@ -229,7 +229,7 @@ class RankStage:
 
     def land(self, managed: ManagedParameter) -> None:
         """A gradient is final for this backward."""
-        self._slots.land(managed, ANYTHING, replacing=True)
+        self._slots.land({managed: ANYTHING})
 
     def unit(self, method: str, *args: Unit) -> None:
         """A call of a unit begins or ends, backward continues in one, or is over: a method of `Units`."""

@@ -1,6 +1,4 @@
-"""Freeze and unfreeze parameters between two steps; what training them takes is given back at once.
-
-What becomes of the bytes of a parameter:
+"""Freeze and unfreeze parameters between two steps; what training them takes is given back at once (ADR 44).
 
     gradient            gone
     optimizer states    gone, or kept if asked
@@ -8,14 +6,7 @@ What becomes of the bytes of a parameter:
     weights             stay; nothing writes to them, so they are copied up and never down
 
 Chunks go as a whole, when the last of their parameters is frozen. A state of a parameter in a chunk that stays is
-forgotten all the same, and its master weight is rounded: training it again begins with the same numbers. What the next
-step follows is decided in `chunkmem.freezing.freezer`.
-
-Plans belong to what is trained. If steps that train just this are known, theirs is followed again at once. Else the
-step is recorded, and the one after it follows a plan. Over ranks the next step shows what is exchanged, if gathers are
-begun ahead, and the one after it is recorded.
-
-Decided in ADR 44.
+forgotten all the same, and its master weight is rounded: training it again begins with the same numbers.
 """
 
 from __future__ import annotations
@@ -41,6 +32,10 @@ from chunkmem.trace.model import Trace
 
 def expect_step(runtime: Runtime) -> None:
     """Have a plan for the next step, or have it recorded. All ranks call it.
+
+    Plans belong to what is trained. If steps that train just this are known, theirs is followed again at once. Else the
+    step is recorded, and the one after it follows a plan. Over ranks the next step shows what is exchanged, if gathers
+    are begun ahead, and the one after it is recorded.
 
     Raises:
         RankError: a rank is missing.
@@ -147,17 +142,14 @@ def freeze(
             _give_up_states(runtime, params, managed)
         freed_nbytes = before_nbytes - training_nbytes(runtime)
         again = None if keep_states else PackingAgain(runtime)
-        packs = again is not None and again.is_worth_it()
-        if packs and not not_packed:
-            assert again is not None
-            not_packed = again.reason_against()
-        elif not packs:
-            not_packed = ""
-        if not packs or not_packed:
+        if again is None or not again.is_worth_it():
+            again, not_packed = None, ""
+        else:
+            not_packed = not_packed or again.reason_against()
+        if again is None or not_packed:
             expect_step(runtime)
     packed_nbytes = 0
-    if packs and not not_packed:
-        assert again is not None
+    if again is not None and not not_packed:
         unpacked_nbytes = training_nbytes(runtime)
         runtime, not_packed = _pack(runtime, again, adopt)
         packed_nbytes = 0 if not_packed else unpacked_nbytes - training_nbytes(runtime)

@@ -6,11 +6,8 @@ them is trained:
     before    [F t] [F t] [F t] [F t]       four groups with gradients and states
     after     [F F] [F F] [t t] [t t]       two
 
-The model is packed as if it were new, which keeps what is frozen apart, into chunks of the same size; see [Note:
-Repacking] in `chunkmem.assembly.change`. It is done where that gives back more than it takes, and nothing stands
-against it: all ranks decide alike. The next step is recorded.
-
-Decided in ADR 53.
+The model is packed as if it were new, which keeps what is frozen apart, into chunks of the same size (ADR 53), as
+[Note: Repacking] in `chunkmem.assembly.change` says. The next step is recorded.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """See every read of a parameter, and keep what is being read on DEVICE.
 
-[Note: Reads] Modules read parameters of other modules (attention reads its output projection, a head reads the
-embedding), so hooks on owners miss reads. Instead each module's `_parameters` is a mapping that reports lookups:
-`module.weight` passes through it, `module.parameters()` and `state_dict()` do not. A read belongs to the innermost
-running module, whose frame pins the chunk until it returns. Outside of modules a lookup reads nothing yet: the
-parameter serves itself when an operator gets it (`chunkmem.nn.served`).
+A read, of which `ParameterReads` tells, belongs to the innermost running module, whose frame pins the chunk until it
+returns. Outside of modules a lookup reads nothing yet: the parameter serves itself when an operator gets it
+(`chunkmem.nn.served`).
 
 [Note: References] What a call leaves behind is counted: references to the chunk's memory and to the parameters it read,
 at its end less at its beginning. A graph that backward will be announced for may keep them: the memory comes back for
@@ -107,8 +105,7 @@ class AccessTracker:
                     "manager.on_host and use_cpu_embedding)"
                 )
             self._pager.pin(chunk, reader=frame)
-            frame.groups[group] = None
-            frame.before[group] = managed.bound, managed.bound.num_references()
+            frame.groups[group] = managed.bound.num_references()
         managed.open()
         frame.reads[managed] = managed.num_references()
 
@@ -154,8 +151,7 @@ class AccessTracker:
                 self.read(caller, managed)
                 views = [view for view in views if view is not managed.param]
                 if is_first:
-                    home, count = caller.before[managed.group]
-                    caller.before[managed.group] = home, count - len(views)
+                    caller.groups[managed.group] -= len(views)
                     handed[managed.group] = len(views)
                 of_it = sum(view._base is managed.param for view in views)
                 caller.reads[managed] -= of_it
@@ -169,10 +165,9 @@ class AccessTracker:
         those of its callers that have read the same.
         """
         own: dict[Referred, int] = {}
-        for group in frame.before:
-            home, count = frame.before[group]
-            own[group] = home.num_references() - count
         for managed in frame.reads:
+            if managed.group not in own:
+                own[managed.group] = managed.bound.num_references() - frame.groups[managed.group]
             own[managed] = managed.num_references() - frame.reads[managed]
         for further in (handed, frame.left_inside):
             for key in further:
@@ -182,11 +177,12 @@ class AccessTracker:
             self.stack[-1].inside.append((frame.first_node, frame.end_node))
         for caller in self.stack:
             for key in own if caller.reads else ():
-                if own[key] and (key in caller.before or key in caller.reads):
+                if own[key] and (key in caller.groups or key in caller.reads):
                     caller.left_inside[key] = caller.left_inside.get(key, 0) + own[key]
-        left = {group: own[group] for group in frame.before}
+        left = dict[int, int]()
         for managed in frame.reads:
-            left[managed.group] += own[managed]
+            group = managed.group
+            left[group] = (left[group] if group in left else own[group]) + own[managed]
         return {group: left[group] for group in left if left[group] > 0}
 
     def release(self, frame: Frame, *, held: Collection[int] = ()) -> None:

@@ -1,19 +1,4 @@
-"""Autocast around a managed model: its cache of cast weights is switched off.
-
-[Note: Autocast's cache] Inside `torch.autocast` torch keeps the cast copy of each weight until the outermost autocast
-ends: a second model in low precision outside the chunks, which no plan can move, and which is still used after an
-update inside the region has changed the weights. The switch is the thread's, and an autocast leaves it as it found it.
-So a call of a model inside one has only to turn it off:
-
-    with torch.autocast(...):   | notes the setting: on
-        model(x)                | off, and what was cached is dropped
-        model(y)                | still off
-                                | on again
-
-Where an inner autocast ends, the setting is the outer one's again, and the next call turns it off there. A checkpoint
-inside the model notes "off" and recomputes with that. One around the whole model may have noted "on": its recomputation
-caches, until it ends, or the autocast that its backward runs in.
-"""
+"""Autocast around a managed model: its cache of cast weights is switched off."""
 
 from __future__ import annotations
 
@@ -23,7 +8,20 @@ import torch
 
 
 class AutocastCache:
-    """Keeps autocast from keeping copies of managed weights; see [Note: Autocast's cache]. One for each manager."""
+    """Keeps autocast from keeping copies of managed weights. One for each manager.
+
+    Inside `torch.autocast` torch keeps the cast copy of each weight until the outermost autocast ends: a second model
+    outside the chunks, which is still used after an update in the region has changed the weights. The switch is the
+    thread's, and an autocast leaves it as it found it, so a call of a model inside one has only to turn it off:
+
+        with torch.autocast(...):   | notes the setting: on
+            model(x)                | off, and what was cached is dropped
+            model(y)                | still off
+                                    | on again
+
+    A checkpoint inside the model notes "off" and recomputes with that. One around the whole model may have noted "on":
+    its recomputation caches, until it ends, or the autocast that its backward runs in.
+    """
 
     def __init__(self, device_type: str, *, precision: str) -> None:
         """Look at autocast on `device_type`, where the model computes; `precision` is the configuration's."""

@@ -24,7 +24,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from chunkmem.nn.access import AccessTracker
-from chunkmem.nn.backward_calls import BackwardCall, CallNodes
+from chunkmem.nn.backward_calls import BackwardCall
 from chunkmem.nn.binding import ManagedParameter, trained
 from chunkmem.nn.frames import Frame
 from chunkmem.nn.nodes import NodePins
@@ -54,7 +54,7 @@ class BackwardTracker:
         *,
         ordinary: OrdinaryGradients,
         regions: RegionActivations,
-        is_rehearsal: bool = False,
+        is_rehearsal: bool,
     ) -> None:
         """Begin with nothing announced. In a rehearsal, what modules leave is taken for their graphs': it has views of
         fake tensors, whose references cannot be told apart."""
@@ -144,7 +144,7 @@ class BackwardTracker:
             frame.name,
             tuple(frame.reads),
             self._access,
-            nodes=CallNodes(frame.first_node, frame.end_node, tuple(frame.inside)),
+            nodes=(frame.first_node, frame.end_node, tuple(frame.inside)),
             unit=frame.unit,
             references=found.saved,
             uncertain=found.uncertain,

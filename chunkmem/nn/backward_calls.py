@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.region_calls import CallRecord
 from chunkmem.shard.units import Unit
 
-
-@dataclass(frozen=True)
-class CallNodes:
-    """The nodes that a call has made, by their numbers in autograd's order."""
-
-    first: int
-    stop: int
-    """The last one's, and one."""
-    inside: tuple[tuple[int, int], ...]
-    """From, to below: those that calls inside of this one have made."""
-
-    def __contains__(self, number: int) -> bool:
-        return self.first <= number < self.stop and not any(first <= number < stop for first, stop in self.inside)
+CallNodes = tuple[int, int, tuple[tuple[int, int], ...]]
+"""The nodes that a call has made, by their numbers in autograd's order: the first one's, the last one's and one, and of
+calls inside of it the same."""
 
 
 class BackwardCall:
@@ -40,17 +29,17 @@ class BackwardCall:
         access: AccessTracker,
         *,
         nodes: CallNodes,
-        unit: Unit | None = None,
-        references: Mapping[int, int] | None = None,
-        uncertain: Collection[int] = (),
-        is_hidden: bool = False,
+        unit: Unit | None,
+        references: Mapping[int, int],
+        uncertain: Collection[int],
+        is_hidden: bool,
     ) -> None:
         """Describe a call; its graph has `references` by group, which count as long as the call lives."""
         self.name = name
         self.reads = reads
         self.access = access
         self.unit = unit
-        self.references = {} if references is None else dict(references)
+        self.references = dict(references)
         self.made_in_step = access.num_steps
         for group, count in self.references.items():
             access.graph_references[group] = access.graph_references.get(group, 0) + count

@@ -138,10 +138,10 @@ class ManagedParameter:
         position: int,
         bound: BoundChunk,
         *,
-        stride: tuple[int, ...] | None = None,
-        dtype: torch.dtype | None = None,
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
     ) -> None:
-        """Describe a parameter in `position` of its group; None: its strides and its dtype are what it has now."""
+        """Describe a parameter in `position` of its group, with the strides and the dtype that it has there."""
         self.param = param
         self.name = name
         self.slot = slot
@@ -154,10 +154,10 @@ class ManagedParameter:
         self.is_drawn = False
         """It was on the meta device, and was initialised when it was packed."""
         self.shape = param.shape
-        self.stride = dense_stride(param) if stride is None else stride
+        self.stride = stride
         self.view: torch.Tensor | None = None
         """The slot on DEVICE in the parameter's shape; made once, valid while the chunk is attached."""
-        self._blank = blank(param.dtype if dtype is None else dtype, bound.device)
+        self._blank = blank(dtype, bound.device)
         self.placeholder = self._blank.expand(param.shape)
         """What the parameter stands on while its chunk is away; nobody gets to see it."""
         self.version = param._version

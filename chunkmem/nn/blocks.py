@@ -19,32 +19,34 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import nn
 
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.parameter_reads import ParameterReads
+from chunkmem.shard.units import Unit
 from chunkmem.types import Tier
 
 
-class Fitted(Protocol):
-    """What is known of a module that was fitted."""
+@dataclass(frozen=True, eq=False)
+class FittedModule:
+    """What the hooks know of one module."""
 
-    @property
-    def own(self) -> tuple[ManagedParameter, ...]:
-        """Managed parameters registered on it."""
-        ...
-
-    @property
-    def region(self) -> str | None:
-        """The policy for what autograd saves in its calls; None: it is no region."""
-        ...
-
-    @property
-    def tier(self) -> Tier:
-        """Where it computes."""
-        ...
+    name: str
+    own: tuple[ManagedParameter, ...]
+    """Managed parameters registered on it."""
+    unseen: tuple[ManagedParameter, ...]
+    """Managed parameters it also holds elsewhere (an RNN's flat weight list), whose uses are no lookups."""
+    is_leaf: bool
+    unit: Unit | None
+    """The unit of exchange it belongs to; None with one rank."""
+    region: str | None
+    """The policy for what autograd saves in its calls; None: it is no region."""
+    tier: Tier
+    """Where it computes."""
+    is_shareable: bool = False
+    """It has no parameters, nor has what is in it: models that are not managed may have it, too."""
 
 
 _MOST_CHUNKS = 2
@@ -73,7 +75,7 @@ class Together(NamedTuple):
 
 
 def blocks_of(
-    root: nn.Module, about: Mapping[nn.Module, Fitted], callers: Mapping[nn.Module, Collection[int]]
+    root: nn.Module, about: Mapping[nn.Module, FittedModule], callers: Mapping[nn.Module, Collection[int]]
 ) -> list[WholeBlock]:
     """Return the outermost modules under a root that can be heard of as a whole.
 
@@ -97,7 +99,7 @@ def blocks_of(
 
 def _block(
     module: nn.Module,
-    about: Mapping[nn.Module, Fitted],
+    about: Mapping[nn.Module, FittedModule],
     callers: Mapping[nn.Module, Collection[int]],
     num_parents: Mapping[int, int],
 ) -> WholeBlock | None:

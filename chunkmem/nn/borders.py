@@ -1,17 +1,9 @@
-"""Casts where tensors go from a module to another that computes in another dtype.
-
-[Note: Borders] What is returned is cast to the dtype of the caller, and who that is shows only in the call: a model
-calls modules of its children (`self.encoder.embed(x)`), and two parents share one. So the calls under way are a stack.
-A recomputation in backward may begin in the middle of it (`checkpoint(self._attend, x)`), with no caller to be seen:
-then it is the dtype of the module's last call before backward. Of a module without parameters, that may have been one
-by a model that is not managed, for which nothing is cast.
-
-Inside of a compiled module the caller is taken to be the module's parent, so that the compiler sees nothing but casts.
-"""
+"""Casts where tensors go from a module to another that computes in another dtype."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -26,27 +18,34 @@ from chunkmem.nn.frames import in_backward
 from chunkmem.nn.parameter_reads import not_picklable
 
 
+@dataclass(eq=False, slots=True)
 class _Border:
     """One module."""
 
-    __slots__ = ("inside", "is_foreign", "is_root", "is_shareable", "outside", "seen")
-
-    def __init__(self, inside: torch.dtype, outside: torch.dtype, *, is_root: bool, is_shareable: bool = False) -> None:
-        self.inside = inside
-        """What it computes in."""
-        self.outside = outside
-        """What it returns to a caller that is not part of a model."""
-        self.seen = outside
-        """What it returned the last time, recomputations left out."""
-        self.is_root = is_root
-        self.is_shareable = is_shareable
-        """It has no parameters, nor has what is in it: models that are not managed may have it, too."""
-        self.is_foreign = False
-        """One of those called it the last time, recomputations left out."""
+    inside: torch.dtype
+    """What it computes in."""
+    outside: torch.dtype
+    """What it returns to a caller that is not part of a model."""
+    is_root: bool
+    is_shareable: bool
+    """It has no parameters, nor has what is in it: models that are not managed may have it, too."""
+    seen: torch.dtype | None = None
+    """What it returned the last time, recomputations left out."""
+    is_foreign: bool = False
+    """One of those called it the last time, recomputations left out."""
 
 
 class Borders:
-    """Fits modules with casts, and knows which of them are running."""
+    """Fits modules with casts, and knows which of them are running.
+
+    What is returned is cast to the dtype of the caller, and who that is shows only in the call: a model calls modules
+    of its children (`self.encoder.embed(x)`), and two parents share one. So the calls under way are a stack. A
+    recomputation in backward may begin in the middle of it (`checkpoint(self._attend, x)`), with no caller to be seen:
+    then it is the dtype of the module's last call before backward. Of a module without parameters, that may have been
+    one by a model that is not managed, for which nothing is cast.
+
+    Inside of a compiled module the caller is taken to be the module's parent, so that the compiler sees only casts.
+    """
 
     def __init__(self, *, is_outermost: Callable[[nn.Module], bool] = lambda module: False) -> None:
         """Make borders; `is_outermost` tells of a module that begins whether what seems to run was interrupted."""
@@ -69,15 +68,14 @@ class Borders:
             if homes.get(module, dtype) is not dtype:
                 for below in module.modules():
                     if below in homes and below is not root:
-                        is_shareable = next(below.parameters(), None) is None
-                        self._fit(below, _Border(homes[below], dtype, is_root=False, is_shareable=is_shareable))
-        self._fit(root, _Border(homes.get(root, dtype), torch.float32, is_root=True))
+                        self._fit(below, homes[below], dtype)
+        self._fit(root, homes.get(root, dtype), torch.float32, is_root=True)
 
-    def _fit(self, module: nn.Module, border: _Border) -> None:
+    def _fit(self, module: nn.Module, inside: torch.dtype, outside: torch.dtype, *, is_root: bool = False) -> None:
         if module in self.fitted:
             return
-
-        self._of[module] = border
+        is_shareable = not is_root and next(module.parameters(), None) is None
+        border = self._of[module] = _Border(inside, outside, is_root, is_shareable)
         self.fitted.surround(module, partial(self._cast_in, border), partial(self._cast_out, border))
 
     def enclose(self, unit: nn.Module, call: CompiledCall) -> None:
@@ -108,47 +106,31 @@ class Borders:
             self._make_static(child, outside)
 
     def _cast_in(self, border: _Border, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if border.is_shareable:
-            recomputing = in_backward()
-            if self._running and not recomputing and self._is_outermost(module):
-                self._running.clear()
-            if not self._running:  # a model that is not managed calls, or backward recomputes
-                border.is_foreign = border.is_foreign or not recomputing
-                if border.is_foreign:
-                    return None
-        border.is_foreign = False
-        self._enter(border, module)
-        return _cast_arguments(border.inside, module, args, kwargs)
-
-    def _cast_out(self, border: _Border, _module: nn.Module, _args: Any, result: Any) -> Any:
-        outside = self._leave(border)
-        return None if outside is None else cast_floats(result, outside)
-
-    def unfit(self) -> None:
-        """Undo all that `fit` did: nothing is cast any more."""
-        self.fitted.undo()
-        self._of.clear()
-
-    def _enter(self, border: _Border, module: nn.Module) -> None:
-        recomputing = in_backward()
-        if border.is_root and self._running and not recomputing and self._is_outermost(module):
+        recomputing, may_begin = in_backward(), border.is_root or border.is_shareable
+        if may_begin and self._running and not recomputing and self._is_outermost(module):
             self._running.clear()
+        if border.is_shareable and not self._running:  # a model that is not managed calls, or backward recomputes
+            border.is_foreign = border.is_foreign or not recomputing
+            if border.is_foreign:
+                return None
+        border.is_foreign = False
         if self._running:
             outside = self._running[-1][0].inside
         else:
-            outside = border.seen if recomputing else border.outside
+            outside = border.seen or border.outside if recomputing else border.outside
         if not recomputing:
             border.seen = outside
         self._running.append((border, outside))
+        return _cast_arguments(border.inside, module, args, kwargs)
 
-    def _leave(self, border: _Border) -> torch.dtype | None:
-        """End a call, and those in it that were interrupted; None if it did not get as far as `_enter`."""
+    def _cast_out(self, border: _Border, _module: nn.Module, _args: Any, result: Any) -> Any:
+        """End a call, and those in it that were interrupted; nothing if it did not get as far as `_cast_in`."""
         if not any(running is border for running, _ in self._running):
             return None
         while True:
             running, outside = self._running.pop()
             if running is border:
-                return outside
+                return cast_floats(result, outside)
 
 
 def _cast_arguments(dtype: torch.dtype, _module: nn.Module, args: Any, kwargs: Any) -> Any:

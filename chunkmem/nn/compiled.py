@@ -1,14 +1,8 @@
 """Modules that torch.compile runs: a compiled call is surrounded, and nothing of chunkmem is inside of it.
 
-[Note: Compiled units] torch's compiler follows the code of a module and keeps what it finds. Hooks would break its
-graphs, and it reads parameters past what brings them. So a compiled module is a unit: all weights in it are pinned
-before its compiled code runs, and are ordinary Parameters meanwhile.
-
-    block(x)      CompiledCall   reads all weights | torch's compiled code of the block | lets go of them
-    backward                     all of them until their gradients have landed: the graph is one node
-
-Modules inside have no hooks but the user's, and mappings of lookups are plain dicts: what is compiled is what plain
-PyTorch compiles. Used elsewhere, their parameters serve themselves.
+torch's compiler follows the code of a module and keeps what it finds: hooks would break its graphs, and it reads
+parameters past what brings them. So a compiled module is a unit, whose weights are pinned as a whole: see
+`CompiledCall` and ADR 43.
 """
 
 from __future__ import annotations
@@ -45,7 +39,14 @@ _OPAQUE = (
 
 
 class CompiledCall:
-    """What a compiled module is called by: its hooks around the compiled code, as torch calls those of a module."""
+    """What a compiled module is called by: its hooks around the compiled code, as torch calls those of a module.
+
+        block(x)      CompiledCall   reads all weights | torch's compiled code of the block | lets go of them
+        backward                     all of them until their gradients have landed: the graph is one node
+
+    Modules inside have no hooks but the user's, and mappings of lookups are plain dicts: what is compiled is what plain
+    PyTorch compiles. Used elsewhere, their parameters serve themselves.
+    """
 
     def __init__(self, module: nn.Module, compiled: Call) -> None:
         """Call `compiled`, which torch.compile has made of the module, without hooks so far."""
@@ -119,9 +120,7 @@ class HiddenGradients:
 class CompiledModules:
     """Knows which modules are compiled: by `manager.compile`, `module.compile` or `torch.compile`, in any order."""
 
-    def __init__(
-        self, events: StepEvents, asked: ModulePolicies, *, is_accelerator: bool = False, is_rehearsal: bool = False
-    ) -> None:
+    def __init__(self, events: StepEvents, asked: ModulePolicies, *, is_accelerator: bool, is_rehearsal: bool) -> None:
         """Begin with none.
 
         Args:
@@ -159,13 +158,6 @@ class CompiledModules:
                 self._compile(module, partial(_compiled_with, options))
             elif module not in self._calls and module._compiled_call_impl is not None:
                 self._take_call(module)
-
-    def unfit(self) -> None:
-        """Undo all that `fit` did: modules are compiled as in plain PyTorch."""
-        self.fitted.undo()
-        self._calls.clear()
-        self._known.clear()
-        self._listed.clear()
 
     def compile(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         """Have a module compiled with options of `torch.compile`; a whole model block by block.

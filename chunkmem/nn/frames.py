@@ -7,7 +7,7 @@ import threading
 import torch
 from torch import nn
 
-from chunkmem.nn.binding import BoundChunk, ManagedParameter
+from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.guard import AccessGuard
 from chunkmem.shard.units import Unit
 from chunkmem.types import Tier
@@ -20,7 +20,7 @@ class Frame:
     """One running call of a module, or of an operator outside of modules: what it has read, and so what it pins."""
 
     __slots__ = (
-        "before", "containers", "end_node", "first_node", "given", "groups", "guard", "inputs", "inside", "left_inside",
+        "containers", "end_node", "first_node", "given", "groups", "guard", "inputs", "inside", "left_inside",
         "module", "name", "opened", "reads", "recomputing", "thread", "tier", "took_turn", "unit",
     )  # fmt: skip
 
@@ -35,8 +35,7 @@ class Frame:
         """Where a module computes."""
         self.reads: dict[ManagedParameter, int] = {}
         """With the references to each when it was first read here."""
-        self.groups: dict[int, None] = {}
-        self.before: dict[int, tuple[BoundChunk, int]] = {}
+        self.groups: dict[int, int] = {}
         """By group: references to the chunk's memory when it was first read here; see [Note: References]."""
         self.left_inside: dict[Referred, int] = {}
         """References that calls inside of this one have left since then."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,9 +17,26 @@ from chunkmem.nn.reduction import Reduction
 from chunkmem.nn.whole import WholeParameter
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.shard.shards import ShardStore
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import Tier
+
+
+class _Block(ExitStack):
+    """What is done inside of it is undone at its end, in the other order."""
+
+    def __init__(self, pager: Pager) -> None:
+        super().__init__()
+        self._pager = pager
+
+    def at_end(self, call: Callable[..., object], *args: object) -> None:
+        """Make a call at its end, unless the manager is closed by then."""
+        self.callback(lambda: call(*args) if self._pager.closed is None else None)
+
+    def pin(self, chunk: Chunk) -> None:
+        """Have a chunk where modules compute with it, to be written to."""
+        self._pager.pin(chunk, reader="gather", elastic=True)
+        self.at_end(self._pager.unpin, chunk)
+        self._pager.store.before_change(chunk)
 
 
 @contextmanager
@@ -51,85 +69,42 @@ def gathered(
     weights = [pager.store.weights(group) for group in dict.fromkeys(m.group for m in wanted)]
     grad_chunks = [gradients.slots.groups[group].chunk for group in dict.fromkeys(m.group for m in landed)]
     _require_room([chunk for chunk in (*weights, *grad_chunks) if chunk.compute_tier is Tier.DEVICE], pager)
-    with ExitStack() as stack:
+    with _Block(pager) as block:
         if shards is not None:
             on_device = [chunk.id.group for chunk in weights if chunk.compute_tier is Tier.DEVICE]
-            stack.enter_context(_shared(on_device, shards, pager))
-            stack.callback(_send, {chunk.id.group for chunk in weights}, shards, pager)
+            shards.hold(on_device, reader="gather")
+            block.at_end(shards.release, on_device)
+            block.at_end(shards.renew, on_device)  # other holders read what was written
+            shards.gather(on_device, reader="gather")
+            block.at_end(partial(shards.send_on_host, {chunk.id.group for chunk in weights}, reader="gather"))
         own = [chunk for chunk in weights if not chunk.is_remote]
-        stack.enter_context(_pinned(own, pager))
-        stack.callback(_hold_kept, weights, pager, access)  # those of other ranks, too: theirs is the memory here
-        stack.callback(_take_writes, own, pager, sync_masters)
-        stack.enter_context(_open(wanted))
+        for chunk in own:
+            block.pin(chunk)
+        block.at_end(access.hold_kept, [chunk.id.group for chunk in weights])  # of other ranks, too: the memory is here
+        block.at_end(_take_writes, own, pager, sync_masters)
+        for managed in wanted:
+            managed.open()
+            block.callback(managed.close)
         lent = [m for m in landed if shards is not None and not shards.owns(m.group)]
         others = {m.group for m in lent}
-        stack.enter_context(_pinned((chunk for chunk in grad_chunks if chunk.id.group not in others), pager))
-        stack.enter_context(gradients.borrowing(lent, reader="gather"))
+        for chunk in grad_chunks:
+            if chunk.id.group not in others:
+                block.pin(chunk)
+        block.enter_context(gradients.borrowing(lent))
         if shards is not None and grad_chunks:
             shards.gather_chunks(grad_chunks, reader="gather")
         with gradients.exposing([m for m in exposed if m not in lent], [m for m in landed if m not in lent]):
             yield
 
 
-def _send(groups: set[int], shards: ShardStore, pager: Pager) -> None:
-    if pager.closed is None:
-        shards.send_on_host(groups, reader="gather")
-
-
-def _hold_kept(weights: list[Chunk], pager: Pager, access: AccessTracker) -> None:
-    if pager.closed is None:
-        access.hold_kept(chunk.id.group for chunk in weights)
-
-
-@contextmanager
-def _open(params: Iterable[ManagedParameter]) -> Iterator[None]:
-    """Let `params`, whose chunks are pinned on DEVICE, be ordinary ones."""
-    opened: list[ManagedParameter] = []
-    try:
-        for managed in params:
-            managed.open()
-            opened.append(managed)
-        yield
-    finally:
-        for managed in opened:
-            managed.close()
-
-
-@contextmanager
-def _shared(groups: list[int], shards: ShardStore, pager: Pager) -> Iterator[None]:
-    shards.hold(groups, reader="gather")
-    try:
-        shards.gather(groups, reader="gather")
-        yield
-    finally:
-        if pager.closed is None:
-            shards.renew(groups)  # other holders read what was written
-            shards.release(groups)
-
-
 def _take_writes(own: list[Chunk], pager: Pager, sync_masters: Callable[[Iterable[int]], None]) -> None:
-    if pager.closed is None:
-        pager.policy.before_demand()
-        for chunk in own:
-            # What was written through `.data` or numpy passed autograd's version counter by.
-            assert chunk.home is not None
-            chunk.home.take_written()
-            pager.store.mark_written(chunk)
-        sync_masters(chunk.id.group for chunk in own)
-
-
-@contextmanager
-def _pinned(chunks: Iterable[Chunk], pager: Pager) -> Iterator[None]:
-    pinned: list[Chunk] = []
-    try:
-        for chunk in chunks:
-            pager.pin(chunk, reader="gather", elastic=True)
-            pinned.append(chunk)
-            pager.store.before_change(chunk)
-        yield
-    finally:
-        for chunk in pinned if pager.closed is None else ():
-            pager.unpin(chunk)
+    pager.policy.before_demand()
+    for chunk in own:
+        # What was written through `.data` or numpy passed autograd's version counter by.
+        assert chunk.home is not None
+        chunk.home.take_written()
+        pager.store.mark_written(chunk)
+    sync_masters(chunk.id.group for chunk in own)
 
 
 def _require_room(chunks: list[Chunk], pager: Pager) -> None:

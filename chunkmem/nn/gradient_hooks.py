@@ -94,7 +94,7 @@ class GradientHooks:
                 took_turn = hooks._turn.take_in_hook()
                 try:
                     hooks._updates.before_landing(landed)
-                    hooks._book.take_final(landed)
+                    hooks._book.take_final((landed,))
                     hooks._backward.landed(landed)
                     if torch._C._autograd._get_current_graph_task_keep_graph():
                         hooks._updates.landed_for_now(landed)
@@ -121,5 +121,5 @@ class GradientHooks:
     def _land_together(self, group: int) -> None:
         waiting = self._waiting.pop(group)
         with self._turn.taken(in_hook=True):
-            self._book.take_all_final(group, waiting)
+            self._book.take_final(waiting, reader="gradients of a block")
             self._backward.landed(*waiting)

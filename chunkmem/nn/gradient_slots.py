@@ -42,7 +42,7 @@ class GradientSlots:
     """Which gradients have landed since the last step, and where."""
 
     def __init__(
-        self, pager: Pager, *, settles: Callable[[int], bool], landed: dict[int, set[ManagedParameter]] | None = None
+        self, pager: Pager, *, settles: Callable[[int], bool], landed: dict[int, set[ManagedParameter]]
     ) -> None:
         """Begin with none.
 
@@ -55,7 +55,7 @@ class GradientSlots:
         self._settles = settles
         self.groups: dict[int, SlotGroup] = {}
         """By number."""
-        self.landed = {} if landed is None else landed
+        self.landed = landed
         """Parameters with a gradient, by group; the group whose gradient landed last comes last."""
         self.num_changes = 0
         """How often a gradient has landed or was forgotten: what is derived from gradients lasts until it rises."""
@@ -79,41 +79,30 @@ class GradientSlots:
                 self.groups[managed.group] = SlotGroup(chunk, ())
             self.groups[managed.group].members += (managed,)
 
-    def land(self, managed: ManagedParameter, grad: torch.Tensor, *, replacing: bool = False) -> None:
-        """Put a gradient into its slot, adding to what landed there since the last step, or replacing it.
+    def land(self, grads: Mapping[ManagedParameter, torch.Tensor], *, reader: str = "", adding: bool = False) -> None:
+        """Put gradients into their slots.
+
+        Args:
+            grads: of parameters of one group, at least one.
+            reader: who does; "": the first of them.
+            adding: add them to what has landed there since the last step; else they replace that.
 
         Raises:
             CapacityError: no room for the GRAD chunk on DEVICE.
-            StateError: the gradient is sparse.
+            StateError: a gradient is sparse.
         """
-        _require_dense({managed: grad})
-        self.num_changes += 1
-        reader = f"{managed.name} gradient"
-        group = self._writable(managed.group, reader, zero=False)
-        chunk = group.chunk
-        if replacing and self.given:
-            self.withdraw((managed,))
-        landed = self.landed[managed.group] = self.landed.pop(managed.group)
-        slot = self._pager.store.views(chunk, chunk.compute_tier)[managed.position]
-        with runtime_mode():
-            if managed in landed and not replacing:
-                slot.add_(grad)
-            else:
-                slot.copy_(grad)
-                landed.add(managed)
-        self._has_landed(group, managed.group)
-
-    def land_all(self, number: int, grads: Mapping[ManagedParameter, torch.Tensor], *, reader: str) -> None:
-        """Put gradients of a group into their slots, replacing what has landed there. Raises what `land` does."""
         _require_dense(grads)
         self.num_changes += 1
-        group = self._writable(number, reader, zero=False)
-        if self.given:
+        first, *_ = grads
+        number = first.group
+        group = self._writable(number, reader or f"{first.name} gradient", zero=False)
+        if self.given and not adding:
             self.withdraw(grads)
         views = self._pager.store.views(group.chunk, group.chunk.compute_tier)
-        with runtime_mode():
-            torch._foreach_copy_([views[managed.position] for managed in grads], list(grads.values()))
         landed = self.landed[number] = self.landed.pop(number)
+        put = torch._foreach_add_ if adding and landed.issuperset(grads) else torch._foreach_copy_
+        with runtime_mode():
+            put([views[managed.position] for managed in grads], list(grads.values()))
         landed.update(grads)
         self._has_landed(group, number)
 

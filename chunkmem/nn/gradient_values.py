@@ -116,8 +116,8 @@ class GradientValues:
         ledger: StepLedger,
         *,
         before_change: Callable[[], None],
-        shards: ShardStore | None = None,
-        is_of_stage: bool = False,
+        shards: ShardStore | None,
+        is_of_stage: bool,
     ) -> None:
         """Begin with none.
 
@@ -186,7 +186,7 @@ class GradientValues:
         assert self.shared is not None
         return self.shared
 
-    def require_known(self, params: Iterable[ManagedParameter], *, has_new: bool = False) -> None:
+    def require_known(self, params: Iterable[ManagedParameter], *, has_new: bool) -> None:
         """Raise if plain PyTorch would use a gradient that is gone, by itself or in a sum with a new one.
 
         `has_new`: others than `params` have got gradients since.
@@ -217,9 +217,9 @@ class GradientValues:
         self._ledger.before_gradient(managed)
         state = self.state(managed)
         if state is GradientState.LIVE:
-            self._slots.land(managed, grad)
+            self._slots.land({managed: grad}, adding=True)
         elif state is GradientState.ZEROED:
-            self._slots.land(managed, grad + 0, replacing=True)  # -0 becomes 0, as in a sum
+            self._slots.land({managed: grad + 0})  # -0 becomes 0, as in a sum
             self.states[managed] = GradientState.LIVE
         elif state is GradientState.CONSUMED:
             self.states[managed] = GradientState.OVERDUE
@@ -304,5 +304,5 @@ class GradientValues:
         source = self.sources[managed]
         with runtime_mode():
             zero = torch.zeros((), dtype=source.dtype, device=source.device)
-        self._slots.land(managed, zero, replacing=True)
+        self._slots.land({managed: zero})
         self.states[managed] = GradientState.LIVE

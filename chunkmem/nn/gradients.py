@@ -1,9 +1,4 @@
-"""Gradients go to their chunks as they become final for a backward; `.grad` is a lazy gradient afterwards.
-
-[Note: What `.grad` says] Users assign to `.grad` and nobody sees it. So it is what counts: before a gradient is used,
-the book is made to agree with it. None discards what has landed, another tensor takes its place, a lazy gradient means
-that the slot is right.
-"""
+"""Gradients go to their chunks as they become final for a backward; `.grad` is a lazy gradient afterwards."""
 
 from __future__ import annotations
 
@@ -56,32 +51,18 @@ class GradientBook:
 
     # What `.grad` says.
 
-    def take_final(self, managed: ManagedParameter) -> None:
-        """Autograd has accumulated a gradient: it is final for this backward. Raises what `GradientSlots.land` does."""
-        if managed not in self.exposed:
-            self._take(managed, from_autograd=True)
+    def take_final(self, params: Iterable[ManagedParameter], *, reader: str = "") -> None:
+        """Autograd has accumulated gradients of parameters of one group: they are final for this backward.
 
-    def take_all_final(self, group: int, params: Iterable[ManagedParameter]) -> None:
-        """Do that for parameters of one group at once. Raises what `GradientSlots.land` does."""
+        Raises what `GradientSlots.land` does.
+        """
         final = dict[ManagedParameter, torch.Tensor]()
         for managed in params:
             if managed not in self.exposed and (found := self._ordinary(managed, from_autograd=True)) is not None:
                 final[managed] = found[0]
         if final:
-            self.slots.land_all(group, final, reader="gradients of a block")
+            self.slots.land(final, reader=reader)
         for managed in final:
-            self._show(managed)
-
-    def _take(self, managed: ManagedParameter, *, from_autograd: bool = False) -> None:
-        """Let an ordinary tensor in `.grad`, if there is one, be the gradient."""
-        found = self._ordinary(managed, from_autograd=from_autograd)
-        if found is None:
-            return
-        grad, is_held = found
-        self.slots.land(managed, grad, replacing=True)
-        if is_held:
-            self.values.states.pop(managed, None)
-        else:
             self._show(managed)
 
     def _ordinary(self, managed: ManagedParameter, *, from_autograd: bool) -> tuple[torch.Tensor, bool] | None:
@@ -128,9 +109,14 @@ class GradientBook:
             self._show(managed)
 
     def settle(self, params: Iterable[ManagedParameter]) -> None:
-        """Make the book agree with `.grad`; see [Note: What `.grad` says]. Raises what `land` does."""
+        """Make the book agree with `.grad`, before gradients are used. Raises what `land` does.
+
+        Users assign to `.grad` and nobody sees it, so it is what counts: None discards what has landed, another tensor
+        takes its place, a lazy gradient means that the slot is right.
+        """
+        states = self.values.states
         with torch._C.DisableTorchFunctionSubclass():
-            shown, state_of = self._shown.get, self.values.states.get
+            shown, state_of = self._shown.get, states.get
             unsettled = [m for m in params if m.param.grad is not shown(m) or state_of(m) not in _SETTLED]
         for managed in unsettled:
             grad = managed.grad
@@ -149,7 +135,13 @@ class GradientBook:
                     raise self.values.sources[managed].lacks_values(state)
             else:
                 del grad
-                self._take(managed)
+                found = self._ordinary(managed, from_autograd=False)
+                assert found is not None
+                self.slots.land({managed: found[0]})
+                if found[1]:
+                    states.pop(managed, None)
+                else:
+                    self._show(managed)
 
     def settle_left(self) -> None:
         """Make the book agree with `.grad`, where autograd has left gradients since no hook has caught them.
@@ -167,7 +159,7 @@ class GradientBook:
             if [grad for grad in left.values() if grad.layout is not torch.strided]:
                 left = {}
             if left:
-                self.slots.land_all(number, left, reader="gradients of a step")
+                self.slots.land(left, reader="gradients of a step")
             for managed in left if states else ():
                 states.pop(managed, None)
             rest += [managed for managed in (*shown, *self.slots.landed.get(number, ())) if managed not in left]
@@ -200,12 +192,13 @@ class GradientBook:
                     self._take_exposed(managed, before.get(managed))
 
     @contextmanager
-    def borrowing(self, lent: Collection[ManagedParameter], *, reader: str) -> Iterator[None]:
+    def borrowing(self, lent: Collection[ManagedParameter]) -> Iterator[None]:
         """Let `.grad` be the gradient that another rank has, in memory on DEVICE that is filled inside the block.
 
         Nothing of it is kept. Raises what `land` does.
         """
         made: list[int] = []
+        reader = "gather"
         before: dict[ManagedParameter, torch.Tensor | None] = {}
         try:
             for group in dict.fromkeys(managed.group for managed in lent):

@@ -132,6 +132,12 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> I
             yield from tensors_of([args[position] if position < len(args) else kwargs.get(argument.name)])
 
 
+def makes_one_like(func: Any) -> bool:
+    """Tell whether an operator makes a tensor like the one it is given, and uses no value of that."""
+    name: str = func._schema.name
+    return name.startswith("aten::new_") or (name.startswith("aten::") and name.endswith("_like"))
+
+
 def only_makes_a_view(func: Any) -> bool:
     """Tell whether an operator hands memory on without touching it, as views and detaches do."""
     if isinstance(func, HigherOrderOperator):  # a compiled checkpoint keeps random numbers by one

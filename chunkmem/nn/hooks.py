@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
@@ -27,7 +27,7 @@ from chunkmem.errors import StateError
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter, trained
-from chunkmem.nn.blocks import Together, WholeBlock, blocks_of
+from chunkmem.nn.blocks import FittedModule, Together, WholeBlock, blocks_of
 from chunkmem.nn.compiled import CompiledCall
 from chunkmem.nn.fitted import FittedModules, Paused
 from chunkmem.nn.frames import Frame, in_backward
@@ -41,26 +41,6 @@ from chunkmem.nn.values import tensors_in
 from chunkmem.runtime.step_events import StepEvents
 from chunkmem.shard.units import Unit, Units
 from chunkmem.types import Tier
-
-
-@dataclass(frozen=True, eq=False)
-class FittedModule:
-    """What the hooks know of one module."""
-
-    name: str
-    own: tuple[ManagedParameter, ...]
-    """Managed parameters registered on it."""
-    unseen: tuple[ManagedParameter, ...]
-    """Managed parameters it also holds elsewhere (an RNN's flat weight list), whose uses are no lookups."""
-    is_leaf: bool
-    unit: Unit | None
-    """The unit of exchange it belongs to; None with one rank."""
-    region: str | None
-    """The policy for what autograd saves in its calls; None: it is no region."""
-    tier: Tier
-    """Where it computes."""
-    is_shareable: bool = False
-    """It has no parameters, nor has what is in it: models that are not managed may have it, too."""
 
 
 class RootCalls(Protocol):
@@ -208,16 +188,11 @@ class ModuleHooks:
         return partial(self._enter, fitted), partial(self._leave, fitted)
 
     def _stay(self, is_resident: bool) -> None:
-        """Pause, or resume, as models are resident or not any more."""
-        (self._pause if is_resident else self._resume)()
-
-    def _pause(self) -> None:
-        """Hear of no call inside of a model, and of no read there; see [Note: Resident models]."""
-        self._hear_nothing_of((module for module in self.fitted if module not in self._roots), self._paused)
-
-    def _resume(self) -> None:
-        """Undo `_pause`."""
-        self._hear_again_of(self._paused)
+        """Hear of no call inside of a model, and of no read there, or again: see [Note: Resident models]."""
+        if is_resident:
+            self._hear_nothing_of((module for module in self.fitted if module not in self._roots), self._paused)
+        else:
+            self._hear_again_of(self._paused)
 
     def _hear_nothing_of(self, modules: Iterable[nn.Module], paused: MutableMapping[nn.Module, Paused]) -> None:
         for module in modules:
@@ -225,13 +200,13 @@ class ModuleHooks:
                 continue
             paused[module] = self.fitted.pause(module)
             if isinstance(module._parameters, ParameterReads):
-                vars(module)["_parameters"] = module._parameters.quiet()
+                module._parameters.__class__ = QuietReads
 
     def _hear_again_of(self, paused: MutableMapping[nn.Module, Paused]) -> None:
         for module, hooks in paused.items():
             self.fitted.resume(hooks)
-            if isinstance(module._parameters, QuietReads):
-                vars(module)["_parameters"] = module._parameters.reporting()
+            if isinstance(module._parameters, ParameterReads):
+                module._parameters.__class__ = ParameterReads
         paused.clear()
 
     def _hear_by_block(self, is_on: bool) -> None:
@@ -274,22 +249,18 @@ class ModuleHooks:
         fitted = replace(whole, own=inside, unseen=inside)
         call.surround(partial(self._enter, fitted), partial(self._leave, fitted), is_first=fitted.region is not None)
 
-    def fit_outermost(self, module: nn.Module, *, name: str) -> None:
-        """Have calls of a module that has no parameters of its own count as those of a model from outside."""
-        fitted = FittedModule(name, (), (), is_leaf=False, unit=None, region=None, tier=Tier.DEVICE)
+    def fit_outermost(self, module: nn.Module) -> None:
+        """Have calls of a module that has no parameters of its own, a pipeline's, count as those of a model."""
+        fitted = FittedModule("pipeline", (), (), is_leaf=False, unit=None, region=None, tier=Tier.DEVICE)
         self._roots.add(module)
         self.fitted.surround(module, partial(self._enter, fitted), partial(self._leave, fitted))
 
     def unfit(self) -> None:
-        """Undo all that `fit` and `fit_outermost` did: calls and lookups are heard of no more."""
+        """Lookups are heard of no more, and nothing is paused: then `fitted` can be undone."""
         self._hear_by_block(False)
         for module in self.fitted:
             if isinstance(module._parameters, ParameterReads):
                 vars(module)["_parameters"] = dict(module._parameters)
-        self._paused.clear()
-        self.fitted.undo()
-        self._about.clear()
-        self._roots.clear()
 
     def _enter(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
         _check_runs_itself(fitted.name)  # first: the compiler cannot follow the rest

@@ -1,14 +1,10 @@
 """Modules that compute on HOST, where their weights are: what they are given goes there, what they return comes back.
 
-[Note: Modules on HOST] The chunks of such a module, in all roles, are on HOST for good: forward reads them there,
-gradients land there, and the update is made there. No event tells of them, so no plan knows of them, but for the bytes
-that they leave it on HOST. Of an embedding, DEVICE gets the rows that a batch looks up:
+Their chunks are on HOST for good, in all roles, and no event tells of them (ADR 32). Of an embedding, DEVICE gets the
+rows that a batch looks up:
 
     DEVICE   ids ---.                          .--> rows        gradient of rows ---.
     HOST            '--> weight[ids] --> rows -'                                    '--> gradient of weight, update
-
-Over ranks, each has the weights. Gradients are reduced to their owner, which updates them and sends the weights, once a
-step.
 """
 
 from __future__ import annotations
@@ -123,10 +119,6 @@ class HostModules:
                 begin = module.register_forward_pre_hook(self._move_in, with_kwargs=True, prepend=True)
                 end = module.register_forward_hook(self._move_out, prepend=True)
                 self.fitted.add(module, begin, end)
-
-    def unfit(self) -> None:
-        """Undo all that `fit` did."""
-        self.fitted.undo()
 
     def _move_in(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         if all(tensor.device == _HOST for tensor in tensors_in((args, kwargs))):

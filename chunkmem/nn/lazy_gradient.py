@@ -1,9 +1,4 @@
-"""A gradient in its chunk as a tensor: what `.grad` of a managed parameter is once it has landed.
-
-[Note: Lazy gradients] The tensor has a shape, strides, a dtype and a device, and no memory. Operators that get one are
-run on its slot, wherever that is, and in-place ones change the slot; views of it are lazy too. What they return
-otherwise is an ordinary tensor. So `torch.nn.utils.clip_grad_norm_` works, and a gradient on HOST stays there.
-"""
+"""A gradient in its chunk as a tensor: what `.grad` of a managed parameter is once it has landed."""
 
 from __future__ import annotations
 
@@ -24,7 +19,12 @@ class NoMemoryError(StateError, NotImplementedError):
 
 
 class LazyGradient(SlotTensor):
-    """A view of one gradient, by default of all of it; see [Note: Lazy gradients]."""
+    """A view of one gradient, by default of all of it: shape, strides, a dtype and a device, and no memory (ADR 15).
+
+    Operators that get one are run on its slot, wherever that is, and in-place ones change the slot; views of it are
+    lazy too. What they return otherwise is an ordinary tensor. So `torch.nn.utils.clip_grad_norm_` works, and a
+    gradient on HOST stays there.
+    """
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from chunkmem.errors import StateError
-from chunkmem.nn.guard import only_makes_a_view, tensors_of, written_by
+from chunkmem.nn.guard import makes_one_like, only_makes_a_view, tensors_of, written_by
 from chunkmem.nn.slot_tensor import SlotTensor
-from chunkmem.nn.tensor_functions import one_by_one
+from chunkmem.nn.tensor_functions import listed, one_by_one
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
 
@@ -43,8 +43,7 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return args[0]
     if torch.Tag.inplace_view in func.tags:
         _refuse(func, args)
-    name = func._schema.name
-    if name.startswith("aten::new_") or (name.startswith("aten::") and name.endswith("_like")):
+    if makes_one_like(func):
         return _make_like(func, args, kwargs)
     if only_makes_a_view(func):
         return _make_view(func, args, kwargs)
@@ -62,8 +61,7 @@ class _Call:
         self.kwargs = kwargs
         self.lazies = _lazies_in(args, kwargs)
         self.written = list(written_by(func, args, kwargs))
-        lists = (value for value in args if isinstance(value, (list, tuple)))
-        self.listed: Sequence[torch.Tensor] = next(lists) if "_foreach_" in self.name else ()
+        self.listed: Sequence[torch.Tensor] = listed(self.name, args)
         """What it is called for in each place of its lists."""
 
     def read(self) -> Any:
@@ -73,12 +71,11 @@ class _Call:
             self._require_all_stages()
             if len(self.args) + len(self.kwargs) <= 2 and self._is_over_ranks():
                 return self._norm_over_ranks()
-        if self._may_move_others():
-            return self._one_by_one()
         with ExitStack() as staying:
-            slots = {id(lazy): _located(lazy, staying)[0] for lazy in self.lazies}
-            if self._is_scattered(slots):
+            found = self._locate(staying)
+            if found is None:
                 return self._one_by_one()
+            slots = {key: slot for key, (slot, *_) in found.items()}
             with runtime_mode():
                 if self.name in _NORMS:
                     return _mapped(self._run(slots, slots[id(self.lazies[0])].device), lambda norm: norm.to(device))
@@ -98,32 +95,38 @@ class _Call:
                 return self._result()
         for tensor in self.written:  # of a parameter's own memory, as an optimizer of torch writes to
             self.lazies[0].source.owner.require_present(tensor)
-        if self._may_move_others():
-            self._one_by_one()
-            return self._result()
-        overwriting = self.name in _OVERWRITING
         with ExitStack() as staying:
-            replicas = {id(lazy): _located(lazy, staying, writing=True, overwriting=overwriting) for lazy in into}
-            slots = {id(lazy): _located(lazy, staying)[0] for lazy in self.lazies}
-            slots.update((key, found[0]) for key, found in replicas.items())
-            if self._is_scattered(slots):
+            found = self._locate(staying, into)
+            if found is None:
                 self._one_by_one()
                 return self._result()
             first = self.lazies[0]
+            slots = {key: slot for key, (slot, *_) in found.items()}
             with runtime_mode():
                 self._run(slots, slots[id(first)].device if into else first.device)
-                for slot, *others in replicas.values():
+                for slot, *others in found.values():
                     for other in others:
                         other.copy_(slot)
         return self._result()
 
-    def _may_move_others(self) -> bool:
-        """Tell whether bringing one gradient of lists from DISK may move others there: not all may fit memory."""
-        return len(self.listed) > 1 and any(lazy.source.owner.may_page_out for lazy in self.lazies)
+    def _locate(self, staying: ExitStack, into: Sequence[SlotTensor] = ()) -> dict[int, list[torch.Tensor]] | None:
+        """Return where gradients are, by identity; of those that are written `into`, all replicas, the newest first.
 
-    def _is_scattered(self, slots: Mapping[int, torch.Tensor]) -> bool:
-        """Tell whether what is in lists, with slots in place of lazy gradients, is on several devices."""
-        return len({slots.get(id(tensor), tensor).device for tensor in self.listed}) > 1
+        They stay there until `staying` is closed. None: of lists, each place is to be served on its own, as bringing
+        one from DISK may move others there, or they are on several devices.
+        """
+        if len(self.listed) > 1 and any(lazy.source.owner.may_page_out for lazy in self.lazies):
+            return None
+        found: dict[int, list[torch.Tensor]] = {}
+        written = set(map(id, into))
+        for lazy in (*into, *self.lazies):
+            if id(lazy) not in found:
+                is_written = id(lazy) in written
+                overwriting = is_written and self.name in _OVERWRITING
+                found[id(lazy)] = lazy.slots(writing=is_written, overwriting=overwriting)
+                staying.enter_context(lazy.source.owner.staying(lazy.source))
+        devices = {found[id(each)][0].device if id(each) in found else each.device for each in self.listed}
+        return found if len(devices) <= 1 else None
 
     def _one_by_one(self) -> list[Any]:
         """Make the call for what its lists have in each place on its own."""
@@ -153,7 +156,7 @@ class _Call:
         return all(lazy.source.owner.shows_means and lazy.is_all_of(lazy.source) for lazy in self.lazies)
 
     def _norm_over_ranks(self) -> Any:
-        """Return norms of means; see [Note: Clipping over ranks] in `chunkmem.nn.shared_gradients`."""
+        """Return norms of means; see `SharedGradients`."""
         order = float(self.args[1] if len(self.args) > 1 else self.kwargs.get("ord", 2))
         each = self.args[0] if isinstance(self.args[0], (list, tuple)) else [self.args[0]]
         # First those that all ranks form: they make means of the gradients of ordinary parameters, too.
@@ -226,13 +229,6 @@ class _Call:
         if num_returned == 0:
             return None
         return self.written[0] if num_returned == 1 else tuple(self.written[:num_returned])
-
-
-def _located(lazy: SlotTensor, staying: ExitStack, **how: bool) -> list[torch.Tensor]:
-    """Return where a gradient is, which stays there until `staying` is closed: locating others may move it."""
-    found = lazy.slots(**{"writing": False, **how})
-    staying.enter_context(lazy.source.owner.staying(lazy.source))
-    return found
 
 
 def _lazies_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[SlotTensor]:

@@ -3,9 +3,6 @@
 A lazy tensor is put together of pieces. Each lies in a source: a slot of a chunk, or an entry of a checkpoint's files.
 Joining lazy tensors (`torch.cat`) and taking parts of them (`tensor[2:4, :8]`) reads nothing and gives lazy ones: so
 tiles of a wide layer become the layer's weight, and it becomes tiles again.
-
-[Note: Lazy storages] torch collects all storages while it pickles, and writes them afterwards, one after the other. It
-takes those that are not in RAM by calling `cpu()`: that is where a lazy one is read.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ class LazyUntypedStorage:
         return 0
 
     def cpu(self) -> torch.UntypedStorage:
-        """Read it."""
+        """Read it: torch writes all storages after it has pickled, one by one, those that are not in RAM by this."""
         return self._read().contiguous().untyped_storage()
 
 

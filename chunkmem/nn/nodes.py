@@ -32,7 +32,7 @@ from torch.autograd.function import BackwardCFunction
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward_calls import BackwardCall
 from chunkmem.nn.frames import Frame
-from chunkmem.nn.references import GraphSearch, nodes_between
+from chunkmem.nn.references import GraphSearch, is_inside, nodes_between
 from chunkmem.nn.turn import Turn
 from chunkmem.runtime.pager import Pager
 
@@ -96,8 +96,9 @@ class NodePins:
         params = {id(managed.param): managed for managed in call.reads}
         waiting = task.waiting.setdefault(call, Counter())
         running = torch._C._current_autograd_node()
-        for node in nodes_between((running,), call.nodes.first, call.nodes.stop):
-            if node in task.runs or node._sequence_nr() not in call.nodes:
+        first, stop, inside = call.nodes
+        for node in nodes_between((running,), first, stop):
+            if node in task.runs or is_inside(node, inside):
                 continue
             if isinstance(node, BackwardCFunction) or self._graphs.is_checkpointed(node):
                 groups = tuple(dict.fromkeys(storages.values()))

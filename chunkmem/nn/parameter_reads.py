@@ -1,4 +1,4 @@
-"""A module's `_parameters`, which reports lookups; see [Note: Reads] in `chunkmem.nn.access`."""
+"""A module's `_parameters`, which reports lookups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.transforms import unwrapped, wrapped_error
 
 IN_UNIT = "_is_in_compiled_unit"
-"""An attribute of modules with managed parameters whose mapping is a plain dict: [Note: Compiled units]."""
+"""An attribute of modules with managed parameters whose mapping is a plain dict: see `CompiledCall`."""
 
 
 def is_managed(module: nn.Module) -> bool:
@@ -50,6 +50,9 @@ def not_picklable() -> StateError:
 class ParameterReads(dict[str, nn.Parameter | None]):
     """A module's `_parameters`, reporting reads and refusing replacements of managed parameters.
 
+    Modules read parameters of others (attention reads its output projection, a head the embedding), so hooks on owners
+    would miss reads (ADR 2). `module.weight` passes through here; `module.parameters()` and `state_dict()` do not.
+
     For a while, as `torch.func.functional_call` does, a tensor that is no Parameter may stand in for one.
     """
 
@@ -70,10 +73,6 @@ class ParameterReads(dict[str, nn.Parameter | None]):
         if name in self._managed and value is self._managed[name].param:
             self._on_read(self._managed[name])
         return value
-
-    def quiet(self) -> QuietReads:
-        """Return the same without reports."""
-        return QuietReads(self, self._managed, self._on_read)
 
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
         managed = self._managed.get(name)
@@ -104,11 +103,7 @@ class ParameterReads(dict[str, nn.Parameter | None]):
 
 
 class QuietReads(ParameterReads):
-    """The same while nothing can come of a read: all parameters stay on DEVICE."""
+    """The class of one while nothing can come of a read: all parameters stay on DEVICE."""
 
     __slots__ = ()
     __getitem__ = dict.__getitem__
-
-    def reporting(self) -> ParameterReads:
-        """Return the same with reports."""
-        return ParameterReads(self, self._managed, self._on_read)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,172 +23,110 @@ from chunkmem.nn.random_sources import RandomSource, RandomStates
 from chunkmem.nn.values import Structure
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+MakeContext = Callable[[], AbstractContextManager[Any]]
 
 
-class _Call:
-    """Calls a function with the tensors that it is given in place of slots."""
+def _call_again(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    on_copies: Callable[[Iterable[torch.Tensor]], None],
+) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """Return a function of tensors that makes a call again, and those tensors: it keeps none of them itself."""
+    # What is in lists and dicts is no input. A tensor comes once: a call may ask whether two arguments are one.
+    arguments, tensors = Structure.of(
+        (tuple(args), *kwargs.values()), is_leaf=lambda value: not isinstance(value, tuple)
+    )
+    keys = tuple(kwargs)
+    inputs = copies_of({index: tensor for index, tensor in enumerate(tensors) if is_state(tensor)})  # statistics, too
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        arguments: Structure,
-        keys: Sequence[str],
-        tensors: Sequence[torch.Tensor],
-        *,
-        is_later: bool,
-        on_copies: Callable[[Iterable[torch.Tensor]], None],
-    ) -> None:
-        """Call `function`; `is_later`: for a later time, as somebody else makes the first call."""
-        self._on_copies = on_copies
-        self._function, self._arguments, self._keys = function, arguments, keys
-        self._inputs = copies_of({index: tensor for index, tensor in enumerate(tensors) if is_state(tensor)})
-        """Running statistics may be arguments, too."""
-        self._num_runs = int(is_later)
+    def call_again(*given: torch.Tensor) -> Any:
+        copies = copies_of(inputs)
+        on_copies(copies.values())
+        positional, *values = arguments.filled([copies.get(index, tensor) for index, tensor in enumerate(given)])
+        return function(*positional, **dict(zip(keys, values, strict=True)))
 
-    def __call__(self, *tensors: torch.Tensor) -> Any:
-        given = list(tensors)
-        if self._num_runs:
-            copies = copies_of(self._inputs)
-            self._on_copies(copies.values())
-            for index, copy in copies.items():
-                given[index] = copy
-        self._num_runs += 1
-        positional, *values = self._arguments.filled(given)
-        return self._function(*positional, **dict(zip(self._keys, values, strict=True)))
+    return call_again, tensors
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recomputation:
-    """How calls are run that are recomputed in backward. It has no state: one serves any number of calls.
+def recomputed(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    name: str,
+    rng: Sequence[RandomSource] = (),
+    contexts: Callable[[], tuple[AbstractContextManager[Any], MakeContext]] = lambda: (nullcontext(), nullcontext),
+    preserve_rng_state: bool = True,
+    determinism_check: str = "default",
+    early_stop: bool = True,
+    on_copies: Callable[[Iterable[torch.Tensor]], None] = lambda copies: None,
+    has_copy: Callable[[torch.Tensor], bool] = lambda tensor: False,
+) -> Generator[None, None, None]:
+    """Return a generator that surrounds a call, from the first `next` to the second: it is made again in backward.
 
-    Attributes:
+    Args:
+        function: a module, a method, a function, that somebody calls.
+        args, kwargs: with these.
+        name: what errors call it.
         rng: sources of random numbers to be repeated besides torch's.
-        context_fn: as for `torch.utils.checkpoint.checkpoint`; None: none.
-        preserve_rng_state: repeat torch's random numbers.
-        determinism_check: as for `torch.utils.checkpoint.checkpoint`.
-        early_stop: stop a recomputation as soon as everything that was saved is there again.
-        on_copies: called, before a call runs again, with the arguments that are copied for it: small tensors without
-            gradient.
-        has_copy: tells, after a call, whether it may have written to an argument: running again, it is given a copy.
+        contexts: returns what surrounds the call now, and what makes a context of each further one.
+        preserve_rng_state, determinism_check, early_stop: as for `checkpoint`.
+        on_copies: called, before the call is made again, with the arguments that are copied for it: small tensors
+            without gradient.
+        has_copy: tells, after the call, whether it may have written to an argument: made again, it is given a copy.
     """
+    named = [(f"argument {key}", value) for key, value in (*enumerate(args), *kwargs.items())]
+    call_again, tensors = _call_again(function, args, kwargs, on_copies)
 
-    rng: tuple[RandomSource, ...] = ()
-    context_fn: Callable[[], Contexts] | None = None
-    preserve_rng_state: bool = True
-    determinism_check: str = "default"
-    early_stop: bool = True
-    on_copies: Callable[[Iterable[torch.Tensor]], None] = lambda copies: None
-    has_copy: Callable[[torch.Tensor], bool] = lambda tensor: False
-
-    def run(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        module: nn.Module | None = None,
-        name: str | None = None,
-    ) -> Any:
-        """Call `function` so that it is called again in backward, and return its result.
-
-        Args:
-            function: what to call: a module, a method, a function.
-            args: positional arguments.
-            kwargs: keyword arguments.
-            module: one whose state the call changes, if `function` does not lead to it.
-            name: what errors call it; None: the function's name.
-
-        Raises:
-            StateError: the call wrote in place to a tensor that it was given.
-        """
-        kwargs = {} if kwargs is None else kwargs
-        if not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        label = _name_of(function if module is None else module) if name is None else name
-        call, tensors, contexts = self._prepared(function, args, kwargs, module=module, label=label, is_later=False)
-        return torch.utils.checkpoint.checkpoint(
-            call,
-            *tensors,
-            use_reentrant=False,
-            context_fn=contexts,
-            preserve_rng_state=self.preserve_rng_state,
-            determinism_check=self.determinism_check,
-            early_stop=self.early_stop,
-        )
-
-    def around(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str
-    ) -> Generator[None, None, None]:
-        """Return a generator that surrounds a call of a module which hooks tell of.
-
-        What the module does from the first `next` to the second is done again in backward, by another call of it.
-        """
-        call, tensors, contexts = self._prepared(module, args, kwargs, module=None, label=name, is_later=True)
-        generator: Generator[None, None, None] = torch.utils.checkpoint._checkpoint_without_reentrant_generator(
-            call, self.preserve_rng_state, contexts, self.determinism_check, False, self.early_stop, *tensors
-        )
-        return generator
-
-    def _prepared(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        module: nn.Module | None,
-        label: str,
-        is_later: bool,
-    ) -> tuple[_Call, list[torch.Tensor], Callable[[], Contexts]]:
-        """Return a function of tensors to call in place of `function`, those tensors, and its contexts."""
-        named = [(f"argument {index}", value) for index, value in enumerate(args)]
-        named += [(f"argument {key}", value) for key, value in kwargs.items()]
-        if module is not None:
-            named.append((type(module).__name__, module))
-        # What is in lists and dicts is no input. A tensor comes once: a call may ask whether two arguments are one.
-        arguments, tensors = Structure.of(
-            (tuple(args), *kwargs.values()), is_leaf=lambda value: not isinstance(value, tuple)
-        )
-        # Positional tensors are what torch saves, under the hooks around this call, and compares the versions of.
-        call = _Call(function, arguments, tuple(kwargs), tensors, is_later=is_later, on_copies=self.on_copies)
-        return call, tensors, partial(self._contexts, function, named, label)
-
-    def _contexts(self, function: Callable[..., Any], named: list[tuple[str, object]], label: str) -> Contexts:
+    def surrounding() -> Contexts:
         """Return the contexts of the first run and of all others."""
         state = CallState(function, named)
-        states = RandomStates((*self.rng, *state.generators.values()))
+        states = RandomStates((*rng, *state.generators.values()))
         named.clear()  # the arguments are kept by torch alone
-        first, again = self.context_fn() if self.context_fn is not None else (None, None)
-        return _first_run(state, first, label, self.has_copy), _LaterRun(state, states, again, label)
+        first, again = contexts()
+
+        @contextlib.contextmanager
+        def now() -> Iterator[None]:
+            with first:
+                yield
+            state.settle(name, has_copy=has_copy)
+
+        @contextlib.contextmanager
+        def later() -> Iterator[None]:
+            with state.restored(name), states.restored(), again():
+                yield
+
+        return now(), _EachTime(later)
+
+    # Positional tensors are what torch saves, under the hooks around the call, and compares the versions of.
+    generator: Generator[None, None, None] = torch.utils.checkpoint._checkpoint_without_reentrant_generator(
+        call_again, preserve_rng_state, surrounding, determinism_check, False, early_stop, *tensors
+    )
+    return generator
 
 
-@contextlib.contextmanager
-def _first_run(
-    state: CallState,
-    inner: AbstractContextManager[Any] | None,
-    label: str,
-    has_copy: Callable[[torch.Tensor], bool],
-) -> Iterator[None]:
-    with inner or contextlib.nullcontext():
-        yield
-    state.settle(label, has_copy=has_copy)
+def _run(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str, **options: Any
+) -> Any:
+    """Call `function`, with `options` of `recomputed`, and return its result."""
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    with contextlib.contextmanager(recomputed)(function, args, kwargs, name=name, **options):
+        return function(*args, **kwargs)
 
 
-class _LaterRun(AbstractContextManager[None]):
-    """A recomputation; there may be several of one call, one inside of another too."""
+class _EachTime(AbstractContextManager[None]):
+    """Another context each time: a call may be recomputed several times, one inside of another too."""
 
-    def __init__(
-        self, state: CallState, states: RandomStates, inner: AbstractContextManager[Any] | None, label: str
-    ) -> None:
-        self._state, self._states, self._inner, self._label = state, states, inner, label
-        self._open: list[ExitStack] = []
+    def __init__(self, make: MakeContext) -> None:
+        self._make = make
+        self._open: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(self._state.restored(self._label))
-            stack.enter_context(self._states.restored())
-            if self._inner is not None:
-                stack.enter_context(self._inner)
-            self._open.append(stack.pop_all())
+        made = self._make()
+        made.__enter__()
+        self._open.append(made)
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._open.pop().__exit__(*error)
@@ -231,14 +168,22 @@ def checkpoint(
         raise ConfigError(
             "chunkmem.checkpoint is non-reentrant: leave out use_reentrant, or use torch.utils.checkpoint"
         )
-    recomputation = Recomputation(
-        rng=tuple(rng),
-        context_fn=context_fn,
+
+    def contexts() -> tuple[AbstractContextManager[Any], MakeContext]:
+        first, again = (nullcontext(), nullcontext()) if context_fn is None else context_fn()
+        return first, lambda: again
+
+    return _run(
+        function,
+        args,
+        kwargs,
+        name=_name_of(function),
+        rng=rng,
+        contexts=contexts,
         preserve_rng_state=preserve_rng_state,
         determinism_check=determinism_check,
         early_stop=early_stop,
     )
-    return recomputation.run(function, args, kwargs)
 
 
 def checkpoint_sequential(
@@ -268,14 +213,13 @@ def checkpoint_sequential(
         raise ConfigError(f"segments: {segments}, for {len(functions)} blocks; give 1 to {len(functions)}")
     shorter, num_longer = divmod(len(functions), segments)
     values: Any = inputs if len(inputs) != 1 else inputs[0]
-    recomputation = Recomputation(rng=tuple(rng))
     start = 0
     for segment in range(segments):
         stop = start + shorter + (segment < num_longer)
         call = partial(_run_in_order, functions[start:stop])
         given = values if type(values) is tuple else (values,)
         if segment < segments - 1:
-            values = recomputation.run(call, given, name=f"segment {segment} (blocks {start} to {stop - 1})")
+            values = _run(call, given, {}, name=f"segment {segment} (blocks {start} to {stop - 1})", rng=rng)
         else:
             values = call(*given)
         start = stop

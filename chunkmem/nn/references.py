@@ -1,11 +1,4 @@
-"""Find who in autograd's graph keeps the memory of chunks: what nodes have saved, and what will have run before it.
-
-[Note: Certain ends] Backward releases a call's chunks when the gradients of the parameters it read have landed. That
-is late enough if every node that has saved memory of the chunk leads to one of those parameters: then it has run before
-their gradients are complete. `F.linear(f(x, w.detach()), w)` has one that does not: `f` leads to `x` only. Its call is
-*uncertain*: its nodes are pinned one by one (`chunkmem.nn.nodes`), or, where that cannot be, backward counts references
-besides (`chunkmem.nn.backward`).
-"""
+"""Find who in autograd's graph keeps the memory of chunks: what nodes have saved, and what will have run before it."""
 
 from __future__ import annotations
 
@@ -37,7 +30,13 @@ class Findings:
     saved: Mapping[int, int]
     """By group: references that nodes of its graph hold."""
     uncertain: frozenset[int]
-    """Groups of which a node keeps memory that does not lead to what backward waits for."""
+    """Groups of which a node keeps memory that does not lead to what backward waits for.
+
+    Backward releases a call's chunks when the gradients of the parameters it read have landed. That is late enough if
+    every node that has saved memory of the chunk leads to one of those parameters: then it has run before. In
+    `F.linear(f(x, w.detach()), w)`, `f` leads to `x` only. The nodes of such a call are pinned one by one
+    (`chunkmem.nn.nodes`), or, where that cannot be, backward counts references besides.
+    """
 
 
 class GraphSearch:
@@ -99,8 +98,7 @@ class GraphSearch:
                 for following, _ in node.next_functions:
                     if following is not None:
                         ends |= leads[following] if following in leads else _end(following, params, inputs)
-                number = node._sequence_nr()
-                if any(first <= number < stop for first, stop in frame.inside):
+                if is_inside(node, frame.inside):
                     continue
                 for group, count in self._saved_in(node, groups, params, counted).items():
                     saved[group] += count
@@ -189,6 +187,12 @@ def nodes_between(starts: Iterable[Any], first: int, stop: float = inf) -> list[
         found[node] = None
         pending += [following for following, _ in node.next_functions]
     return sorted(found, key=methodcaller("_sequence_nr"))
+
+
+def is_inside(node: Any, calls: Iterable[tuple[int, int]]) -> bool:
+    """Tell whether one of these calls has made a node; for the numbers see `nodes_between`."""
+    number = node._sequence_nr()
+    return any(first <= number < stop for first, stop in calls)
 
 
 def _is_end(node: Any) -> bool:

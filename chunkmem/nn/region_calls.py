@@ -1,4 +1,4 @@
-"""One call of a region: what it has saved, when it did what, and how its recomputation is counted."""
+"""One call of a region: what it has saved, and when it did what."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
-from chunkmem.nn.saved_storages import SavedStorage, aligned
-from chunkmem.nn.saved_tensors import OwnHooks
-from chunkmem.nn.values import storage_id
+from chunkmem.nn.saved_storages import SavedStorage
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.trace.model import Region
 from chunkmem.types import ActivationPolicy
@@ -48,62 +45,25 @@ class CallRecord:
         )
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class RegionCall:
     """One call of a region. Lives as long as autograd keeps something that it saved in it."""
 
-    __slots__ = (
-        "__weakref__",
-        "around",
-        "chunk",
-        "come_to",
-        "given",
-        "handled",
-        "module",
-        "name",
-        "record",
-        "storages",
-    )
-
-    def __init__(
-        self, name: str, record: CallRecord, module: nn.Module, *, come_to: Callable[[], None] | None = None
-    ) -> None:
-        self.name = name
-        self.module = weakref.ref(module)
-        self.record = record
-        self.come_to = come_to
-        """Over ranks, called before it is recomputed; see `Regions.enter`."""
-        self.storages: dict[int, SavedStorage] = {}
-        """What was saved in it, by identity, until it is looked over."""
-        self.given: frozenset[int] = frozenset()
-        """The same afterwards: of a call that is recomputed, its inputs."""
-        self.chunk: Chunk | None = None
-        """That has its content; None if there is none, or not yet."""
-        self.around: Generator[None, None, None] | None = None
-        """Surrounds it while it runs, if it is going to be recomputed."""
-        self.handled: BaseException | None = None
-        """What the caller was handling when it began, while it runs."""
+    name: str
+    record: CallRecord
+    module: weakref.ref[nn.Module]
+    come_to: Callable[[], None] | None = None
+    """Over ranks, called before it is recomputed; see `RegionActivations.enter`."""
+    storages: dict[int, SavedStorage] = field(default_factory=dict)
+    """What was saved in it, by identity, until it is looked over."""
+    given: frozenset[int] = frozenset()
+    """The same afterwards: of a call that is recomputed, its inputs."""
+    chunk: Chunk | None = None
+    """That has its content; None if there is none, or not yet."""
+    around: Generator[None, None, None] | None = None
+    """Surrounds it while it runs, if it is going to be recomputed."""
+    handled: BaseException | None = None
+    """What the caller was handling when it began, while it runs."""
 
     def __str__(self) -> str:
         return f"{self.name} backward"
-
-
-class SavedCount(OwnHooks):
-    """Counts bytes of storages on their way to what torch's checkpoint does with them."""
-
-    hides = True
-
-    def __init__(self, counts: Callable[[int], bool], pack: Callable[[torch.Tensor], object]) -> None:
-        self.nbytes: dict[int, int] = {}
-        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
-        self.given: set[int | None] = set()
-        """Storages of copies that the call is given, by identity."""
-        self._counts = counts
-        self._pack = pack
-
-    def pack(self, tensor: torch.Tensor) -> object:
-        key = storage_id(tensor)
-        if key is not None and key not in self.nbytes and key not in self.given and self._counts(key):
-            storage = tensor.untyped_storage()
-            self.nbytes[key] = aligned(storage.nbytes())
-            self.storages.append(weakref.ref(storage))
-        return self._pack(tensor)

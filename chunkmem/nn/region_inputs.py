@@ -1,11 +1,4 @@
-"""Inputs of calls that are recomputed, copied before somebody writes to them in place.
-
-[Note: Inputs that are written to] A block may write to what it is given (`x.mul_(2)`), or the model to what it has
-given one (`x += block(x)`). Plain PyTorch trains that, so a recomputation begins with a copy of the input as it was.
-Steps that are recorded, and the first one of a process, run under a mode that hears of each write before it is made:
-then the copy is made, and from the next step on at the call, for blocks where that has happened. Nothing is copied for
-others.
-"""
+"""Inputs of calls that are recomputed, copied before somebody writes to them in place."""
 
 from __future__ import annotations
 
@@ -20,7 +13,13 @@ from chunkmem.runtime.device import runtime_mode
 
 
 class RecomputedInputs:
-    """Knows the inputs that were saved in a step, and the modules whose inputs have been written to."""
+    """Knows the inputs that were saved in a step, and the modules whose inputs have been written to.
+
+    A block may write to what it is given (`x.mul_(2)`), or the model to what it has given one (`x += block(x)`). Plain
+    PyTorch trains that, so a recomputation begins with a copy of the input as it was. Steps that are recorded, and the
+    first one of a process, run under a mode that hears of each write before it is made: then the copy is made, and from
+    the next step on at the call, for blocks where that has happened. Nothing is copied for others.
+    """
 
     def __init__(self) -> None:
         """Begin with none."""

@@ -18,10 +18,10 @@ its memory up to autograd: then it is no chunk any more.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -31,12 +31,12 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from chunkmem.errors import CapacityError, TierIOError
 from chunkmem.nn.live_chunks import LiveChunks
-from chunkmem.nn.recompute import Recomputation
-from chunkmem.nn.region_calls import CallRecord, RegionCall, SavedCount
+from chunkmem.nn.recompute import recomputed
+from chunkmem.nn.region_calls import CallRecord, RegionCall
 from chunkmem.nn.region_chunks import RegionChunks
 from chunkmem.nn.region_inputs import RecomputedInputs
 from chunkmem.nn.region_policies import RegionPolicies
-from chunkmem.nn.saved_storages import LeftStorages, SavedStorage, SavedStorages, SavedTensor
+from chunkmem.nn.saved_storages import LeftStorages, SavedStorage, SavedStorages, SavedTensor, aligned
 from chunkmem.nn.saved_tensors import ChunkHooks, OwnHooks, SavedReference
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import storage_id
@@ -58,7 +58,7 @@ class RegionActivations(OwnHooks):
         policies: RegionPolicies,
         chunks: RegionChunks,
         device: torch.device,
-        is_rehearsal: bool = False,
+        is_rehearsal: bool,
     ) -> None:
         """Begin with none.
 
@@ -82,8 +82,8 @@ class RegionActivations(OwnHooks):
         """Runs now."""
         self._depth = 0
         """Calls of regions that run; those inside of another one are parts of it."""
-        self._recomputing: list[CallRecord] = []
-        """Calls whose forward runs again, the last one inside of the others."""
+        self._recomputing: list[Recomputing] = []
+        """Runs of calls whose forward is made again, the last one inside of the others."""
         self._pending: RegionCall | None = None
         """Has been left, and is not looked over yet."""
         self._live = LiveChunks(pager, turn, chunks, before_end=self.settle)
@@ -162,21 +162,21 @@ class RegionActivations(OwnHooks):
         is_recomputed = policy_now.recomputes_call(number, self._kept)
         record = CallRecord(name, policy_now, number, is_recomputed, [start])
         self.records.append(record)
-        self._open = RegionCall(name, record, module, come_to=come_to)
-        self._open.handled = sys.exception()
+        self._open = RegionCall(name, record, weakref.ref(module), come_to, handled=sys.exception())
         torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
         if record.is_recomputed:
-            again = Recomputing(self, self._open)
-            contexts = contextlib.nullcontext(), again
-            recomputation = Recomputation(
+            again = partial(Recomputing, self, self._open)
+            around = self._open.around = recomputed(
+                module,
+                args,
+                kwargs,
+                name=name,
                 rng=("python", "numpy"),
-                context_fn=lambda: contexts,
-                on_copies=again.give,
+                contexts=lambda: (nullcontext(), again),
+                on_copies=self._give,
                 has_copy=self.inputs.has_copy,
             )
-            around = recomputation.around(module, args, kwargs, name=name)
             next(around)
-            self._open.around = around
         return record.is_recomputed
 
     def leave(self) -> None:
@@ -207,7 +207,7 @@ class RegionActivations(OwnHooks):
     def current(self) -> CallRecord | None:
         """The call that runs, or runs again; None: what runs is part of none."""
         if self._recomputing:
-            return self._recomputing[-1]
+            return self._recomputing[-1].call.record
         return None if self._open is None else self._open.record
 
     def settle(self, *, inside: CallRecord | None = None) -> None:
@@ -266,14 +266,15 @@ class RegionActivations(OwnHooks):
         if isinstance(kept, SavedReference):
             return self._saved.read(kept)
         assert isinstance(kept, SavedTensor)
+        call = kept.call
+        assert isinstance(call, RegionCall)
         if kept.copy is not None:
             with runtime_mode():
                 return kept.copy.clone()  # the call may be repeated again
         if kept.is_moved:
             with self._turn.taken(in_hook=True):
-                assert isinstance(kept.call, RegionCall)
-                self._bring(kept.call)
-        kept.check()
+                self._bring(call)
+        kept.check(call.name)
         return kept.tensor
 
     # Backward.
@@ -291,32 +292,41 @@ class RegionActivations(OwnHooks):
         if not call.record.backward:
             call.record.backward.append(self.now())
 
-    def begin_recomputation(self, call: RegionCall) -> None:
+    def begin_recomputation(self, run: Recomputing) -> None:
         """A call is about to be recomputed."""
+        call = run.call
         if call.come_to is not None:
             with self._turn.taken(in_hook=True):
                 call.come_to()
         self._begin_backward(call)
         call.record.again.append(self.now())
-        self._recomputing.append(call.record)
+        self._recomputing.append(run)
+
+    def _give(self, copies: Iterable[torch.Tensor]) -> None:
+        """Small arguments without gradient are copied for the run that has begun: it does not make them.
+
+        So what a call saves when it is recomputed does not depend on whether blocks before it are trained.
+        """
+        self._recomputing[-1].given.update(map(storage_id, copies))
 
     def end_recomputation(self) -> None:
         """Its forward has run, or was interrupted."""
         self._recomputing.pop()
 
-    def recomputed(self, call: RegionCall, count: SavedCount) -> None:
-        """A call has been recomputed: so many bytes are saved until its backward is over.
+    def recomputed(self, run: Recomputing) -> None:
+        """A call has been recomputed: what it has saved is there until its backward is over.
 
         Raises:
             CapacityError: they do not fit DEVICE.
         """
-        for storage in count.storages:
+        call = run.call
+        for storage in run.storages:
             if (alive := storage()) is not None:
                 self.taken(alive)
         with self._turn.taken(in_hook=True):
             self._live.look_after_gone()
             call.record.again.append(self.now())
-            saved, what, nbytes = SavedStorages(), "recomputed activations", sum(count.nbytes.values())
+            saved, what, nbytes = SavedStorages(), "recomputed activations", sum(run.nbytes.values())
             chunk = call.record.chunk = self._live.begin(call, saved, nbytes, reader=str(call), what=what)
             self._live.use(chunk, call)
 
@@ -346,7 +356,7 @@ class RegionActivations(OwnHooks):
         if self._open is not None:
             self._close_open(is_interrupted=True)
         self._depth = 0
-        with contextlib.suppress(CapacityError, TierIOError):  # then it is left to autograd
+        with suppress(CapacityError, TierIOError):  # then it is left to autograd
             self.settle()
         self._live.unpin_interrupted()
         if step:
@@ -357,33 +367,42 @@ class RegionActivations(OwnHooks):
         self._live.give_up()
 
 
-class Recomputing(contextlib.AbstractContextManager[None]):
-    """Counts what is saved while a call is recomputed; there may be several such runs of one call."""
+class Recomputing(OwnHooks, AbstractContextManager[None]):
+    """One run of a call that is recomputed: counts what is saved, on its way to what torch's checkpoint does."""
+
+    hides = True
 
     def __init__(self, regions: RegionActivations, call: RegionCall) -> None:
         self._regions = regions
-        self._call = call
-        self._runs: list[SavedCount] = []
-        """Those under way."""
+        self.call = call
+        self.nbytes: dict[int, int] = {}
+        """By the identity of a storage."""
+        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+        self.given: set[int | None] = set()
+        """Storages that it does not make, by identity."""
 
     def __enter__(self) -> None:
-        self._regions.begin_recomputation(self._call)
+        self._regions.begin_recomputation(self)
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         assert hooks is not None, "torch's checkpoint takes what is saved"
-        count = SavedCount(partial(self._regions.counts, self._call), hooks[0])
-        self._runs.append(count)
-        torch._C._autograd._push_saved_tensors_default_hooks(count.pack, hooks[1])
+        self._pack = hooks[0]
+        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, hooks[1])
 
-    def give(self, copies: Iterable[torch.Tensor]) -> None:
-        """Small arguments without gradient are copied for the run that has begun: it does not make them.
-
-        So what a call saves when it is recomputed does not depend on whether blocks before it are trained.
-        """
-        self._runs[-1].given.update(map(storage_id, copies))
+    def pack(self, tensor: torch.Tensor) -> object:
+        key = storage_id(tensor)
+        if (
+            key is not None
+            and key not in self.nbytes
+            and key not in self.given
+            and self._regions.counts(self.call, key)
+        ):
+            storage = tensor.untyped_storage()
+            self.nbytes[key] = aligned(storage.nbytes())
+            self.storages.append(weakref.ref(storage))
+        return self._pack(tensor)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
         self._regions.end_recomputation()
-        count = self._runs.pop()
-        if any(count.nbytes.values()) and (kind is None or kind is _StopRecomputationError):
-            self._regions.recomputed(self._call, count)
+        if any(self.nbytes.values()) and (kind is None or kind is _StopRecomputationError):
+            self._regions.recomputed(self)

@@ -1,8 +1,4 @@
-"""Storages whose tensors autograd has saved: who else holds them, and their memory as that of a chunk.
-
-[Note: Versions] torch does not check whether a tensor was written to after it was saved where there are hooks, so that
-is done here, and says what torch would.
-"""
+"""Storages whose tensors autograd has saved: who else holds them, and their memory as that of a chunk."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,21 +19,16 @@ _STALE = -1
 """The version of a tensor that was written to after it was saved."""
 
 
-class Saver(Protocol):
-    """The call that a tensor was saved in; it lives as long as the tensor is kept."""
-
-    name: str
-
-
 class SavedTensor:
     """What autograd has in place of a tensor that it saved in a region."""
 
     __slots__ = ("__weakref__", "call", "copy", "is_moved", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, call: Saver) -> None:
+    def __init__(self, tensor: torch.Tensor, call: object) -> None:
         self.tensor = tensor
         self.version = tensor._version
         self.call = call
+        """That it was saved in; it lives as long as the tensor is kept."""
         self.is_moved = False
         """Its storage is part of the call's chunk."""
         self.copy: torch.Tensor | None = None
@@ -51,12 +41,12 @@ class SavedTensor:
         self.tensor = alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         self.version = alias._version if tensor._version == self.version else _STALE
 
-    def check(self) -> None:
-        """Raise what torch does for a tensor that was written to after it was saved."""
+    def check(self, saver: str) -> None:
+        """Raise what torch does, where there are no hooks, for a tensor that was written to after it was saved."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {list(self.tensor.shape)} that was saved in {self.call.name}; clone it before it is "
+                f"tensor of shape {list(self.tensor.shape)} that was saved in {saver}; clone it before it is "
                 "written to"
             )
 
@@ -162,14 +152,10 @@ class _Alone:
     def counted(cls) -> _Alone:
         """Count them: they are those of this Python and this torch."""
         with runtime_mode():
-            kept = SavedTensor(torch.empty(1), _Nobody())
+            kept = SavedTensor(torch.empty(1), None)
             used, unused = SavedStorage(kept.tensor.untyped_storage()), SavedStorage(torch.UntypedStorage(0))
         (in_python,) = _num_in_python([kept.tensor])
         return cls(in_python, _use_count(kept.tensor), used._num_in_python(), unused._num_in_python())
-
-
-class _Nobody:
-    name = ""
 
 
 def _num_in_python(tensors: list[torch.Tensor]) -> list[int]:

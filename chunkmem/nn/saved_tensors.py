@@ -1,19 +1,4 @@
-"""A user's saved-tensor hooks (`save_on_cpu` among them) get activations, and never chunk memory.
-
-[Note: Hooks in place of hooks] torch asks the hooks on top of its stack alone what to keep of a tensor that autograd
-saves. Where a user's are on top when a module begins, or looks a parameter up, or an operator gets one, ours take their
-place on the stack until the user's `with` ends. They keep a tensor in chunk memory as another tensor at the same place,
-whose memory goes and comes back with the chunk, and hand all others to the user's:
-
-    with save_on_cpu():          user's
-        model(x)                 ours
-            F.linear(x, weight)  ours: x to the user's, weight stays where it is
-        y.exp()                  ours: y to the user's
-
-Those of torch's checkpoint keep nothing, and count what is saved, so they get all of it. What they give back is looked
-at: a term of the loss that no module returns (`losses.append(self.layer.weight.square().sum())`) has nobody announce
-its backward, and would use the memory of a weight that nobody keeps there.
-"""
+"""A user's saved-tensor hooks (`save_on_cpu` among them) get activations, and never chunk memory."""
 
 from __future__ import annotations
 
@@ -49,43 +34,46 @@ class OwnHooks:
     """What they keep of a tensor does not lead to its memory."""
 
 
-class HooksOfUser(OwnHooks):
-    """Ours, in place of those of a user."""
+class HooksOfOthers(OwnHooks):
+    """Ours, in place of those of a user, or of a checkpoint."""
 
-    def __init__(self, chunks: ChunkHooks, pack: Pack, unpack: Unpack) -> None:
-        """Stand for `pack` and `unpack`."""
+    def __init__(self, chunks: ChunkHooks, pack: Pack, unpack: Unpack, *, hides: bool) -> None:
+        """Stand for `pack` and `unpack`; `hides`: they are a checkpoint's."""
         self.chunks = chunks
         self.inner = pack
         self._unpack = unpack
+        self.hides = hides
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to keep of a tensor."""
-        reference = self.chunks.reference(tensor)
+        reference = None if self.hides else self.chunks.reference(tensor)
         return self.inner(tensor) if reference is None else reference
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Return the tensor."""
-        return self.chunks.read(packed) if isinstance(packed, SavedReference) else self._unpack(packed)
-
-
-class HooksOfCheckpoint(OwnHooks):
-    """Ours, in place of those of a checkpoint."""
-
-    hides = True
-
-    def __init__(self, chunks: ChunkHooks, pack: Pack, unpack: Unpack) -> None:
-        """Stand for `pack` and `unpack`."""
-        self.pack = pack
-        self._chunks = chunks
-        self._unpack = unpack
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        """Return the tensor."""
-        return self._chunks.usable(self._unpack(packed))
+        if isinstance(packed, SavedReference):
+            return self.chunks.read(packed)
+        tensor = self._unpack(packed)
+        return self.chunks.usable(tensor) if self.hides else tensor
 
 
 class ChunkHooks:
-    """Puts such hooks in place of a user's, and keeps chunk memory for them."""
+    """Puts hooks of ours in place of a user's, and keeps chunk memory for them.
+
+    torch asks the hooks on top of its stack alone what to keep of a tensor that autograd saves. Where a user's are on
+    top when a module begins, or looks a parameter up, or an operator gets one, ours take their place until the user's
+    `with` ends. They keep a tensor in chunk memory as another tensor at the same place, whose memory goes and comes
+    back with the chunk, and hand all others to the user's:
+
+        with save_on_cpu():          user's
+            model(x)                 ours
+                F.linear(x, weight)  ours: x to the user's, weight stays where it is
+            y.exp()                  ours: y to the user's
+
+    Those of torch's checkpoint keep nothing, and count what is saved, so they get all of it. What they give back is
+    looked at: a term of the loss that no module returns (`losses.append(self.layer.weight.square().sum())`) has nobody
+    announce its backward, and would use the memory of a weight that nobody keeps there.
+    """
 
     def __init__(self, declared: DeclaredReads, pager: Pager, turn: Turn) -> None:
         self._declared = declared
@@ -100,23 +88,22 @@ class ChunkHooks:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if top is None:
             return
-        of_checkpoint = _are_of_checkpoint(top[0])
-        if not of_checkpoint and not self._are_foreign(top[0]):
+        pack = top[0]
+        while isinstance(owner := getattr(pack, "__self__", None), HooksOfOthers):
+            if owner.chunks is self:
+                return
+            pack = owner.inner  # of another manager, over these
+        is_torchs = getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+        # Those around its forward: around its recomputation are others, which stay.
+        of_checkpoint = is_torchs and pack.__qualname__.startswith("_checkpoint_hook.")
+        if isinstance(owner, OwnHooks) or is_torchs is not of_checkpoint:
             return
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return  # as in transforms of torch.func
         self._has_users = self._has_users or not of_checkpoint
-        hooks = HooksOfCheckpoint(self, *top) if of_checkpoint else HooksOfUser(self, *top)
+        hooks = HooksOfOthers(self, *top, hides=of_checkpoint)
         torch._C._autograd._pop_saved_tensors_default_hooks()
         torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
-
-    def _are_foreign(self, pack: Any) -> bool:
-        owner = getattr(pack, "__self__", None)
-        while isinstance(owner, HooksOfUser):  # of this manager, or over those of another one
-            if owner.chunks is self:
-                return False
-            pack, owner = owner.inner, getattr(owner.inner, "__self__", None)
-        return not isinstance(owner, OwnHooks) and getattr(pack, "__module__", None) != "torch.utils.checkpoint"
 
     def is_chunk(self, storage: int) -> bool:
         """Tell whether parameters live in a storage, by its identity."""
@@ -158,12 +145,6 @@ class ChunkHooks:
                 return tensor.clone()
             finally:
                 self._pager.unpin(chunk)
-
-
-def _are_of_checkpoint(pack: Any) -> bool:
-    """Tell whether hooks are those of torch's checkpoint, around a forward: around its recomputation are others."""
-    is_torchs = getattr(pack, "__module__", None) == "torch.utils.checkpoint"
-    return is_torchs and pack.__qualname__.startswith("_checkpoint_hook.")
 
 
 def hides_saved_tensors() -> bool:

@@ -1,8 +1,7 @@
-"""Parameters that serve themselves: what is done with one anywhere is done where its chunk is brought to.
+"""Parameters that serve themselves: what is done with one anywhere is done where its chunk is brought to (ADR 14).
 
-[Note: Served parameters] A managed parameter that nobody has open (see [Note: Open parameters] in
-`chunkmem.nn.binding`) has a class whose `__torch_function__` is ours. So every operator of torch that gets one,
-wherever that is called, comes here first:
+A managed parameter that nobody has open (see [Note: Open parameters] in `chunkmem.nn.binding`) has a class whose
+`__torch_function__` is ours. So every operator of torch that gets one, wherever that is called, comes here first:
 
     metadata (shape, dtype, requires_grad, hooks, .grad)   answered without the values
     inside of a running module                             a read of that module, as if it had looked the parameter up
@@ -31,7 +30,7 @@ from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter, Served
 from chunkmem.nn.frames import Frame, in_backward
 from chunkmem.nn.saved_tensors import ChunkHooks
-from chunkmem.nn.tensor_functions import METADATA, one_by_one
+from chunkmem.nn.tensor_functions import METADATA, listed, one_by_one
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.wrappers import sharding_caller, wrapped
 from chunkmem.runtime.pager import Pager
@@ -49,9 +48,7 @@ _FREE_METHODS = (
     "retain_grad", "has_names", "is_pinned", "is_shared", "is_inference", "is_conj", "is_neg", "_is_view",
     "is_same_size",
 )  # fmt: skip
-_LIKE = (torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.full_like)
 _LAID_OUT = frozenset({_TENSOR.stride, _TENSOR.is_contiguous, _TENSOR.storage_offset})
-_NEW = tuple(getattr(_TENSOR, f"new_{what}") for what in ("empty", "zeros", "ones", "full", "tensor"))
 _REFUSED = {
     _TENSOR.share_memory_: "share_memory_", _TENSOR.resize_: "resize_",
     _TENSOR.resize_as_: "resize_as_", _TENSOR.pin_memory: "pin_memory",
@@ -60,13 +57,14 @@ _REFUSED = {
 
 def _free_functions() -> frozenset[Any]:
     """Return what asks for nothing but metadata, as `__torch_function__` is told of it."""
-    found: list[Any] = [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size, *_NEW]
+    found: list[Any] = [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size]
     found.append(torch._has_compatible_shallow_copy_type)  # `nn.Module.to()` compares a parameter with what it became
     names = (*_FREE_FIELDS, *(name for name in dir(_TENSOR) if name.startswith("is_")))
     found += [getattr(_TENSOR, name).__get__ for name in names if isdatadescriptor(getattr(_TENSOR, name, None))]
     fields: Any = _TENSOR
     found += [fields.grad.__set__, fields.grad.__delete__, fields.requires_grad.__set__, fields._backward_hooks.__set__]
     found += [getattr(_TENSOR, name) for name in _FREE_METHODS if hasattr(_TENSOR, name)]
+    found += [getattr(_TENSOR, name) for name in dir(_TENSOR) if name.startswith("new_")]
     return METADATA.union(found)
 
 
@@ -88,13 +86,21 @@ class ParameterServer:
         access: AccessTracker,
         backward: BackwardTracker,
         turn: Turn,
-        *,
+        managed: Mapping[int, ManagedParameter],
         saved: ChunkHooks,
-        is_shared: bool = False,
+        *,
+        is_shared: bool,
     ) -> None:
-        """Serve nothing yet; `is_shared`: several ranks have the values, each those of its own chunks.
+        """Serve nothing yet.
 
-        `saved` keeps chunk memory from a user's saved-tensor hooks.
+        Args:
+            pager: of chunks.
+            access: reads of parameters.
+            backward: what comes after operators.
+            turn: of this thread.
+            managed: all that were packed, by the identity of the Parameter.
+            saved: keeps chunk memory from a user's saved-tensor hooks.
+            is_shared: several ranks have the values, each those of its own chunks.
         """
         self._is_shared = is_shared
         self._saved = saved
@@ -102,8 +108,7 @@ class ParameterServer:
         self._turn = turn
         self._access = access
         self._backward = backward
-        self._managed: dict[int, ManagedParameter] = {}
-        """By the identity of the Parameter."""
+        self._managed = managed
         self._classes: dict[type[nn.Parameter], type[nn.Parameter]] = {}
         self._taken = WeakTensorKeyDictionary()
         """Tensors that were taken out of parameters, each with how often others had been assigned to `.data` then."""
@@ -113,13 +118,11 @@ class ParameterServer:
     def add(self, parameters: Iterable[ManagedParameter]) -> None:
         """Have parameters that were packed serve themselves."""
         for managed in parameters:
-            self._managed[id(managed.param)] = managed
             managed.serve(self._served_class)
 
     def remove(self, parameters: Iterable[ManagedParameter]) -> None:
         """Undo `add`: they are ordinary Parameters again."""
         for managed in parameters:
-            del self._managed[id(managed.param)]
             managed.unserve()
 
     def _served_class(self, plain: type[nn.Parameter]) -> type[nn.Parameter]:
@@ -158,7 +161,7 @@ class ParameterServer:
             )
         if func is torch.autograd.grad:
             return self._differentiate(args, kwargs)
-        if func in _LAID_OUT or func in _LIKE:
+        if func in _LAID_OUT or getattr(func, "__name__", "").endswith("_like"):
             plain = self._without_values(func, parameters, args, kwargs)
             if plain is not None:
                 return plain[0]
@@ -174,11 +177,10 @@ class ParameterServer:
                 f"{parameters[0]} is used by {getattr(func, '__name__', func)} outside of its unit's forward, "
                 "where only its owner has the values; use it inside manager.gather(), which all ranks enter"
             )
-        is_of_lists = getattr(func, "__name__", "").startswith("_foreach_")
-        listed = next((value for value in args if isinstance(value, (list, tuple))), ()) if is_of_lists else ()
-        if len(listed) > 1:
+        num = len(listed(getattr(func, "__name__", ""), args))
+        if num > 1:
             # What is done to all of them needs no more room than what is done to one.
-            parts = one_by_one(len(listed), args, kwargs)
+            parts = one_by_one(num, args, kwargs)
             return [result for part, options in parts for result in self.call(func, part, options) or ()] or None
         with self._turn.taken():
             if self._access.stack:

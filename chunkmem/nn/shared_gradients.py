@@ -1,11 +1,4 @@
-"""Norms and factors of gradients that are means over ranks.
-
-[Note: Clipping over ranks] What one rank has of a gradient is not the gradient. Below `DistributedDataParallel` it is:
-backward leaves means in `.grad`. Where there is such a wrapper, the first norm that a user asks for has all ranks form
-the means and compare the norms of all parameters, which are kept until a gradient changes. A factor is agreed on once,
-and each rank multiplies what it owns. All ranks have to ask for the same, as they do when they run the same program;
-what was multiplied is part of what they compare when the step begins.
-"""
+"""Norms and factors of gradients that are means over ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +19,14 @@ _NONE = -1.0
 
 
 class SharedGradients:
-    """The gradients of several ranks, each of which owns some."""
+    """The gradients of several ranks, each of which owns some.
+
+    What one rank has of a gradient is not the gradient. Below `DistributedDataParallel` it is: backward leaves means in
+    `.grad`. Where there is such a wrapper, the first norm that a user asks for has all ranks form the means and compare
+    the norms of all parameters, which are kept until a gradient changes. A factor is agreed on once, and each rank
+    multiplies what it owns. All ranks have to ask for the same, as they do when they run the same program; what was
+    multiplied is part of what they compare when the step begins.
+    """
 
     def __init__(
         self,

@@ -159,13 +159,6 @@ class ModuleSurface:
             if "_apply" not in vars(module):  # a module of two models is fitted once
                 self.fitted.set(module, "_apply", partial(_apply_to_buffers, module, dict(owned.get(module, {}))))
 
-    def unfit(self) -> None:
-        """Undo all that `fit` did."""
-        self.fitted.undo()
-        self._owned.clear()
-        self._places = [], [], []
-        self._given.clear()
-
     def _on_state_dict(
         self, own: Mapping[str, ManagedParameter], _module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any
     ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,12 @@ def is_write(func: object) -> bool:
     if name.startswith("__") and name.endswith("__"):
         return name in _REFUSED or (name[2:3] == "i" and hasattr(_TENSOR, f"__{name[3:]}"))
     return name.endswith("_")
+
+
+def listed(name: str, args: Sequence[Any]) -> Sequence[Any]:
+    """Return what an operator over lists (`torch._foreach_...`) is called for in each place; others: nothing."""
+    lists = (value for value in args if isinstance(value, (list, tuple)))
+    return next(lists, ()) if "_foreach_" in name else ()
 
 
 def one_by_one(

@@ -106,9 +106,9 @@ class TiledLinear(nn.Module):
     def tiles(self) -> dict[str, list[nn.Parameter]]:
         """Return the parameters of tiles by the name of the whole one, row by row."""
         found: dict[str, list[nn.Parameter]] = {}
+        own = dict(self.named_parameters())  # no reads
         for name, key, _ in _places(self):
-            tile, _, kind = key.partition(".")
-            found.setdefault(name, []).append(dict(getattr(self, tile).named_parameters())[kind])
+            found.setdefault(name, []).append(own[key])
         return found
 
     def join(self, name: str, parts: list[Tensor]) -> Tensor:
@@ -136,8 +136,7 @@ class TiledLinear(nn.Module):
         whole = nn.Linear(self.in_features, self.out_features, self.has_bias, **options)
         with torch.no_grad():
             for name, key, place in _places(self):
-                tile, _, kind = key.partition(".")
-                getattr(getattr(self, tile), kind).copy_(getattr(whole, name)[place])
+                self.get_parameter(key).copy_(getattr(whole, name)[place])
 
     def extra_repr(self) -> str:
         """Return the constructor's arguments."""
@@ -147,7 +146,8 @@ class TiledLinear(nn.Module):
     def _fill(self, weight: Tensor, bias: Tensor | None, *, in_splits: int, out_splits: int) -> None:
         """Make the tiles of copies of a whole layer's parameters."""
         self.in_splits, self.out_splits, self.has_bias = in_splits, out_splits, bias is not None
-        self._loading = _Loading("")
+        self._loading = "", set[str]()
+        """Of a `load_state_dict` under way: the layer's prefix in it, and names that were refused."""
         whole = {"weight": weight, "bias": bias}
         # All copies before the first tile: over ranks, what is attached ends the exchange that brought the whole.
         copies = {key: _copy(whole[name], place) for name, key, place in _places(self)}
@@ -163,14 +163,6 @@ class TiledLinear(nn.Module):
         self.register_state_dict_post_hook(_join_entries)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_split_entries)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_name_missing)  # type: ignore[no-untyped-call]
-
-
-class _Loading:
-    """A `load_state_dict` under way: the layer's prefix in it, and the names that were refused."""
-
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
-        self.refused: list[str] = []
 
 
 def make_tiled(linear: nn.Linear, *, in_splits: int, out_splits: int) -> None:
@@ -268,21 +260,25 @@ def _split_entries(
     errors: list[str],
 ) -> None:
     """Give each tile its part of `weight` and `bias`. Entries of tiles, as `named_parameters` has them, are loaded."""
-    layer._loading = _Loading(prefix)
-    shapes = _shapes(layer)
-    wholes = {name: state.pop(prefix + name) for name in shapes if prefix + name in state}
-    for name, whole in wholes.items():
-        if not isinstance(whole, Tensor):
-            layer._loading.refused.append(name)
-            errors.append(f"{prefix}{name} is a {type(whole).__name__}, not a tensor")
-        elif whole.shape != shapes[name]:
-            layer._loading.refused.append(name)
+    _, refused = layer._loading = prefix, set[str]()
+    wholes: dict[str, Tensor] = {}
+    for name, shape in _shapes(layer).items():
+        if prefix + name not in state:
+            continue
+        whole = state.pop(prefix + name)
+        if isinstance(whole, Tensor) and whole.shape == shape:
+            wholes[name] = whole
+        elif isinstance(whole, Tensor):
+            refused.add(name)
             errors.append(
                 f"size mismatch for {prefix}{name}: copying a param with shape {whole.shape} from checkpoint, the "
-                f"shape in current model is {torch.Size(shapes[name])}."
+                f"shape in current model is {torch.Size(shape)}."
             )
+        else:
+            refused.add(name)
+            errors.append(f"{prefix}{name} is a {type(whole).__name__}, not a tensor")
     for name, key, place in _places(layer):
-        if name in wholes and name not in layer._loading.refused:
+        if name in wholes:
             # What is assigned becomes the parameter, and is to have memory of its own.
             keeps = metadata.get("assign_to_params_buffers", False)
             state[prefix + key] = _piece(wholes[name], place) if keeps else wholes[name][place]
@@ -290,8 +286,8 @@ def _split_entries(
 
 def _name_missing(layer: TiledLinear, incompatible: Any) -> None:
     """Have the layer's own names among those that were missing, once."""
-    loading, layer._loading = layer._loading, _Loading("")
-    names = {loading.prefix + key: name for name, key, _ in _places(layer)}
-    missing = [key for key in incompatible.missing_keys if names.get(key) not in loading.refused]
-    own = [loading.prefix + names[key] if key in names else key for key in missing]
+    (prefix, refused), layer._loading = layer._loading, ("", set())
+    names = {prefix + key: name for name, key, _ in _places(layer)}
+    missing = [key for key in incompatible.missing_keys if names.get(key) not in refused]
+    own = [prefix + names[key] if key in names else key for key in missing]
     incompatible.missing_keys[:] = dict.fromkeys(own)

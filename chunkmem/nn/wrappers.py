@@ -1,26 +1,16 @@
 """Wrappers of torch that exchange parameters or gradients between ranks, around managed parameters.
 
 `DistributedDataParallel` is noticed when it registers the model as its child, which it does before it touches
-anything. From there on it exchanges nothing, see [Note: DistributedDataParallel], if all that the model trains is known
-to the manager; else it is refused. `FullyShardedDataParallel` and `fully_shard` are noticed when they first use a
-parameter that serves itself, see [Note: Served parameters] in `chunkmem.nn.served`: the first one registers the model
-when it has flattened its parameters, the second one never does.
-
-[Note: DistributedDataParallel] Scripts and libraries put it around whatever they train over ranks, and use it by its
-name: `.module`, `no_sync()`, `require_backward_grad_sync`. So it stays one, and none of what it would exchange is left:
-parameters and gradients are in chunks, which are exchanged as they are, and buffers and ordinary parameters follow rank
-0's. What it says of micro-batches is passed on.
-
-[Note: Made in the middle] torch tells of a wrapper when it registers the model as its child, in the middle of
-`DistributedDataParallel.__init__`. From there on it is of this class, and the rest of that method calls what is here.
+anything, and becomes a `ManagedDataParallel` if all that the model trains is known to the manager; else it is refused.
+`FullyShardedDataParallel` and `fully_shard` are noticed when they first use a parameter that serves itself: the first
+one registers the model when it has flattened its parameters, the second one never does.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn, cast
 
@@ -38,7 +28,12 @@ from chunkmem.nn.registry import ModelRegistry
 
 
 class ManagedDataParallel(DistributedDataParallel):
-    """A `DistributedDataParallel` that exchanges nothing."""
+    """A `DistributedDataParallel` that exchanges nothing (ADR 41).
+
+    Scripts and libraries put it around whatever they train over ranks, and use it by its name: `.module`, `no_sync()`,
+    `require_backward_grad_sync`. So it stays one. Parameters and gradients are in chunks, which are exchanged as they
+    are, and buffers and ordinary parameters follow rank 0's. What it says of micro-batches is passed on.
+    """
 
     _declare: Callable[[bool], None]
     """Tells the manager whether the next backward is the last one before the step."""
@@ -79,7 +74,7 @@ class ManagedDataParallel(DistributedDataParallel):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return {}  # there is no reducer, which Lightning asks about
 
-    # What `DistributedDataParallel.__init__` calls once it is of this class.
+    # What `DistributedDataParallel.__init__` calls once it is of this class, in its middle.
 
     def _build_params_for_reducer(self) -> tuple[list[torch.Tensor], list[bool]]:
         self.modules_buffers: list[torch.Tensor] = []
@@ -100,18 +95,6 @@ class ManagedDataParallel(DistributedDataParallel):
         self.static_graph = True
 
 
-def become_managed(wrapper: DistributedDataParallel, model: nn.Module, declare: Callable[[bool], None]) -> None:
-    """Have a wrapper that is being made around `model` exchange nothing; see [Note: Made in the middle]."""
-    wrapper.__class__ = ManagedDataParallel
-    wrapper.parameters_to_ignore = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    managed = cast(ManagedDataParallel, wrapper)
-    managed._declare = declare
-
-
-_SHARDING = "torch.distributed.fsdp"
-_TRAINER = "transformers.trainer"
-
-
 def check_wrappers(
     registry: ModelRegistry, gradients: GradientValues, declare: Callable[[bool], None], num_ranks: int
 ) -> RemovableHandle:
@@ -125,32 +108,46 @@ def check_wrappers(
         declare: a method that is told whether the next backward is the last one before the step.
         num_ranks: that exchange; 1: there is one process.
     """
-    return on_children(registry, partial(_check, weakref.ref(gradients), weakref.WeakMethod(declare), num_ranks))
+    shown, declaring = weakref.ref(gradients), weakref.WeakMethod(declare)
+
+    def tell(is_last: bool) -> None:
+        if (say := declaring()) is not None:
+            say(is_last)
+
+    def check(registry: ModelRegistry, parent: nn.Module, child: nn.Module) -> None:
+        if not isinstance(parent, DistributedDataParallel):
+            return
+        managed = next((found for param in child.parameters() if (found := registry.find(param)) is not None), None)
+        if managed is None:
+            return
+        _require_fit(registry, parent, child, managed, num_ranks)
+        parent.__class__ = ManagedDataParallel
+        parent.parameters_to_ignore = {name for name, _ in (*child.named_parameters(), *child.named_buffers())}
+        cast(ManagedDataParallel, parent)._declare = tell
+        if (values := shown()) is not None:
+            values.shows_means = num_ranks > 1
+
+    return on_children(registry, check)
 
 
-def _check(
-    gradients: weakref.ref[GradientValues],
-    declare: weakref.WeakMethod[Callable[[bool], None]],
-    num_ranks: int,
+def _require_fit(
     registry: ModelRegistry,
-    parent: nn.Module,
-    child: nn.Module,
+    wrapper: DistributedDataParallel,
+    model: nn.Module,
+    managed: ManagedParameter,
+    num_ranks: int,
 ) -> None:
-    if not isinstance(parent, DistributedDataParallel):
-        return
-    managed = next((found for param in child.parameters() if (found := registry.find(param)) is not None), None)
-    if managed is None:
-        return
-    for name, param in child.named_parameters():
+    """Raise a `StateError` for a wrapper whose part chunkmem cannot take over."""
+    for name, param in model.named_parameters():
         if param.requires_grad and not registry.is_known(param):
-            error = wrapped(type(parent).__name__, managed)
+            error = wrapped(type(wrapper).__name__, managed)
             error.add_note(
                 f"parameter {name} is in no chunk: if it was added to the model, make chunkmem's optimizer first"
             )
             raise error
-    if parent.process_group.size() != num_ranks:
+    if wrapper.process_group.size() != num_ranks:
         raise StateError(
-            f"DistributedDataParallel over {parent.process_group.size()} ranks around parameter {managed}, which a "
+            f"DistributedDataParallel over {wrapper.process_group.size()} ranks around parameter {managed}, which a "
             f"manager of {num_ranks} exchanges: call init_process_group() before ChunkManager(config)"
         )
     if num_ranks > 1 and (strategy := saving_strategy()) is not None:
@@ -162,13 +159,14 @@ def _check(
             "(docs/integrations.md says how)"
         )
 
-    def tell(is_last: bool) -> None:
-        if (say := declare()) is not None:
-            say(is_last)
 
-    become_managed(parent, child, tell)
-    if (shown := gradients()) is not None:
-        shown.shows_means = num_ranks > 1
+def _callers(module: str) -> Iterator[FrameType]:
+    """Yield what runs of a module of torch or transformers, and of those in it, the innermost call first."""
+    frame: FrameType | None = sys._getframe(1) if module in sys.modules else None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(module):
+            yield frame
+        frame = frame.f_back
 
 
 def saving_strategy() -> str | None:
@@ -177,9 +175,8 @@ def saving_strategy() -> str | None:
     A script without our callback hands over nothing of Trainer's, and this is the last call of its on all ranks before
     one of them saves: the others may then wait in a barrier of Trainer's, where no agreement of ranks is reached.
     """
-    frame: FrameType | None = sys._getframe(1) if _TRAINER in sys.modules else None
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _TRAINER and "self" in frame.f_locals:
+    for frame in _callers("transformers.trainer"):
+        if frame.f_globals["__name__"] == "transformers.trainer" and "self" in frame.f_locals:
             trainer = frame.f_locals["self"]
             callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", ())
             if any(getattr(callback, "gathers_checkpoints", False) for callback in callbacks):
@@ -187,22 +184,16 @@ def saving_strategy() -> str | None:
             strategy = getattr(getattr(trainer, "args", None), "save_strategy", "no")
             found = str(getattr(strategy, "value", strategy))
             return None if found == "no" else found
-        frame = frame.f_back
     return None
 
 
 def sharding_caller() -> str | None:
     """Return the name of the wrapper of `torch.distributed.fsdp` that is being made further up the stack, if any is."""
-    if _SHARDING not in sys.modules:
-        return None
     found = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _callers("torch.distributed.fsdp"):
         name = frame.f_code.co_name
-        if name in ("__init__", "fully_shard") and frame.f_globals.get("__name__", "").startswith(_SHARDING):
-            # The outermost one is what the user called.
+        if name in ("__init__", "fully_shard"):  # the outermost one is what the user called
             found = name if name == "fully_shard" else type(frame.f_locals["self"]).__name__
-        frame = frame.f_back
     return found
 
 

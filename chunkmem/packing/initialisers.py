@@ -1,13 +1,4 @@
-"""What gives a model without values its own, and in which order: that in which a plain model draws random numbers.
-
-A constructor makes the children of a module, in the order in which they are registered, and then calls the module's own
-`reset_parameters()`. So modules are visited children first, each once. A model of transformers runs `post_init()` at
-the end of its constructor, which calls `_init_weights` for each of its modules that no inner model has called it for.
-Last comes what `model.apply(param_init_fn)` would do.
-
-Of a tied parameter, the module that is visited first gives the values, as `head.weight = words.weight` has it; others
-draw as many numbers for nothing. `param_init_fn` sees ties as they are.
-"""
+"""What gives a model without values its own, and in which order: that in which a plain model draws random numbers."""
 
 from __future__ import annotations
 
@@ -47,7 +38,15 @@ class Initialisation:
 def initialisations(
     root: nn.Module, param_init_fn: InitFunction | None, *, holders: Collection[nn.Module]
 ) -> Iterator[Initialisation]:
-    """Yield what initialises a model.
+    """Yield what initialises a model, in the order in which a plain one does.
+
+    A constructor makes the children of a module, in the order in which they are registered, and then calls the module's
+    own `reset_parameters()`. So modules are visited children first, each once. A model of transformers runs
+    `post_init()` at the end of its constructor, which calls `_init_weights` for each of its modules that no inner model
+    has called it for. Last comes what `model.apply(param_init_fn)` would do.
+
+    Of a tied parameter, the module that is visited first gives the values, as `head.weight = words.weight` has it;
+    others draw as many numbers for nothing. `param_init_fn` sees ties as they are.
 
     Args:
         root: the model.

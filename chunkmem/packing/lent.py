@@ -83,7 +83,7 @@ class ParameterLender:
         *,
         read: Callable[[ManagedParameter], torch.Tensor],
         write: Callable[[ManagedParameter, torch.Tensor], None],
-        keeps: bool = True,
+        keeps: bool,
     ) -> None:
         """Lend nothing yet.
 

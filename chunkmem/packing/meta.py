@@ -1,13 +1,4 @@
-"""Models on the meta device: packed by the shapes of their parameters, then initialised module by module.
-
-The layout of all chunks needs shapes and dtypes only. So chunks are made first, without values, and parameters move
-into them as if they had some. Then initialisers run, one call at a time, on ordinary tensors in RAM of the parameters
-that they look up, in the dtype that was built; their values go to the slots that this rank owns, and the tensors are
-freed. All ranks run all of it, and so draw the same random numbers.
-
-Tensors that no chunk holds, buffers and parameters of excluded modules, get memory at once, on every rank. Whatever
-has no value at the end, or half of one, is an error: until it has been written to, it is NaN.
-"""
+"""Models on the meta device: packed by the shapes of their parameters, then initialised module by module."""
 
 from __future__ import annotations
 
@@ -55,7 +46,16 @@ def _meta_tensors(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.
 
 
 class BuiltOnMeta(Built):
-    """Values of models, some of whose tensors have none."""
+    """Values of models, some of whose tensors have none.
+
+    The layout of all chunks needs shapes and dtypes only. So chunks are made first, without values, and parameters move
+    into them as if they had some. Then initialisers run, one call at a time, on ordinary tensors in RAM of the
+    parameters that they look up, in the dtype that was built; their values go to the slots that this rank owns, and the
+    tensors are freed. All ranks run all of it, and so draw the same random numbers.
+
+    Tensors that no chunk holds, buffers and parameters of excluded modules, get memory at once, on every rank. Whatever
+    has no value at the end, or half of one, is an error: until it has been written to, it is NaN.
+    """
 
     def __init__(
         self,

@@ -33,9 +33,9 @@ class ModelPacker:
         choose_on_host: Callable[[Sequence[nn.Module], Collection[nn.Module]], frozenset[nn.Module]],
         chunk_numel: int | None,
         device_cap_nbytes: int,
-        dtype: torch.dtype = torch.float32,
-        master_weights: bool = True,
-        num_ranks: int = 1,
+        dtype: torch.dtype,
+        master_weights: bool,
+        num_ranks: int,
     ) -> None:
         """Pack nothing yet; `chunk_numel` None searches the slab size on the first model.
 

@@ -69,7 +69,7 @@ class Packer:
         make_home: Callable[[torch.dtype, Tier], BoundChunk],
         *,
         states_nbytes: Callable[[Group], int],
-        shows_progress: bool = False,
+        shows_progress: bool,
     ) -> None:
         """Make a packer.
 
@@ -299,7 +299,7 @@ def _elsewhere(chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, ...]]:
 
 
 def move_ordinary_tensors(
-    module: nn.Module, excluded: Iterable[nn.Module], device: torch.device, *, on_host: Collection[nn.Module] = ()
+    module: nn.Module, excluded: Iterable[nn.Module], device: torch.device, *, on_host: Collection[nn.Module]
 ) -> None:
     """Put buffers, but those of modules that compute on HOST, and parameters of excluded modules on the device."""
     for child in module.modules():

@@ -45,7 +45,7 @@ from chunkmem.comm.exchange import Shard, hand_over
 from chunkmem.errors import StateError
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.binding import dense_stride
-from chunkmem.nn.guard import only_makes_a_view, tensors_of, written_by
+from chunkmem.nn.guard import makes_one_like, only_makes_a_view, tensors_of, written_by
 from chunkmem.nn.parameter_reads import is_managed, own_parameters
 from chunkmem.packing.built import Built
 from chunkmem.packing.collect import Collector
@@ -53,14 +53,7 @@ from chunkmem.packing.released_memory import Released, ReleasedMemory, Weight, c
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.shard.shards import ShardStore
 
-_SHAPE_ONLY = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
-        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "is_same_size", "is_pinned"),
-    )
-)
-"""Operators that use no value of the tensor they are given."""
+_OF_SHAPE = ("aten::is_same_size", "aten::is_pinned")
 _OVERWRITES = frozenset(
     f"aten::{name}"
     for name in (
@@ -93,7 +86,7 @@ class ReleasedGuard(TorchDispatchMode):
         """Run an operator, as all ranks do, with the content that it needs of what it is given."""
         kwargs = kwargs or {}
         given = self._in((*args, *kwargs.values()))
-        if all(each.is_whole for each in given) or func._schema.name in _SHAPE_ONLY:
+        if all(each.is_whole for each in given) or makes_one_like(func) or func._schema.name in _OF_SHAPE:
             return func(*args, **kwargs)
         overwritten = self._overwritten(func, args, kwargs)
         # A view touches nothing, but has to stay within its storage.

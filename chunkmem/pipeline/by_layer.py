@@ -148,7 +148,7 @@ class ByLayerPipeline(Pipeline):
         if start not in self._outermost:
             self._outermost[start] = _Outermost()
             self._runtime.memory.pager.events.hears_inside.append(lambda: True)
-            self._runtime.hooks.fit_outermost(self._outermost[start], name="pipeline")
+            self._runtime.hooks.fit_outermost(self._outermost[start])
         return self._outermost[start]
 
     def _drop(self, batch: _Batch) -> None:

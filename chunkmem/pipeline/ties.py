@@ -78,7 +78,7 @@ class TiedParameters:
             before = self._before.pop(tie, None)
             if before is not None:
                 total += before.to(total)
-            self._gradients.slots.land(tie.managed, total, replacing=True)
+            self._gradients.slots.land({tie.managed: total})
             self._gradients.show_mean(tie.managed)
 
     def _sum(self, tie: Tie) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -43,7 +45,8 @@ def begin(live: LiveChunks, fill: float) -> tuple[Chunk, torch.UntypedStorage, R
     """Have a call of the region save a storage; return its chunk, the storage, and what autograd keeps."""
     values = torch.full((NUMEL,), fill)
     storage = values.untyped_storage()
-    call, saved = RegionCall("block", CallRecord("block", "offload", 0, False), nn.Identity()), SavedStorages()
+    call = RegionCall("block", CallRecord("block", "offload", 0, False), weakref.ref(nn.Identity()))
+    saved = SavedStorages()
     nbytes = saved.hold([SavedStorage(storage)])
     call.chunk = live.begin(call, saved, nbytes, reader="block forward", what="activations")
     return call.chunk, storage, call

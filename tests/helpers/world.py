@@ -68,7 +68,8 @@ class World:
         managed = []
         for position, (slot, shape) in enumerate(zip(slots, SHAPES, strict=True)):
             parameter = torch.nn.Parameter(torch.empty(shape, device=device))
-            managed.append(ManagedParameter(parameter, f"p{index}.{position}", slot, position, home))
+            place = {"stride": parameter.stride(), "dtype": parameter.dtype}
+            managed.append(ManagedParameter(parameter, f"p{index}.{position}", slot, position, home, **place))
             home.add(managed[-1])
             parameter.data = managed[-1].placeholder
             managed[-1].version = parameter._version
