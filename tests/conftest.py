@@ -125,10 +125,25 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, object, object]:
+    """Make no items of cases that an ordinary run leaves out: half of all, and of the time to collect them."""
+    result = yield
+    if not includes_full(metafunc.config):
+        kept = [case for case in metafunc._calls if not any(mark.name == "full" for mark in case.marks)]
+        metafunc._calls = kept or metafunc._calls
+    return result
+
+
+def includes_full(config: pytest.Config) -> bool:
+    """Whether a run has tests that are marked `full`."""
+    return bool(config.getoption("--full")) or config.option.markexpr == "full"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         items.sort(key=place)
-    if config.getoption("--full") or config.option.markexpr == "full":
+    if includes_full(config):
         return
     kept = {id(item) for item in ordinary(items)}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
