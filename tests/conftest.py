@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -127,11 +126,19 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, object, object]:
-    """Make no items of cases that an ordinary run leaves out: half of all, and of the time to collect them."""
+    """Make no items of cases that an ordinary run leaves out: two thirds of all, and half of the time to collect them.
+
+    Those are cases marked `full`, and all but so many of a test that is marked `few(count)`.
+    """
     result = yield
-    if not includes_full(metafunc.config):
-        kept = [case for case in metafunc._calls if not any(mark.name == "full" for mark in case.marks)]
-        metafunc._calls = kept or metafunc._calls
+    if not includes_full(metafunc.config) and not metafunc.definition.get_closest_marker("full"):
+        # Without any, pytest would take the test for one without parameters.
+        kept = [case for case in metafunc._calls if not is_full(case.marks)] or metafunc._calls
+        few = metafunc.definition.get_closest_marker("few")
+        if few is not None:
+            values = [{name: repr(value) for name, value in case.params.items()} for case in kept]
+            kept = [kept[place] for place in choose(values, few.args[0])]
+        metafunc._calls = kept
     return result
 
 
@@ -140,29 +147,20 @@ def includes_full(config: pytest.Config) -> bool:
     return bool(config.getoption("--full")) or config.option.markexpr == "full"
 
 
+def is_full(marks: Iterable[pytest.Mark]) -> bool:
+    """Whether these marks leave a test to a full run."""
+    return any(mark.name == "full" for mark in marks)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         items.sort(key=place)
     if includes_full(config):
         return
-    kept = {id(item) for item in ordinary(items)}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
-    items[:] = [item for item in items if id(item) in kept]
-
-
-def ordinary(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yield what is not marked `full`, and of a test marked `few(count)` so many cases that are not."""
-    by_test = defaultdict[tuple[object, ...], list[pytest.Item]](list)
-    for item in items:
-        if not item.get_closest_marker("full"):
-            by_test[item.parent, getattr(item, "originalname", item.name)].append(item)
-    for cases in by_test.values():
-        few = cases[0].get_closest_marker("few")
-        if few is None:
-            yield from cases
-        else:
-            values = [{k: repr(v) for k, v in item.callspec.params.items()} for item in cases]  # type: ignore[attr-defined]
-            yield from (cases[place] for place in choose(values, few.args[0]))
+    left = [item for item in items if is_full(item.iter_markers())]
+    config.hook.pytest_deselected(items=left)
+    gone = set(map(id, left))
+    items[:] = [item for item in items if id(item) not in gone]
 
 
 def place(item: pytest.Item) -> int:
