@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
-from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -37,11 +37,13 @@ LONG_FILES = (
     "contrib/test_frozen_cache_ranks.py",
     "cpu/test_pipeline_hostile.py",
     "cpu/test_comm.py",
+    "cpu/test_mesh.py",
     "cpu/test_happens_before.py",
     "cpu/test_zoo.py",
     "cpu/test_disk_tier.py",
     "cpu/test_checkpoint_memory.py",
     "hostile_ranks/test_fuzz.py",
+    "cpu/test_packing_again_ranks.py",
     "cpu/test_kernels_into.py",
     "cpu/test_any_class_saved.py",
     "cpu/test_freezing.py",
@@ -100,6 +102,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # One thread in the processes that tests start, too. Beside other tests, torch's would mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # A thread of gloo that wakes would take the processor from the one that holds the lock it then asks for, over and
+    # over, until its turn ends: three milliseconds for an agreement of ranks that takes a tenth of one.
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(PermissionError):  # where that is forbidden, tests take longer, and are the same
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if config.getoption("--full"):
         os.environ["TESTS_ARE_FULL"] = "1"  # for tests/helpers/twins.py
     # xdist's own order is by the number of tests in a file, which says nothing about how long they take.
@@ -121,29 +128,43 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, object, object]:
+    """Make no items of cases that an ordinary run leaves out: two thirds of all, and half of the time to collect them.
+
+    Those are cases marked `full`, and all but so many of a test that is marked `few(count)`.
+    """
+    result = yield
+    if not includes_full(metafunc.config) and not metafunc.definition.get_closest_marker("full"):
+        # Without any, pytest would take the test for one without parameters.
+        kept = [case for case in metafunc._calls if not is_full(case.marks)] or metafunc._calls
+        few = metafunc.definition.get_closest_marker("few")
+        if few is not None:
+            values = [{name: repr(value) for name, value in case.params.items()} for case in kept]
+            kept = [kept[place] for place in choose(values, few.args[0])]
+        metafunc._calls = kept
+    return result
+
+
+def includes_full(config: pytest.Config) -> bool:
+    """Whether a run has tests that are marked `full`."""
+    return bool(config.getoption("--full")) or config.option.markexpr == "full"
+
+
+def is_full(marks: Iterable[pytest.Mark]) -> bool:
+    """Whether these marks leave a test to a full run."""
+    return any(mark.name == "full" for mark in marks)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         items.sort(key=place)
-    if config.getoption("--full") or config.option.markexpr == "full":
+    if includes_full(config):
         return
-    kept = {id(item) for item in ordinary(items)}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
-    items[:] = [item for item in items if id(item) in kept]
-
-
-def ordinary(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yield what is not marked `full`, and of a test marked `few(count)` so many cases that are not."""
-    by_test = defaultdict[tuple[object, ...], list[pytest.Item]](list)
-    for item in items:
-        if not item.get_closest_marker("full"):
-            by_test[item.parent, getattr(item, "originalname", item.name)].append(item)
-    for cases in by_test.values():
-        few = cases[0].get_closest_marker("few")
-        if few is None:
-            yield from cases
-        else:
-            values = [{k: repr(v) for k, v in item.callspec.params.items()} for item in cases]  # type: ignore[attr-defined]
-            yield from (cases[place] for place in choose(values, few.args[0]))
+    left = [item for item in items if is_full(item.iter_markers())]
+    config.hook.pytest_deselected(items=left)
+    gone = set(map(id, left))
+    items[:] = [item for item in items if id(item) not in gone]
 
 
 def place(item: pytest.Item) -> int:

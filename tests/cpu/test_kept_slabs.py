@@ -33,6 +33,7 @@ from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.runtime.pool import DevicePool, Slab
 from chunkmem.trace.model import Trace
 from tests.helpers.audit import audit
+from tests.helpers.counted_time import count_time
 from tests.helpers.happens_before import SLOW, HappensBefore
 from tests.helpers.overlapped import WIDTH, Run, assert_alike
 from tests.helpers.simulated import ClockedEvent, ClockedLanes, SimulatedAccelerator
@@ -120,7 +121,11 @@ def test_kept_slabs_and_activations_stay_within_the_cap(moments: list[tuple[int,
 
 
 def test_the_thread_that_issues_does_not_wait_for_copies_of_freed_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Giving up a slab that is still being read held all launches up until the copy was over."""
+    """Giving up a slab that is still being read held all launches up until the copy was over.
+
+    Where computing takes longer than copies, as on a machine that does other things too, none is being read.
+    """
+    count_time(monkeypatch)
     trace = trace_with_activations()
     waited: list[str] = []
     in_pool: list[str] = []
