@@ -359,7 +359,7 @@ def make_modules(
     server = ParameterServer(pager, access, backward, turn, saved=saved, is_shared=sharding.shards is not None)
     read = partial(_read, pager, sharding, updater)
     lazy, write = partial(_lazy, pager, sharding, updater), partial(_write, pager, sharding, updater)
-    surface = ModuleSurface(read=read, lazy=lazy, write=write, saving=server.saving)
+    surface = ModuleSurface(pager.events, read=read, lazy=lazy, write=write, saving=server.saving)
     compiled = CompiledModules(pager.events, asked, is_accelerator=is_accelerator, is_rehearsal=is_rehearsal)
     reading = partial(_reading_a_copy, memory, sharding, updater, registry, surface, turn)
     return Modules(

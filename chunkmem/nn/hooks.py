@@ -225,13 +225,13 @@ class ModuleHooks:
                 continue
             paused[module] = self.fitted.pause(module)
             if isinstance(module._parameters, ParameterReads):
-                vars(module)["_parameters"] = module._parameters.quiet()
+                module._parameters.__class__ = QuietReads
 
     def _hear_again_of(self, paused: MutableMapping[nn.Module, Paused]) -> None:
         for module, hooks in paused.items():
             self.fitted.resume(hooks)
-            if isinstance(module._parameters, QuietReads):
-                vars(module)["_parameters"] = module._parameters.reporting()
+            if isinstance(module._parameters, ParameterReads):
+                module._parameters.__class__ = ParameterReads
         paused.clear()
 
     def _hear_by_block(self, is_on: bool) -> None:

@@ -71,10 +71,6 @@ class ParameterReads(dict[str, nn.Parameter | None]):
             self._on_read(self._managed[name])
         return value
 
-    def quiet(self) -> QuietReads:
-        """Return the same without reports."""
-        return QuietReads(self, self._managed, self._on_read)
-
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
         managed = self._managed.get(name)
         if managed is not None and (value is None or (isinstance(value, nn.Parameter) and value is not managed.param)):
@@ -104,11 +100,7 @@ class ParameterReads(dict[str, nn.Parameter | None]):
 
 
 class QuietReads(ParameterReads):
-    """The same while nothing can come of a read: all parameters stay on DEVICE."""
+    """What its class is while nothing can come of a read: all parameters stay on DEVICE."""
 
     __slots__ = ()
     __getitem__ = dict.__getitem__
-
-    def reporting(self) -> ParameterReads:
-        """Return the same with reports."""
-        return ParameterReads(self, self._managed, self._on_read)
