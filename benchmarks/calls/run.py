@@ -1,7 +1,8 @@
 """How many calls of Python and C functions does a step take for each module without children, beside plain PyTorch?
 
 Counts, which do not depend on the machine or on what else runs there: `tests/cpu/test_calls.py` holds them to a limit.
-And how much processor time does a step of small modules take, in turn with plain PyTorch's?
+And how much processor time does a step of small modules take, in turn with plain PyTorch's? And a block's call in a
+pipeline?
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -97,6 +98,10 @@ def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable
     return step
 
 
+PIPELINED = 8
+"""Blocks of a pipeline, a linear layer each, and micro-batches."""
+
+
 def plain(num_blocks: int) -> Step:
     """Return a step of plain PyTorch."""
     return _plain_step(lambda: network(num_blocks))
@@ -121,6 +126,47 @@ def _managed_step(build: Callable[[], nn.Module], share: float | None = None) ->
     with manager.init():
         model = build()
     return _loop(model, chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-3), manager.backward)
+
+
+def _linears() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(PIPELINED)))
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(4 * PIPELINED, WIDTH, generator=draw), torch.randn(4 * PIPELINED, WIDTH, generator=draw)
+
+
+def accumulating() -> Step:
+    """Return a step of plain PyTorch that adds up the gradients of micro-batches."""
+    model, (inputs, target) = _linears(), _batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    parts = list(zip(inputs.chunk(PIPELINED), target.chunk(PIPELINED), strict=True))
+
+    def step() -> None:
+        for part, wanted in parts:
+            (F.mse_loss(model(part), wanted) / PIPELINED).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def pipelined(checkpoint: str) -> Step:
+    """Return a step of `manager.pipeline()` over the same, with room for all of it."""
+    manager = chunkmem.ChunkManager(chunkmem.Config.from_dict({"memory": {"device": 1 << 30}}))
+    with manager.init():
+        model = _linears()
+    optimizer, (inputs, target) = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-3), _batch()
+    pipe = manager.pipeline(model, micro_batches=PIPELINED, loss_fn=F.mse_loss, checkpoint=checkpoint)
+
+    def step() -> None:
+        pipe.step(inputs, target)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def sharded(num_blocks: int) -> Step:
@@ -153,14 +199,24 @@ def count(make: Callable[[int], Step], num_blocks: int) -> float:
     return calls / COUNTED / (NUM_LEAVES * num_blocks)
 
 
-def times(build: Callable[[], nn.Module], rounds: int) -> dict[str, list[float]]:
-    """Return the processor seconds of steps, by who takes them, in turn."""
-    steps = {
+def ways(build: Callable[[], nn.Module]) -> dict[str, Step]:
+    """Return steps of a model, by who takes them."""
+    return {
         "plain": _plain_step(build),
         "chunkmem, all fits": _managed_step(build),
         "chunkmem, 30 %": _managed_step(build, SHARE),
         "plain again": _plain_step(build),
     }
+
+
+def pipeline_ways() -> dict[str, Step]:
+    """Return steps of micro-batches, by who takes them."""
+    pipes = {f'checkpoint="{policy}"': pipelined(policy) for policy in ("never", "always")}
+    return {"plain": accumulating(), **pipes, "plain again": accumulating()}
+
+
+def times(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
+    """Return the processor seconds of steps, in turn."""
     for _ in range(WARM_UP):
         for step in steps.values():
             step()
@@ -171,6 +227,12 @@ def times(build: Callable[[], nn.Module], rounds: int) -> dict[str, list[float]]
             step()
             found[name].append(time.process_time() - began_s)
     return found
+
+
+def _more_ms(times_s: dict[str, list[float]], name: str) -> float:
+    """Return by how many milliseconds the call of a block takes longer than plain PyTorch's: the median."""
+    more_s = (a - b for a, b in zip(times_s[name], times_s["plain"], strict=True))
+    return round(1e3 * statistics.median(more_s) / PIPELINED**2, 3)
 
 
 def _ratio(times_s: dict[str, list[float]], name: str) -> dict[str, float]:
@@ -195,9 +257,12 @@ def measure(arguments: argparse.Namespace) -> Results:
     torch.set_num_threads(1)
     ratios = {}
     for model, build in SMALL.items():
-        times_s = times(build, arguments.rounds)
+        times_s = times(ways(build), arguments.rounds)
         ratios[model] = {name: _ratio(times_s, name) for name in times_s if name != "plain"}
-    return {"blocks": arguments.blocks, "torch": torch.__version__, "calls": calls, "processor_time": ratios}
+    times_s = times(pipeline_ways(), arguments.rounds)
+    pipeline = {name: _more_ms(times_s, name) for name in times_s if name != "plain"}
+    found = {"calls": calls, "processor_time": ratios, "pipeline_ms": pipeline}
+    return {"blocks": arguments.blocks, "torch": torch.__version__, **found}
 
 
 def table(results: Results) -> str:
@@ -209,7 +274,10 @@ def table(results: Results) -> str:
         cells = [f"{each['median']:.2f} ({each['low']:.2f} – {each['high']:.2f})" for each in ratios.values()]
         shown.append(f"| {model} | {' | '.join(cells)} |")
     second = "| one thread: processor time of a step / plain PyTorch | chunkmem, all fits | chunkmem, 30 % | A/A |"
-    return "\n".join([head, "|---|---:|", *rows, "", second, "|---|---:|---:|---:|", *shown])
+    third = "| one thread: the call of a block in a pipeline, forward and backward, over plain PyTorch's | ms |"
+    more = [f"| {name.replace('plain again', 'A/A')} | {value:.2f} |" for name, value in results["pipeline_ms"].items()]
+    tables = [[head, "|---|---:|", *rows], [second, "|---|---:|---:|---:|", *shown], [third, "|---|---:|", *more]]
+    return "\n\n".join(map("\n".join, tables))
 
 
 def main() -> int:

@@ -31,7 +31,6 @@ from chunkmem.errors import ConfigError
 from chunkmem.layout.spec import digest
 from chunkmem.nn.autocast import AutocastCache
 from chunkmem.nn.binding import BoundChunk
-from chunkmem.nn.registry import ModelRegistry
 from chunkmem.nn.wrappers import check_wrappers
 from chunkmem.optim.by_form import updates_by_form
 from chunkmem.optim.foreign import ForeignStepCheck
@@ -206,15 +205,9 @@ def _make_controller(
         ),
         layout=lambda: digest(model.layout for model in registry.models) + where,
         is_lone=sharding.shards is None,
-        trainable=partial(_trainable, registry),
+        trainable=registry.trained,
         num_backwards=lambda: modules.backward.num_ended,
         regions=modules.regions,
         is_model=lambda root: any(id(model.root) == root for model in registry.models),
         watch=lambda: Watch(tiers, is_chunk=modules.declared.is_chunk, sample=tracer.use_async_mem_monitor),
     )
-
-
-def _trainable(registry: ModelRegistry) -> bytes:
-    """Tell which parameters require gradients: a byte for each."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return bytes([managed.param.requires_grad for managed in registry.parameters])

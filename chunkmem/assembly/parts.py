@@ -370,7 +370,7 @@ def make_modules(
     server = ParameterServer(pager, access, backward, turn, registry.managed, saved, is_shared=sharding.is_shared)
     read = partial(_read, pager, sharding, updater)
     lazy, write = partial(_lazy, sharding, updater), partial(_write, pager, sharding, updater)
-    surface = ModuleSurface(read=read, lazy=lazy, write=write, saving=server.saving)
+    surface = ModuleSurface(pager.events, read=read, lazy=lazy, write=write, saving=server.saving)
     compiled = CompiledModules(pager.events, asked, is_accelerator=is_accelerator, is_rehearsal=is_rehearsal)
     reading = partial(_reading_a_copy, memory, sharding, updater, registry, surface, turn)
     return Modules(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,30 +67,26 @@ def move_to(param: torch.nn.Parameter, memory: torch.Tensor) -> None:
 
 
 def resident_class(
-    open_class: type[nn.Parameter], note: Callable[[], object], *, note_assigned: Callable[[], object]
+    open_class: type[nn.Parameter],
+    note: Callable[[], object],
+    *,
+    note_assigned: Callable[[], object],
+    note_trained: Callable[[], object],
 ) -> type[nn.Parameter]:
     """Return a subclass of a Parameter's class that calls `note` before it gives out its memory.
 
-    `note_assigned` is called when `.data` is assigned. No operator is slower for it, and torch's own code does not ask
-    Python for what is noted here.
+    `note_assigned` is called when `.data` is assigned, `note_trained` when `requires_grad` is. No operator is slower
+    for it, and torch's own code does not ask Python for what is noted here.
     """
-
-    def get_data(self: Any) -> torch.Tensor:
-        note()
-        found: torch.Tensor = open_class.data.__get__(self)  # type: ignore[attr-defined]
-        return found
-
-    def set_data(self: Any, values: torch.Tensor) -> None:
-        note_assigned()
-        open_class.data.__set__(self, values)  # type: ignore[attr-defined]
+    data, requires_grad = open_class.data, open_class.requires_grad
 
     def copied(self: Any, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            values = open_class.data.__get__(self).clone(memory_format=torch.preserve_format)  # type: ignore[attr-defined]
+            values = data.__get__(self).clone(memory_format=torch.preserve_format)  # type: ignore[attr-defined]
             memo[id(self)] = open_class(values, self.requires_grad)
         return memo[id(self)]
 
-    def noting(method: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(method: Any, note: Callable[[], object] = note) -> Callable[..., Any]:
         def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
             note()
             return method(self, *args, **kwargs)
@@ -97,7 +94,9 @@ def resident_class(
         return noted
 
     members: dict[str, Any] = {name: noting(getattr(open_class, name)) for name in _PAST_COUNTERS}
-    members["data"] = property(get_data, set_data)
+    members |= {name: noting(getattr(open_class, name), note_trained) for name in ("requires_grad_", "detach_")}
+    members["data"] = property(noting(data.__get__), noting(data.__set__, note_assigned))  # type: ignore[attr-defined]
+    members["requires_grad"] = property(requires_grad.__get__, noting(requires_grad.__set__, note_trained))  # type: ignore[attr-defined]
     if open_class.__deepcopy__ is nn.Parameter.__deepcopy__:
         members["__deepcopy__"] = copied
     members["__module__"], members["__doc__"] = open_class.__module__, open_class.__doc__
@@ -313,6 +312,8 @@ class BoundChunk:
         """Parameters that were written to while they were away, past what serves them."""
         self._is_assigned = False
         """While it stays, somebody has assigned `.data` of a parameter."""
+        self._trained = b""
+        """While it stays, what `trained` returns; empty: that may have changed."""
         self.stays = False
         """On DEVICE, with parameters that are open; see [Note: Resident models] in `chunkmem.nn.hooks`."""
         self.was_assigned = False
@@ -419,10 +420,15 @@ class BoundChunk:
 
         `note` is called before memory is given out that may be written to past autograd's version counters.
         """
-        self.stays = True
+        self.stays, self._trained = True, b""
         # One class for all: where attributes are, Python remembers of a few thousand classes.
         classes = {
-            open_class: resident_class(open_class, note, note_assigned=self._note_assigned)
+            open_class: resident_class(
+                open_class,
+                note,
+                note_assigned=partial(setattr, self, "_is_assigned", True),
+                note_trained=partial(setattr, self, "_trained", b""),
+            )
             for open_class in {managed.open_class for managed in self.parameters}
         }
         for managed in self.parameters:
@@ -444,8 +450,12 @@ class BoundChunk:
                 managed.take_assigned()
             self._is_assigned = False  # after what put the views back
 
-    def _note_assigned(self) -> None:
-        self._is_assigned = True
+    def trained(self) -> bytes:
+        """Tell which of its parameters require gradients, a byte each: while it stays, without a look at them."""
+        if not (self.stays and self._trained):
+            with torch._C.DisableTorchFunctionSubclass():
+                self._trained = bytes([managed.param.requires_grad for managed in self.parameters])
+        return self._trained
 
     def _look_for_writes(self) -> list[ManagedParameter]:
         """Return the parameters that were written to: autograd's version counter moved."""

@@ -263,12 +263,14 @@ class GradientBook:
         return self._shown_state(managed) is GradientState.CONSUMED
 
     def discard(self, params: Collection[ManagedParameter]) -> None:
-        """Forget the gradients of `params`, which a user has discarded."""
+        """Forget the gradients of `params`, whose `.grad` a user has set to None."""
         self.slots.withdraw(params)
-        self.use_up(params, of_all_ranks=False)
+        for managed in params:
+            self.values.states.pop(managed, None)
+        self.slots.forget(params, of_all_ranks=False)
 
-    def use_up(self, params: Collection[ManagedParameter], *, of_all_ranks: bool = True) -> None:
-        """Forget the gradients of `params`, as after their update; for the arguments see `GradientSlots.forget`."""
+    def use_up(self, params: Collection[ManagedParameter]) -> None:
+        """Forget the gradients of `params`, as after their update."""
         states = self.values.states
         with torch._C.DisableTorchFunctionSubclass():
             for managed in [managed for managed in params if managed in states] if states else ():
@@ -276,7 +278,7 @@ class GradientBook:
                     del states[managed]
                 else:
                     states[managed] = GradientState.CONSUMED
-        self.slots.forget(params, of_all_ranks=of_all_ranks)
+        self.slots.forget(params)
 
 
 def _num_memory_references(param: torch.Tensor) -> int:

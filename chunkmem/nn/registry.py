@@ -143,6 +143,10 @@ class ModelRegistry:
             raise StateError(f"this manager has {len(self.models)} models; say which one is meant: model=...")
         return self.models[0].root
 
+    def trained(self) -> bytes:
+        """Tell which parameters require gradients: a byte for each, chunk by chunk."""
+        return b"".join([bound.trained() for bound in self._bounds])
+
     def check(self) -> None:
         """Look all parameters over, then raise if one no longer stands where it was packed; see `BoundChunk.check`."""
         errors = []

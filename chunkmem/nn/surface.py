@@ -21,6 +21,7 @@ from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.lazy_tensor import LazyTensor
 from chunkmem.nn.parameter_reads import check_own
 from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.step_events import StepEvents
 
 
 class _Given:
@@ -42,6 +43,7 @@ class ModuleSurface:
 
     def __init__(
         self,
+        events: StepEvents,
         *,
         read: Callable[[ManagedParameter], torch.Tensor],
         lazy: Callable[[ManagedParameter], LazyTensor],
@@ -51,11 +53,13 @@ class ModuleSurface:
         """Make a surface.
 
         Args:
+            events: tell when modules are compiled.
             read: returns a CPU copy of a parameter's newest values.
             lazy: returns them as what is read when it is used.
             write: replaces them.
             saving: surrounds what a module does to put its parameters into a `state_dict`.
         """
+        events.compiled.append(self.look_again)
         self._saving = saving
         self.read = read
         self._lazy = lazy
@@ -73,8 +77,8 @@ class ModuleSurface:
         """What was fitted so far."""
         self._owned: WeakKeyDictionary[nn.Module, Mapping[str, ManagedParameter]] = WeakKeyDictionary()
         """The managed parameters of modules that have some."""
-        self._places: tuple[list[weakref.ref[nn.Module]], list[str], list[nn.Parameter]] = [], [], []
-        """The same, a parameter each: its module, its name there, and itself."""
+        self._places: tuple[list[dict[str, Any]], list[str], list[nn.Parameter]] | None = None
+        """The same, a parameter each: what its module has it in, its name there, and itself; None: look them up."""
         self.awaited = AwaitedValues()
         """What was packed without values."""
 
@@ -93,12 +97,21 @@ class ModuleSurface:
                 )
         self._given = [given for given in self._given if given.copy() is not None]
 
+    def look_again(self) -> None:
+        """Modules are about to have their parameters in other mappings."""
+        self._places = None
+
     def check(self) -> None:
         """Raise if something still stands in for a managed parameter; see `check_own`."""
-        modules, names, params = self._places
-        found = [module._parameters for at in modules if (module := at()) is not None]
-        # In C, as all modules are looked at in each step. After one that is gone, the others are not in their places.
-        if not all(map(is_, map(dict.get, found, names), params)):
+        if self._places is None:
+            holders, names, params = self._places = [], [], []
+            for module, own in self._owned.items():
+                holders += [module._parameters] * len(own)
+                names += own
+                params += [managed.param for managed in own.values()]
+        holders, names, params = self._places
+        # In C, and without the modules themselves: most of a step's looks at all parameters is waiting for memory.
+        if not all(map(is_, map(dict.get, holders, names), params)):
             for module, own in self._owned.items():
                 check_own(module._parameters, own)
 
@@ -135,11 +148,8 @@ class ModuleSurface:
     def fit(self, root: nn.Module, owned: Mapping[nn.Module, Mapping[str, ManagedParameter]]) -> None:
         """Fit every module under `root`; `owned` holds the managed parameters of those that have some."""
         self._owned.update(owned)
+        self.look_again()
         for module, own in owned.items():
-            modules, names, params = self._places
-            modules += [weakref.ref(module)] * len(own)
-            names += own
-            params += [managed.param for managed in own.values()]
             self.fitted.add(
                 module,
                 module._register_state_dict_hook(partial(self._on_state_dict, own)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +27,8 @@ class Optimized(Protocol):
 class Numbering:
     """The parameters of all parameter groups, as these were when somebody last looked."""
 
-    ids: list[int] = field(default_factory=list)
-    """Their identities, group after group."""
+    params: list[torch.Tensor] = field(default_factory=list)
+    """They themselves, group after group."""
     num_managed: int = 0
     """How many parameters the manager has: an ordinary one may become managed."""
     ends: list[int] = field(default_factory=list)
@@ -58,14 +59,15 @@ class GroupMembers:
 
     def numbering(self) -> Numbering:
         """Return the places that they have now: the same object as long as they are the same."""
-        ids = list(map(id, self.params()))
         ends = list(accumulate(len(group["params"]) for group in self.groups()))
         num_managed, last = len(self._registry.managed), self._numbering
-        if ids != last.ids or num_managed != last.num_managed or ends != last.ends:
-            found = list(map(self._registry.lookup, self.params()))
+        is_same = num_managed == last.num_managed and ends == last.ends
+        if not (is_same and all(map(is_, self.params(), last.params))):
+            params = list(self.params())
+            found = list(map(self._registry.lookup, params))
             numbers = {managed: number for number, managed in enumerate(found) if managed is not None}
             known = [managed for managed in found if managed is not None]
-            self._numbering = Numbering(ids, num_managed, ends, known, numbers)
+            self._numbering = Numbering(params, num_managed, ends, known, numbers)
         return self._numbering
 
     def known(self) -> list[ManagedParameter]:

@@ -14,7 +14,7 @@ from chunkmem.plan.hazards import FETCHES, LaneProgram, SimulatedLanes
 from chunkmem.plan.lane_times import Bandwidth
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
-from chunkmem.plan.timeline import Timeline
+from chunkmem.plan.timeline import Timeline, python_between_s
 from chunkmem.plan.verify import Reader
 from chunkmem.trace.model import Trace
 from chunkmem.types import PLACE, Tier
@@ -50,6 +50,7 @@ def simulate(plan: Plan, trace: Trace, *, machine: Machine | None = None, iterat
         device_nbytes=tuple(reader.device_nbytes),
         prefetched=fetched - iteration.late,
         fetched=fetched,
+        python_s=python_between_s(iteration.spans, trace),
     )
 
 

@@ -11,6 +11,7 @@ from chunkmem.errors import PlanError
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.sizes import format_nbytes
 from chunkmem.trace.codec import Integer, Label, Seconds
+from chunkmem.trace.model import Trace
 from chunkmem.trace.saved import Saved
 from chunkmem.types import ChunkId, Tier
 
@@ -76,7 +77,7 @@ class Timeline(
     error=PlanError,
     again="record the run again",
     tables=("chunks", "labels"),
-    optional=("stage_calls",),
+    optional=("stage_calls", "python_s"),
 ):
     """One step."""
 
@@ -97,6 +98,8 @@ class Timeline(
     """Copies to DEVICE that a moment needed."""
     stage_calls: tuple[StageCall, ...] = ()
     """Of pipeline stages over ranks, in the order of time. On an accelerator, torch waits for other stages unseen."""
+    python_s: Seconds = 0.0
+    """See `python_between_s`; 0 where it is not known."""
 
     @cached_property
     def moved_nbytes(self) -> Mapping[Lane, int]:
@@ -122,7 +125,7 @@ class Timeline(
         return (
             f"moved {format_nbytes(sum(self.moved_nbytes.values()))}, "
             + (f"exchanged {format_nbytes(exchanged)}, " if exchanged else "")
-            + f"stalled {1e3 * self.stall_s:.0f} ms, "
+            + f"stalled {1e3 * self.stall_s:.0f} ms, Python {1e3 * self.python_s:.0f} ms, "
             f"prefetched {self.prefetched}/{self.fetched}, plan misses {self.plan_misses}, "
             f"peak {format_nbytes(self.peak_nbytes[Tier.DEVICE])} of {format_nbytes(self.cap_nbytes[Tier.DEVICE])}"
         )
@@ -143,6 +146,16 @@ class Timeline(
         for name, by_tier in (("peak_nbytes", self.peak_nbytes), ("cap_nbytes", self.cap_nbytes)):
             if Tier.DEVICE not in by_tier:
                 raise PlanError(f'{name} has no row for "{Tier.DEVICE.value}", which every timeline has')
+
+
+def python_between_s(spans: Iterable[Span], trace: Trace | None) -> float:
+    """Return the seconds that COMPUTE has between units: no weights are held, nothing is updated or waited for.
+
+    The step's Python runs then, and operators that read no weights. Without a trace of the step it is not known: 0.
+    """
+    between = () if trace is None else trace.between
+    computed = [span for span in spans if span.lane is Lane.COMPUTE and span.moment in between]
+    return sum((span.start_s - span.end_s) if span.is_stall else (span.end_s - span.start_s) for span in computed)
 
 
 def no_bytes_moved(tiers: Iterable[Tier]) -> dict[Lane, int]:

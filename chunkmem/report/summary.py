@@ -70,6 +70,7 @@ def _figures(timeline: Timeline) -> dict[str, Any]:
         roles.setdefault(tier.value, {})[role] = timeline.role_peak_nbytes[tier, role]
     return {
         **asdict(timeline.figures),
+        "python_s": timeline.python_s,
         "num_stalls": sum(span.is_stall for span in timeline.spans),
         "moved_nbytes": {lane.value: timeline.moved_nbytes[lane] for lane in Lane if lane in timeline.moved_nbytes},
         "peak_nbytes": {tier.value: nbytes for tier, nbytes in timeline.peak_nbytes.items()},

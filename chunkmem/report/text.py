@@ -34,6 +34,7 @@ def step_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     caps = summary["cap_nbytes"]
     yield ("step time", *(format_s(view["step_s"]) for view in views), "")
     yield ("stalls", *(f"{format_s(view['stall_s'])} in {view['num_stalls']}" for view in views), "")
+    yield ("Python between units", *(format_s(view["python_s"]) for view in views), "")
     for lane in dict.fromkeys([*predicted["moved_nbytes"], *happened["moved_nbytes"]]):
         moved = (format_nbytes(view["moved_nbytes"].get(lane, 0)) for view in views)
         yield (_LINKS.get(lane, f"moved on {lane}"), *moved, "")

@@ -184,7 +184,7 @@ def slot_views(chunk: Chunk, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return one tensor per slot of `flat`, which is laid out as the chunk, in slot order and as the chunk's forms."""
     start = flat.storage_offset()
     views = [
-        torch.as_strided(flat, shape, stride, start + slot.offset)
+        flat.as_strided(shape, stride, start + slot.offset)
         for slot, (shape, stride) in zip(chunk.group.slots, chunk.forms, strict=True)
     ]
     return tuple(views)

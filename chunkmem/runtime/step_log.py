@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
 
 from chunkmem.plan.model import DIRECTIONS, FETCH, LINK_LANES, Lane, rounding_of
-from chunkmem.plan.timeline import Span, StageCall, StageWork, StepFigures, Timeline, no_bytes_moved
+from chunkmem.plan.timeline import Span, StageCall, StageWork, StepFigures, Timeline, no_bytes_moved, python_between_s
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import DoneEvent, Event
 from chunkmem.runtime.timestamps import Clock, Interval, Timestamp
@@ -234,6 +234,7 @@ class StepLog:
                 StageCall(work, stage, part, when.started_s - first_s, when.started_s - first_s + when.duration_s)
                 for work, stage, part, when in self.stage_calls
             ),
+            python_s=python_between_s(spans, trace),
         )
 
     def figures(self, tiers: Iterable[Tier]) -> StepFigures:

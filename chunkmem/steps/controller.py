@@ -15,6 +15,7 @@ import torch
 from chunkmem.errors import TraceError
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.cursor import label_of
+from chunkmem.plan.garbage import no_collections
 from chunkmem.plan.machine import Machine
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.failed import drain
@@ -251,6 +252,7 @@ class StepController:
         self.now.step_log = StepLog(self._pager.store.clock)
         self.residence.enter(entry)
 
+    @no_collections()
     def _begin_iteration(self, mode: Mode, root: int) -> None:
         kinds = self.known.kinds[mode]
         self.now.key = key = self.known.key_of(root, mode)
@@ -285,6 +287,7 @@ class StepController:
         else:
             self._serve_on_demand()
 
+    @no_collections()
     def _end_iteration(self) -> None:
         """The iteration before is over for good: learn from it."""
         mode, recorder, entry = self.now.mode, self.now.recorder, self.now.entry

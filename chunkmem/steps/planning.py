@@ -8,7 +8,6 @@ from types import MappingProxyType
 
 from chunkmem.errors import CapacityError
 from chunkmem.plan.candidate import PlanOptions
-from chunkmem.plan.garbage import no_collections
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import Planner
@@ -23,7 +22,6 @@ WORK_A_STEP = 400_000
 class StepPlanner:
     """Plans a trace next to chunks that it does not touch: some work when it is made, and as much at each `improve`."""
 
-    @no_collections()
     def __init__(
         self,
         trace: Trace,
@@ -74,7 +72,6 @@ class StepPlanner:
         """There is nothing more to try."""
         return self._planner.is_done
 
-    @no_collections()
     def improve(self) -> None:
         """Continue planning if there is more to try."""
         if self.is_done:
@@ -83,7 +80,6 @@ class StepPlanner:
         if plan is not before and self._leaves_room(plan):
             self.plan = self._of_this_machine(plan)
 
-    @no_collections()
     def retime(self, trace: Trace) -> None:
         """Plan again for the same step with other durations. Raises what making this did."""
         self._trace = trace

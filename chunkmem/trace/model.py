@@ -232,6 +232,16 @@ class Trace(
         return sum(moment.duration_s for moment in self.moments)
 
     @cached_property
+    def between(self) -> frozenset[int]:
+        """The moments between units: nothing is held any more, or a group has been updated."""
+        num_held, found = 0, list[int]()
+        for index, moment in enumerate(self.moments):
+            num_held += (moment.kind is Kind.HOLD) - (moment.kind is Kind.RELEASE)
+            if not num_held and moment.kind in (Kind.RELEASE, Kind.CONSUME):
+                found.append(index)
+        return frozenset(found)
+
+    @cached_property
     def non_model_peak_nbytes(self) -> int:
         """Highest bytes of non-model data in any moment."""
         return max((moment.non_model_peak_nbytes for moment in self.moments), default=0)

@@ -95,6 +95,43 @@ def test_hooks_come_back(deed: str, tmp_path: Path) -> None:
         assert_equal(ours.left(), plain.left())
 
 
+def by_method(weight: nn.Parameter, is_trained: bool) -> None:
+    weight.requires_grad_(is_trained)
+
+
+def by_attribute(weight: nn.Parameter, is_trained: bool) -> None:
+    weight.requires_grad = is_trained
+
+
+def detached(weight: nn.Parameter, is_trained: bool) -> None:
+    weight.requires_grad_() if is_trained else weight.detach_()
+
+
+def past_the_parameter(weight: nn.Parameter, is_trained: bool) -> None:
+    """Nobody hears of it, and nothing need be done: gradients are where autograd leaves them."""
+    torch.Tensor.requires_grad_(weight, is_trained)
+
+
+@pytest.mark.parametrize("change", [by_method, by_attribute, detached, past_the_parameter])
+def test_other_weights_are_trained(change: Callable[[nn.Parameter, bool], None]) -> None:
+    plain, is_seen = Twin(None, Blocks), change is not past_the_parameter
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        ours = Twin(manager, Blocks)
+        for twin in (plain, ours):
+            twin.steps(*range(STEPS))
+        assert is_resident(ours)
+        for is_trained in (False, True, False):
+            for twin in (plain, ours):
+                change(twin.model.inner.weight, is_trained)
+            assert ours.model.inner.weight.requires_grad is is_trained
+            assert plain.steps(5) == ours.steps(5)
+            assert manager.runtime.controller.now.key.trainable.count(0) == (is_seen and not is_trained)
+            assert plain.steps(*range(STEPS)) == ours.steps(*range(STEPS))
+            assert is_resident(ours) or not is_trained
+            audit(manager)
+        assert_equal(ours.left(), plain.left())
+
+
 def test_a_graph_from_before_has_its_weights() -> None:
     """Whatever room is made on DEVICE meanwhile: nobody has heard of the call that made it."""
     plain = Twin(None, Blocks)
@@ -305,3 +342,15 @@ def test_what_stands_in_for_a_weight_is_noticed() -> None:
             twin.steps(*range(4))
             twin.model.experts[7] = nn.Identity()
         assert is_resident(twin)
+
+
+def test_what_stands_in_for_a_weight_of_a_compiled_block_is_noticed() -> None:
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        twin = Twin(manager, Blocks)
+        twin.steps(*range(STEPS))
+        compile_a_block(twin)
+        own = twin.model.blocks[0][0]._parameters
+        own["weight"] = own["weight"].detach()
+        twin.loss(features(1)).backward()
+        with pytest.raises(chunkmem.StateError, match=r"parameter blocks\.0\.0\.weight was replaced by a tensor"):
+            twin.optimizer.step()

@@ -17,7 +17,7 @@ from tests.unit.test_layering import SOURCES, internal_imports, parsed
 
 CORE = {module: source for module, source in SOURCES.items() if not module.startswith("contrib")}
 
-MOST_TOKENS = 375_200
+MOST_TOKENS = 376_300
 """Names, numbers, operators and strings; without imports, docstrings and comments."""
 MOST_WITH_ONE_IMPORTER = 58
 """Files that one other imports, of their own folder."""

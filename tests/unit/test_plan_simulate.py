@@ -128,6 +128,20 @@ def test_times_drawn_by_hand() -> None:
     assert timeline.moved_nbytes == {H2D: 500, D2H: 300}
 
 
+def test_python_runs_between_units() -> None:
+    """After a module has released its weights, and after an update; not while computing is waited for."""
+    took_s = {Kind.RELEASE: 0.5, Kind.CONSUME: 0.25}
+    moments = tuple(replace(m, duration_s=took_s.get(m.kind, m.duration_s)) for m in MOMENTS)
+    trace = replace(TRACE, moments=moments)
+    timeline = simulate(replace(PLAN, trace_digest=trace.digest), trace)
+    assert trace.between == {1, 3, 6, 9, 11, 13}
+    assert timeline.stall_s > 0
+    assert timeline.python_s == 4 * 0.5 + 2 * 0.25
+    assert "Python 2500 ms" in str(timeline)
+    nested = (Moment(Kind.HOLD, P0), Moment(Kind.HOLD, P1), Moment(Kind.RELEASE, P1), Moment(Kind.RELEASE, P0))
+    assert Trace(Mode.EVAL, "", {P0: 100, P1: 100}, nested).between == {3}
+
+
 def test_bytes_in_program_order() -> None:
     timeline = simulate(PLAN, TRACE)
     assert timeline.device_nbytes == (200, 200, 200, 200, 100, 200, 200, 200, 200, 200, 200, 200, 200, 100)

@@ -16,6 +16,7 @@ from chunkmem.plan.timeline import Span, Timeline
 from chunkmem.report.files import write_whole
 from chunkmem.report.run import load_run
 from chunkmem.report.summary import summarize
+from chunkmem.report.text import format_s
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import Tier
 from tests.helpers.runs import MIB, make_run
@@ -48,6 +49,7 @@ def test_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     num_stalls = sum(span.is_stall for span in happened.spans)
     assert num_stalls > 0
     assert cells["stalls"][1] == f"{1e3 * happened.stall_s:.1f} ms in {num_stalls}"
+    assert cells["Python between units"] == [format_s(timeline.python_s) for timeline in (predicted, happened)]
     # 12 forwards and backwards over 6 groups, 4 of which fit.
     assert (
         cells["moved to DEVICE"]
