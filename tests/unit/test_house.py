@@ -19,6 +19,8 @@ CORE = {module: source for module, source in SOURCES.items() if not module.start
 
 MOST_TOKENS = 376_300
 """Names, numbers, operators and strings; without imports, docstrings and comments."""
+MOST_NOTES = 25
+"""Stories with a name, `[Note: ...]`, that other files refer to."""
 MOST_WITH_ONE_IMPORTER = 58
 """Files that one other imports, of their own folder."""
 MOST_ASSIGNED_LATE = 0
@@ -81,6 +83,11 @@ def test_tokens_are_counted_as_documented() -> None:
 
 def test_code_does_not_grow() -> None:
     assert sum(map(num_tokens, CORE.values())) <= MOST_TOKENS
+
+
+def test_no_more_stories_have_names() -> None:
+    starts = r"^\[?\"*\[Note: ([^\]]+)\] "
+    assert sum(len(set(re.findall(starts, source, re.MULTILINE))) for source in SOURCES.values()) <= MOST_NOTES
 
 
 @pytest.mark.parametrize("feature", THREADS)
