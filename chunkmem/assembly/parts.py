@@ -33,7 +33,6 @@ from chunkmem.comm.agreement import Operation
 from chunkmem.comm.exchange import Exchange
 from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config
-from chunkmem.errors import StateError
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.begun import StepLedger
@@ -108,7 +107,7 @@ class Memory:
 
     def require_open(self) -> None:
         """Raise a `StateError` if the manager is closed; if it is not, hold the signals that there are handlers for."""
-        require_open(self.pager)
+        self.pager.require_open()
         if self.interrupts is not None:
             self.interrupts.install()
 
@@ -412,12 +411,6 @@ def _make_packer(
     )
 
 
-def require_open(pager: Pager) -> None:
-    """Raise a `StateError` if the manager is closed."""
-    if pager.closed is not None:
-        raise StateError(f"this manager cannot be used: {pager.closed}")
-
-
 @contextmanager
 def _reading_a_copy(
     memory: Memory,
@@ -438,7 +431,7 @@ def _reading_a_copy(
 
 
 def _read(pager: Pager, sharding: Sharding, updater: GroupUpdater, managed: ManagedParameter) -> torch.Tensor:
-    require_open(pager)
+    pager.require_open()
     read, shards = partial(updater.read_weight, managed), sharding.shards
     if shards is None:
         return read().to(managed.built_dtype)
@@ -454,7 +447,7 @@ def _lazy(sharding: Sharding, updater: GroupUpdater, managed: ManagedParameter) 
 def _write(
     pager: Pager, sharding: Sharding, updater: GroupUpdater, managed: ManagedParameter, value: torch.Tensor
 ) -> None:
-    require_open(pager)
+    pager.require_open()
     sharding.before_write(managed)
     if sharding.owns(managed) or updater.is_on_host(managed.group):
         updater.write_weight(managed, value)

@@ -83,6 +83,7 @@ class SlotSource(Source):
         return self._managed.position
 
     def read_here(self, start: Extent, shape: Extent) -> torch.Tensor:
+        self._updater.pager.require_open()
         return self.part_of(self._updater.read(self.chunk, self._managed), start, shape)
 
     def part_of(self, slot: torch.Tensor, start: Extent, shape: Extent) -> torch.Tensor:

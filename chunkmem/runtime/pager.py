@@ -482,6 +482,11 @@ class Pager:
         self.store.round(chunk, tier)
         return chunk.replicas[tier]
 
+    def require_open(self) -> None:
+        """Raise a `StateError` if the manager is closed."""
+        if self.closed is not None:
+            raise StateError(f"this manager cannot be used: {self.closed}")
+
     def _require_open(self, reader: object) -> None:
         if self.closed is not None:
             raise StateError(f"{reader}: {self.closed}")

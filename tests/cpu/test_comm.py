@@ -604,7 +604,7 @@ def test_a_group_without_torch_distributed_is_refused() -> None:
         ([Shard(3, -1, torch.ones(2))], "chunk 3 has owner -1"),
         ([Shard(3, 0, torch.ones(2, 2))], r"chunk 3 is a torch.float32 tensor of shape \[2, 2\]"),
         ([Shard(3, 0, torch.ones(6)[::2])], r"of shape \[3\], stride \[2\]; only 1-D contiguous"),
-        ([Shard(3, 0, torch.ones(2, dtype=torch.int64))], "chunk 3 is a torch.int64 tensor"),
+        ([Shard(3, 0, torch.ones(2, dtype=torch.complex64))], "chunk 3 is a torch.complex64 tensor"),
     ],
 )
 def test_what_cannot_be_exchanged_is_refused(shards: list[Shard], message: str) -> None:
@@ -613,6 +613,15 @@ def test_what_cannot_be_exchanged_is_refused(shards: list[Shard], message: str) 
         with pytest.raises(StateError, match=f"^layer 3: .*{message}"):
             operation(shards, label="layer 3")
     assert exchange.traffic.num_gathers == exchange.traffic.num_reductions == 0
+
+
+def test_integers_are_copied_and_have_no_mean() -> None:
+    exchange = PointToPoint(open_ranks(timeout_s=TIMEOUT_S).shard)
+    shards = [Shard(3, 0, torch.ones(2, dtype=torch.int64))]
+    exchange.gather(shards, label="layer 3").wait()
+    with pytest.raises(StateError, match=r"^layer 3: chunk 3 is a torch.int64 tensor .*, means of a floating dtype"):
+        exchange.reduce(shards, label="layer 3")
+    assert (exchange.traffic.num_gathers, exchange.traffic.num_reductions) == (1, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
