@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -263,6 +264,7 @@ def hammer(rank: int, folder: Path, num_rounds: int, killed: str) -> list[int]:
             if killed and rank == 1 and number == num_rounds // 2:
                 die_in(killed)
             values.keep(asked(keys), rows(keys))
+            time.sleep(1e-3 * draw.random())  # else one rank might be through before the others have begun
             assert len(values) <= 12
             assert values.num_on_disk <= 6
         if not killed:

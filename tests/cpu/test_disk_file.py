@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -153,6 +154,16 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "disk").iterdir()) == []
 
 
+def deleted_files(process: int) -> list[os.stat_result]:
+    """Return what another process has open and has no name any more; it may close files meanwhile."""
+    found = []
+    for each in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if "(deleted)" in os.readlink(each):
+                found.append(os.stat(each))
+    return found
+
+
 def test_a_forked_child_keeps_no_room_of_a_file_that_is_given_back(pool: DiskPool) -> None:
     slab = pool.alloc(ROLE, BLOCK)
     slab.write(numbers(BLOCK))
@@ -163,10 +174,9 @@ def test_a_forked_child_keeps_no_room_of_a_file_that_is_given_back(pool: DiskPoo
         os.read(before, 1)
         os._exit(0)
     try:
-        files = [os.stat(each) for each in Path(f"/proc/{child}/fd").iterdir() if "(deleted)" in os.readlink(each)]
-        assert sum(file.st_size for file in files) >= BLOCK
+        assert sum(file.st_size for file in deleted_files(child)) >= BLOCK
         pool.close()
-        files = [os.stat(each) for each in Path(f"/proc/{child}/fd").iterdir() if "(deleted)" in os.readlink(each)]
+        files = deleted_files(child)
         assert [(file.st_size, file.st_blocks) for file in files] == [(0, 0)] * len(files)
     finally:
         os.close(end)
