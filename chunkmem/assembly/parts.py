@@ -153,12 +153,6 @@ class Sharding:
         """Tell whether this rank keeps a parameter and updates it."""
         return self.shards is None or self.shards.owns(managed.group)
 
-    def before_write(self, managed: ManagedParameter) -> None:
-        """All ranks are about to change a weight: what was gathered of it before is not used any more."""
-        if self.shards is not None:
-            self.units.let_go()
-            self.shards.renew([managed.group])
-
     def from_owner(self, managed: ManagedParameter, read: Callable[[], T]) -> T:
         """Return what `read` returns on the rank that owns a parameter; every rank calls it."""
         if self.shards is None:
@@ -448,7 +442,7 @@ def _write(
     pager: Pager, sharding: Sharding, updater: GroupUpdater, managed: ManagedParameter, value: torch.Tensor
 ) -> None:
     pager.require_open()
-    sharding.before_write(managed)
+    sharding.units.let_go()  # what was gathered before
     if sharding.owns(managed) or updater.is_on_host(managed.group):
         updater.write_weight(managed, value)
     updater.mark_written([managed])

@@ -100,8 +100,9 @@ class PrefetchSchedule:
         self._is_alike = True
 
     def forget(self) -> None:
-        """Forget what was exchanged while others were trained."""
+        """There are other chunks than in the steps before: what they exchanged, and had room for, counts no more."""
         self._of_others = {}
+        self._schedule, self.staying = [], frozenset()
 
     def gather(self, groups: Groups, *, reader: object, is_part: bool, can: bool = True) -> bool:
         """Bring groups, which the caller holds, together from their owners, if all ranks can; `is_part` of a step.

@@ -16,10 +16,10 @@ for what comes with them on all ranks. Else each replaces the one before:
     gathered, all fit           A B C    C              A B                      (C is held all the time)
     gathered, one at a time     A B C    C              A B C             B A
 
-Where all ranks have room for it beside everything else that they have, a unit is held from its
-first call in a step until the last backward has left it, so a step gathers it once. The last units of forward come
-first: backward needs them soonest. If one rank finds no room for another unit after all, all of them release those that
-stay, and gather as above.
+Where all ranks have room for it beside everything else that they have, a unit stays: it is held from its first call in
+a step until the last backward has left it, so a step gathers it once. The last units of forward come first: backward
+needs them soonest. If one rank finds no room for another unit after all, all of them release those that stay, and
+gather as above (ADR 69).
 
 A rank that comes to the end of its step before the others, since it has had no batch, fewer micro-batches or no
 backward, takes part in what they exchange until they come, too; its gradients count as zeros.

@@ -486,6 +486,36 @@ def test_a_rank_that_finds_no_room_has_all_units_come_and_go(teams: dict[int, Te
         assert counts[4:] == [2 * NUM_BLOCKS] * 3
 
 
+def train_averaged_later(rank: int, device_nbytes: int) -> list[int]:
+    """Train a stack of blocks, from step 3 on with averages; return how many groups were gathered in each step."""
+    values = {"default_chunk_size": BLOCK_NUMEL, "memory": {"device": device_nbytes, "host": 8 << 20}}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
+        with manager.init():
+            model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        manager.accumulate(1)
+        assert manager.runtime.sharding.shards is not None
+        traffic, counts = manager.runtime.sharding.shards.exchange.traffic, []
+        for step in range(6):
+            if step == 3:
+                chunkmem.EMA(manager, 0.9)
+            before = traffic.num_gathers
+            manager.backward(model(torch.ones(3, 16)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(traffic.num_gathers - before)
+        return counts
+
+
+def test_other_chunks_are_room_that_units_do_not_have(teams: dict[int, Team]) -> None:
+    for counts in teams[2].run(train_averaged_later, room(2, NUM_BLOCKS)):
+        assert counts[1:3] == [NUM_BLOCKS] * 2
+        assert counts[5] > NUM_BLOCKS, "the averages of three blocks take the room"
+    for counts in teams[2].run(train_averaged_later, 1 << 20):
+        assert counts[1:3] == [NUM_BLOCKS] * 2
+        assert counts[5] == NUM_BLOCKS
+
+
 def most_of_others(size: int, rank: int, *, at_a_time: int) -> int:
     """The most chunks of other ranks among so many blocks that follow each other."""
     windows = [range(start, start + at_a_time) for start in range(NUM_BLOCKS - at_a_time + 1)]
