@@ -96,6 +96,15 @@ def between(manager: chunkmem.ChunkManager | None, model: Net, what: str) -> lis
     return seen
 
 
+def made(manager: chunkmem.ChunkManager) -> tuple[Net, chunkmem.AdamW]:
+    torch.manual_seed(0)
+    with manager.init():
+        model = Net()
+        manager.unit(model.stem)
+        manager.unit(model.head)
+    return model, chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+
+
 def train(
     rank: int, what: str, when: str, way: str, policy: str, device_nbytes: int, *, freezes: bool = False
 ) -> Found:
@@ -104,12 +113,7 @@ def train(
     if way == "loop" and policy != "off":
         values["activations"] = {"policy": policy}
     with chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
-        torch.manual_seed(0)
-        with manager.init():
-            model = Net()
-            manager.unit(model.stem)
-            manager.unit(model.head)
-        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        model, optimizer = made(manager)
         pipe = None
         if way == "pipeline":
             ends = {"first": model.stem, "last": model.head, "loss_fn": F.cross_entropy}
@@ -242,12 +246,7 @@ def train_written(rank: int, what: str, device_nbytes: int, folder: str) -> Foun
     torch.set_num_threads(1)
     values: dict[str, Any] = {"default_chunk_size": CHUNK_NUMEL, "memory": {"device": device_nbytes, "host": 8 << 20}}
     with chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
-        torch.manual_seed(0)
-        with manager.init():
-            model = Net()
-            manager.unit(model.stem)
-            manager.unit(model.head)
-        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        model, optimizer = made(manager)
         ema = chunkmem.EMA(manager, 0.9)
         manager.accumulate(2)
         manager.save(folder)
