@@ -154,17 +154,18 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-def deleted_files(process: int) -> list[os.stat_result]:
-    """Return what another process has open and has no name any more; it may close files meanwhile."""
+def deleted_files(process: int, folder: Path) -> list[os.stat_result]:
+    """Return what another process has open, was in `folder` and has no name any more; it may close files meanwhile."""
     found = []
     for each in Path(f"/proc/{process}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            if "(deleted)" in os.readlink(each):
+            target = os.readlink(each)
+            if target.startswith(f"{folder}/") and "(deleted)" in target:
                 found.append(os.stat(each))
     return found
 
 
-def test_a_forked_child_keeps_no_room_of_a_file_that_is_given_back(pool: DiskPool) -> None:
+def test_a_forked_child_keeps_no_room_of_a_file_that_is_given_back(pool: DiskPool, tmp_path: Path) -> None:
     slab = pool.alloc(ROLE, BLOCK)
     slab.write(numbers(BLOCK))
     before, end = os.pipe()
@@ -174,10 +175,10 @@ def test_a_forked_child_keeps_no_room_of_a_file_that_is_given_back(pool: DiskPoo
         os.read(before, 1)
         os._exit(0)
     try:
-        assert sum(file.st_size for file in deleted_files(child)) >= BLOCK
+        assert sum(file.st_size for file in deleted_files(child, tmp_path)) >= BLOCK
         pool.close()
-        files = deleted_files(child)
-        assert [(file.st_size, file.st_blocks) for file in files] == [(0, 0)] * len(files)
+        files = deleted_files(child, tmp_path)
+        assert [(file.st_size, file.st_blocks) for file in files] == [(0, 0)]
     finally:
         os.close(end)
         os.close(before)
