@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from chunkmem.errors import CapacityError
 from chunkmem.plan.demand import Shortage
@@ -22,7 +22,7 @@ def shortage_error(
     *,
     below: Tier,
     pools: Mapping[Tier, SlabPool],
-    chunks: Iterable[Chunk],
+    chunks: Collection[Chunk],
     pinned_nbytes: int,
     meter: NonModelMeter | None = None,
     holders: Sequence[str] = (),
@@ -39,45 +39,40 @@ def shortage_error(
             certain to do, for the most that was there so far.
         holders: parameters whose memory somebody keeps: a view, `.data`, an array, a graph that was not run.
     """
-    chunks = tuple(chunks)
     cap, below_cap = pools[tier].ledger.cap_nbytes, pools[below].ledger.cap_nbytes
     needed = cap + shortage.here_nbytes
     wanted = f"{reader}: {format_nbytes(chunk.nbytes)} more needed"
     for_all = enough_for_all(each.nbytes for each in chunks)
+    may_grow = any(each.id.role.kind.is_of_call for each in chunks)
+    free = format_nbytes(chunk.nbytes - shortage.here_nbytes)
     if below_cap == 0:
         enough = max(needed, for_all)
-        return _error(
-            f"{wanted} for {chunk.label}, and {format_nbytes(chunk.nbytes - shortage.here_nbytes)} of "
-            f"{format_nbytes(cap)} RAM is left; raise memory.host (or client.mem_tracer.overall_cpu_mem_ratio) to at "
-            f"least {_exact(needed)}{_also(needed, enough)}",
-            (tier, needed, cap, enough),
+        text = (
+            f"{wanted} for {chunk.label}, and {free} of {format_nbytes(cap)} RAM is left; raise memory.host (or "
+            f"client.mem_tracer.overall_cpu_mem_ratio) to at least {_exact(needed)}{_also(needed, enough, may_grow)}"
         )
-    if shortage.below_nbytes is not None:
+    elif shortage.below_nbytes is not None:
         below_needed = below_cap + shortage.below_nbytes
         enough = max(below_needed, for_all)
-        return _error(
+        text = (
             f"{wanted} on {tier.name} for {chunk.label}, but what would leave it finds no room on {below.name}, which "
             f"is {format_nbytes(shortage.below_nbytes)} short; raise {cap_key(below)} from "
-            f"{format_nbytes(below_cap)} to {_exact(below_needed)}{_also(below_needed, enough)}, or "
-            f"{cap_key(tier)} from {format_nbytes(cap)} to {format_nbytes(needed)}",
-            (below, below_needed, below_cap, enough),
+            f"{format_nbytes(below_cap)} to {_exact(below_needed)}{_also(below_needed, enough, may_grow)}, "
+            f"or {cap_key(tier)} from {format_nbytes(cap)} to {format_nbytes(needed)}"
         )
-    enough = max(needed, _enough_for_access(chunks) if tier is Tier.DEVICE else for_all)
-    others = ""
-    if meter is not None and (now_nbytes := meter.now_nbytes):
-        needed, enough = needed + now_nbytes, enough + max(now_nbytes, meter.highest_nbytes)
-        others = f" next to {format_nbytes(now_nbytes)} of activations"
-    return _error(
-        f"{wanted} on {tier.name} for {chunk.label}, only {format_nbytes(chunk.nbytes - shortage.here_nbytes)} can be "
-        f"made free ({format_nbytes(pinned_nbytes)} in use{others}){_advice(holders)} raise {cap_key(tier)} from "
-        f"{format_nbytes(cap)} to at least {_exact(needed)}{_also(needed, enough, later=bool(others))}, or lower "
-        "default_chunk_size",
-        (tier, needed, cap, enough),
-    )
-
-
-def _error(text: str, caps: tuple[Tier, int, int, int]) -> CapacityError:
-    tier, needed, cap, enough = caps
+        tier, needed, cap = below, below_needed, below_cap
+    else:
+        enough = max(needed, _enough_for_access(chunks) if tier is Tier.DEVICE else for_all)
+        others = ""
+        if meter is not None and (now_nbytes := meter.now_nbytes):
+            needed, enough = needed + now_nbytes, enough + max(now_nbytes, meter.highest_nbytes)
+            others, may_grow = f" next to {format_nbytes(now_nbytes)} of activations", True
+        text = (
+            f"{wanted} on {tier.name} for {chunk.label}, only {free} can be made free "
+            f"({format_nbytes(pinned_nbytes)} in use{others}){_advice(holders)} raise {cap_key(tier)} from "
+            f"{format_nbytes(cap)} to at least {_exact(needed)}{_also(needed, enough, may_grow)}, or lower "
+            "default_chunk_size"
+        )
     return CapacityError(text, needed_nbytes=needed, cap_nbytes=cap, enough_nbytes=enough, tier=tier)
 
 
@@ -97,18 +92,18 @@ def enough_for_all(chunk_nbytes: Iterable[int]) -> int:
     return sum(chunk_nbytes)
 
 
-def _enough_for_access(chunks: Sequence[Chunk]) -> int:
+def _enough_for_access(chunks: Collection[Chunk]) -> int:
     """Return a cap on DEVICE, in bytes, that no access of a step passes: all weights, and one chunk more.
 
     What is pinned are weights, and while a gradient lands its chunk. Updates run on HOST where DEVICE has no room.
+    What is kept of calls for backward may be pinned, too, and counts as far as there is any by now.
     """
-    return sum(chunk.nbytes for chunk in chunks if chunk.id.role.kind.is_weights) + max(
-        chunk.nbytes for chunk in chunks
-    )
+    kept = (each.nbytes for each in chunks if each.id.role.kind.is_weights or each.id.role.kind.is_of_call)
+    return sum(kept) + max(each.nbytes for each in chunks)
 
 
-def _also(needed_nbytes: int, enough_nbytes: int, *, later: bool = False) -> str:
-    if later:
+def _also(needed_nbytes: int, enough_nbytes: int, may_grow: bool) -> str:
+    if may_grow:
         return f" now; {_exact(enough_nbytes)} is certain to do for all chunks, unless activations grow"
     if enough_nbytes == needed_nbytes:
         return ", which is enough for every step"

@@ -227,3 +227,19 @@ def test_a_step_whose_states_find_no_room_changes_nothing() -> None:
             assert_equal(dict(manager.state_dict(twin.model)), dict(before))
             audit(manager)
         assert float(twin.clip(1e9)) > 0
+
+
+def test_what_is_kept_of_calls_may_grow_and_the_error_says_so() -> None:
+    """It called a cap enough for every step, and a larger batch, as other ranks may have, needed more."""
+    told = []
+    for num in (4, 6):
+        with chunkmem.ChunkManager(
+            config(16 * KIB, default_chunk_size=5000, activations={"policy": "keep"})
+        ) as manager:
+            twin = Twin(manager, Blocks)
+            with pytest.raises(
+                chunkmem.CapacityError, match="certain to do for all chunks, unless activations"
+            ) as raised:
+                twin.backward(twin.model(features(1, shape=(num, WIDTH))).sum())
+        told.append(raised.value.enough_nbytes)
+    assert told[0] < told[1]

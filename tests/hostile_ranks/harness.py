@@ -68,7 +68,7 @@ class Leaves:
 
 @dataclass(frozen=True)
 class Either:
-    """`Equal`, or the same error on every rank: which of them depends on how exchanges are arranged."""
+    """`Equal`, or the same error on every rank, each with its own bytes: how exchanges are arranged decides which."""
 
     error: str
     phrase: str

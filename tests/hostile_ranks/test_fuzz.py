@@ -64,16 +64,16 @@ def judge(case: Case, team: Team, run: Callable[..., Any] = train) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("count", "most_ranks", "most_steps"),
-    [pytest.param(12, 2, 2, id="few"), pytest.param(200, MAX_RANKS, 5, marks=pytest.mark.full, id="many")],
+    ("count", "most_ranks", "least_steps", "most_steps"),
+    [pytest.param(12, 2, 1, 2, id="few"), pytest.param(200, MAX_RANKS, 2, 5, marks=pytest.mark.full, id="many")],
 )
 def test_random_trainings_are_those_of_one_process(
-    count: int, most_ranks: int, most_steps: int, teams: dict[int, Team]
+    count: int, most_ranks: int, least_steps: int, most_steps: int, teams: dict[int, Team]
 ) -> None:
     refused = []
 
     @settings(max_examples=count, **STEPWISE)
-    @given(cases(most_ranks=most_ranks, most_steps=most_steps))
+    @given(cases(most_ranks=most_ranks, least_steps=least_steps, most_steps=most_steps))
     def run(case: Case) -> None:
         refused.append(judge(case, teams[most_ranks]))
 
