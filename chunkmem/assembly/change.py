@@ -14,7 +14,7 @@ their options, averages of weights.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
 from torch import nn
@@ -78,14 +78,12 @@ class Repacking:
             together = {number: found for one in self.of_all(own, "counts of updates") for number, found in one.items()}
             self._counts.append(dict(sorted(together.items())))
 
-    def require_room(
-        self, layouts: Iterable[tuple[Layout, Sequence[nn.Parameter]]], *, owns: Callable[[int], bool]
-    ) -> None:
+    def require_room(self, layouts: Iterable[tuple[Layout, Sequence[nn.Parameter]]], *, shard: int) -> None:
         """Check that all ranks have room, while nothing has been changed yet.
 
         Args:
             layouts: that this rank is going to have, each with its parameters; see `ModelPacker.preview`.
-            owns: tells whether it is going to own a group.
+            shard: its number among the ranks that are going to share them.
 
         Raises:
             CapacityError: one has not; on all ranks.
@@ -96,9 +94,9 @@ class Repacking:
         groups = [
             (group, tuple(self.numbers[id(params[slot.tensor])] for slot in group.slots))
             for group, params in found
-            if owns(group.id)
+            if group.owner == shard
         ]
-        copies_nbytes = sum(group.nbytes for group, _ in found if group.is_on_host and not owns(group.id))
+        copies_nbytes = sum(group.nbytes for group, _ in found if group.is_on_host and group.owner != shard)
         own = self._contents.wanted(groups, self._specs, rank=self.ranks.rank)
         moves = agreed_moves(self._contents, own, ranks=self.ranks, reader=self._reader)
         packed = (c for c in before.memory.store.chunks.values() if c.id.group >= 0 and not c.id.role.kind.is_of_call)

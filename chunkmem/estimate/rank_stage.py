@@ -14,7 +14,8 @@ from chunkmem.comm.ranks import Ranks
 from chunkmem.estimate.calls import LoggedOptimizer, Measured, StepCalls
 from chunkmem.estimate.peers import CountedInRam, CountedOverLibrary, Unison
 from chunkmem.estimate.weightless import ANYTHING
-from chunkmem.layout.spec import digest
+from chunkmem.layout.pack import dealt
+from chunkmem.layout.spec import Layout, digest
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.region_chunks import activation_chunk
 from chunkmem.optim.adam_rule import AdamRule
@@ -143,22 +144,22 @@ class RankStage:
             self._layout += f" on rank {rank} of {world}"
         self._optimizer = LoggedOptimizer(None, in_backward=step.in_backward)
         self._rule = AdamRule(self._updater.native, decoupled=True)
-        self._pack()
+        self._pack(dealt(step.layout, num_ranks=world))
         self._has_states: set[int] = set()
         self._num_steps = 0
         if is_accumulating:
             self._units.backwards.declare(1)
 
-    def _pack(self) -> None:
+    def _pack(self, layout: Layout) -> None:
         step, packer, shards = self._log, self._memory.packer(()), self._sharding.shards
         by_tensor = {managed.slot.tensor: managed for managed in step.parameters}
-        for group in step.layout.groups:
+        for group in layout.groups:
             inside = [by_tensor[slot.tensor] for slot in group.slots]
             forms = tuple((managed.shape, managed.stride) for managed in inside)
-            is_own = shards is None or shards.owns(group.id)
+            is_own = shards is None or shards.ranks.shard.rank == group.owner
             packer.make_chunks(group, [managed.name for managed in inside], forms, is_own=is_own)
         if shards is not None:
-            shards.drop_unowned(group.id for group in step.layout.groups)
+            shards.drop_unowned(group.id for group in layout.groups)
         for key, chunk in step.activations.items():
             self._store.add(activation_chunk(key.group, chunk.label, chunk.nbytes))
         self._gradients.add(step.parameters)

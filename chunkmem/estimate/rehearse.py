@@ -52,6 +52,7 @@ from chunkmem.estimate.peers import Unison
 from chunkmem.estimate.rank_stage import RankStage, RankSteps
 from chunkmem.estimate.weightless import ANYTHING, NO_CAP_NBYTES, counted_memory, uncapped
 from chunkmem.estimate.workspace import with_workspace
+from chunkmem.layout.pack import dealt
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.guard import only_makes_a_view
@@ -184,11 +185,12 @@ class Rehearsal:
     def fullest_ranks(self, world: int) -> list[int]:
         """Return those of `world` ranks that own something, the one with most bytes first."""
         owned = Counter({0: 0})
+        groups = {group.id: group for group in dealt(self.layout, num_ranks=world).groups}
         for chunk, nbytes in self.trace.chunk_nbytes.items():
             if not chunk.role.kind.is_of_call:
-                owned[chunk.group % world] += nbytes
-        for group in self.layout.groups:
-            owned[group.id % world] += group.nbytes if group.is_on_host else 0
+                owned[groups[chunk.group].owner] += nbytes
+        for group in groups.values():
+            owned[group.owner] += group.nbytes if group.is_on_host else 0
         return sorted(owned, key=lambda rank: (-owned[rank], rank))
 
     @property

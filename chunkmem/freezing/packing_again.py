@@ -146,10 +146,9 @@ class PackingAgain:
         return after
 
     def _require_room(self, change: Repacking) -> None:
-        shards = self._runtime.sharding.shards
         found: CapacityError | None = None
         try:
-            change.require_room(self._preview(), owns=lambda group: shards is None or shards.owns(group))
+            change.require_room(self._preview(), shard=self._runtime.ranks.shard.rank)
         except CapacityError as error:
             found = error
         others = self._runtime.ranks.any_text(str(found or ""), label="packing again: room")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from heapq import heapreplace
 from typing import NamedTuple
 
 from chunkmem.errors import LayoutError
@@ -25,6 +26,8 @@ CHUNK_WEIGHT = 0.15
 """What a chunk's share of the model counts for, against padding: a cap leaves part of a chunk unused on average."""
 
 _FP32_NBYTES = 4
+_TRAINED_NBYTES = 3 * _FP32_NBYTES
+"""Of an element that Adam updates, beside its weight: two states, and a gradient or master weight."""
 
 # Bounds on the search: about 80 packings, whatever the model; some 230 if it has to look below the floor.
 _PROBES_PER_OCTAVE = 12
@@ -58,7 +61,7 @@ class _Placement(NamedTuple):
     """For each group the bytes up to the end of its last item."""
 
 
-def pack(tensors: Sequence[TensorSpec], *, slab_nbytes: int, first_group: int = 0) -> Layout:
+def pack(tensors: Sequence[TensorSpec], *, slab_nbytes: int, first_group: int = 0, num_ranks: int = 1) -> Layout:
     """Give every tensor one slot, in chunks of whole slabs.
 
     Tensors go in order into the newest group of their kind (dtype, master copy, frozen or not) that has room, of the
@@ -69,6 +72,7 @@ def pack(tensors: Sequence[TensorSpec], *, slab_nbytes: int, first_group: int = 
         tensors: in construction order, which is roughly the order of use.
         slab_nbytes: a multiple of `ALIGN_NBYTES`.
         first_group: id of the first group; the others follow in order of their first tensor.
+        num_ranks: that share the groups; see `dealt`.
 
     Raises:
         LayoutError: the slab size, `first_group` or a tensor is not one that can be packed.
@@ -97,7 +101,30 @@ def pack(tensors: Sequence[TensorSpec], *, slab_nbytes: int, first_group: int = 
                 is_on_host=first.is_on_host,
             )
         )
-    return Layout(slab_nbytes, tuple(tensors), tuple(groups))
+    return dealt(Layout(slab_nbytes, tuple(tensors), tuple(groups)), num_ranks=num_ranks)
+
+
+def dealt(layout: Layout, *, num_ranks: int) -> Layout:
+    """Return a layout whose groups belong to so many ranks: each keeps about as many bytes as the others.
+
+    The largest group goes first, each to the rank that has least so far. Groups of one size are dealt out in turn, so
+    that those that are used together belong to as many ranks as possible. Those that modules compute with on HOST are
+    dealt out for themselves: they take nothing of DEVICE.
+    """
+    kept_nbytes = {group: _kept_nbytes(group, layout.tensors[group.slots[0].tensor]) for group in layout.groups}
+    # By place. Of ranks that have as much, the next one comes first: not every small layout begins with rank 0.
+    ranks = {is_on_host: [(0, at) for at in range(num_ranks)] for is_on_host in (False, True)}
+    owned = []
+    for group in sorted(layout.groups, key=lambda group: (-kept_nbytes[group], group.id)):
+        nbytes, at = ranks[group.is_on_host][0]
+        owned.append(replace(group, owner=(layout.groups[0].id + at) % num_ranks))
+        heapreplace(ranks[group.is_on_host], (nbytes + kept_nbytes[group], at))
+    return replace(layout, groups=tuple(sorted(owned, key=lambda group: group.id)))
+
+
+def _kept_nbytes(group: Group, tensor: TensorSpec) -> int:
+    """Return about how many bytes a rank has of a group because it owns it."""
+    return group.nbytes if tensor.is_frozen else group.nbytes + _TRAINED_NBYTES * group.numel
 
 
 def choose_slab_nbytes(

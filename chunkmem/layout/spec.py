@@ -89,6 +89,8 @@ class Group:
     master: MasterCopy = MasterCopy.NONE
     is_on_host: bool = field(default=False, repr=False)
     """Modules compute with it on HOST: its chunks are never anywhere else, and no plan knows of them."""
+    owner: int = field(default=0, repr=False)
+    """Which of the ranks that share the layout keeps it and updates it."""
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from chunkmem.layout.pack import SLAB_FLOOR_NBYTES
-from chunkmem.layout.spec import Layout, MasterCopy, digest
+from chunkmem.layout.spec import Group, Layout, MasterCopy, digest
 from chunkmem.nn.binding import ManagedParameter, dense_stride
 from chunkmem.runtime.device import give_back_freed_ram
 from chunkmem.shard.shards import ShardStore
@@ -72,9 +72,9 @@ class Built:
             return value
         return int(self._shards.ranks.max_over((float(value),), label="packing: comparing what is free")[0])
 
-    def owns(self, group: int) -> bool:
+    def owns(self, group: Group) -> bool:
         """Tell whether the chunks of a group have content on this rank."""
-        return self._shards is None or self._shards.owns(group)
+        return self._shards is None or self._shards.ranks.shard.rank == group.owner
 
     def is_released(self, param: nn.Parameter) -> bool:
         """Tell whether this rank need not have the values of a parameter; it was found fit to be packed."""

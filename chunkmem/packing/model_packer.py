@@ -169,7 +169,9 @@ class ModelPacker:
         layouts: list[Layout] = []
         for found in named:
             specs = tensor_specs(found, precision, on_host=on_host)
-            layouts.append(pack(specs, slab_nbytes=slab_nbytes or ALIGN_NBYTES, first_group=first_group))
+            layouts.append(
+                pack(specs, slab_nbytes=slab_nbytes or ALIGN_NBYTES, first_group=first_group, num_ranks=num_ranks)
+            )
             first_group += len(layouts[-1].groups)
         return layouts
 

@@ -113,8 +113,8 @@ class Packer:
         return tuple(managed[i] for i in range(len(named)))
 
     def _prepare_room(self, layout: Layout, built: Built) -> None:
-        own = [group for group in layout.groups if built.owns(group.id)]
-        others = [group for group in layout.groups if group.is_on_host and not built.owns(group.id)]
+        own = [group for group in layout.groups if built.owns(group)]
+        others = [group for group in layout.groups if group.is_on_host and not built.owns(group)]
         nbytes = sum(packed_nbytes(group) for group in own) + sum(group.nbytes for group in others)
         self._require_room(nbytes, built, in_training=sum(map(self._nbytes_in_training, own)))
         if any(group.is_on_host for group in layout.groups):
@@ -184,7 +184,7 @@ class Packer:
     def _require_host(self, layout: Layout, built: Built) -> None:
         """Raise if HOST has no room for the weights that are computed with there."""
         groups = [group for group in layout.groups if group.is_on_host]
-        nbytes = sum(packed_nbytes(group) if built.owns(group.id) else group.nbytes for group in groups)
+        nbytes = sum(packed_nbytes(group) if built.owns(group) else group.nbytes for group in groups)
         cap, there = (
             self._pager.store.pools[Tier.HOST].ledger.limit_nbytes,
             self._pager.store.kept_nbytes(Tier.HOST).total(),
@@ -213,13 +213,13 @@ class Packer:
         if built.is_put_off:
             chunk, views = self._register(group, inside, forms), _elsewhere([])
         else:
-            chunk, views = self.make_chunks(group, inside, forms, is_own=built.owns(group.id))
+            chunk, views = self.make_chunks(group, inside, forms, is_own=built.owns(group))
         home = cast(BoundChunk, chunk.home)
         packed = []
         for position, (slot, (name, param)) in enumerate(zip(group.slots, params, strict=True)):
             values = built.take(param, group.id, name=name)
             with runtime_mode():
-                for each in views if built.owns(group.id) else ():
+                for each in views if built.owns(group) else ():
                     each[position].copy_(values)
                 parameter = ManagedParameter(
                     param, name, slot, position, home, stride=strides[position], dtype=chunk.dtype

@@ -28,7 +28,6 @@ from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.staged import stages_of
 from chunkmem.pipeline.width import Pipeline
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.shard.shards import owner_of
 
 _CALL = "pipe.repartition()"
 MakePipeline = Callable[[Runtime, PipelineOptions], Pipeline]
@@ -185,7 +184,7 @@ class _Change(Repacking):
         inside = {module for root in roots for module in root.modules()}
         excluded = [module for module in self.added.excluded if module in inside]
         layouts = self.before.modules.packer.preview(roots, excluded, num_ranks=num_shards)
-        self.require_room(layouts, owns=lambda group: owner_of(group, num_shards) == shard)
+        self.require_room(layouts, shard=shard)
 
     def divided(self, mesh: object, *, reason: str) -> Runtime:
         """Stop the old parts, make modules and Parameters what they were, and give the model to new parts."""

@@ -52,8 +52,8 @@ class ShardStore:
         return sum(t.buffered_nbytes for t in traffics), max(t.peak_buffered_nbytes for t in traffics)
 
     def owner(self, group: int) -> int:
-        """Return the rank that keeps a group and updates it, counted within its replica: see `owner_of`."""
-        return owner_of(group, self.ranks.shard.size)
+        """Return the rank that keeps a group and updates it, counted within its replica: see `Group`."""
+        return self._store.weights(group).group.owner
 
     def owns(self, group: int) -> bool:
         """Tell whether this rank does."""
@@ -422,12 +422,6 @@ class ShardStore:
     def _is_on_host(self, group: int) -> bool:
         chunk = self._store.chunks.get(ChunkId(Role.PARAM, group))
         return chunk is not None and chunk.compute_tier is Tier.HOST
-
-
-def owner_of(group: int, num_ranks: int) -> int:
-    """Return which of some ranks owns a group: they are dealt out in turn, so that those of one unit belong to as many
-    ranks as possible. The same on all ranks, and always the same."""
-    return group % num_ranks
 
 
 def _listed(chunks: Iterable[Chunk]) -> str:

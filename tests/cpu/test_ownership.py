@@ -1,19 +1,25 @@
-"""Which rank owns which group: how they are dealt out, and that training takes any other way."""
+"""Training takes any way in which groups are dealt out to ranks."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import chunkmem
-from chunkmem.shard.shards import owner_of
+from chunkmem.layout.pack import pack
+from chunkmem.layout.spec import Layout
+from chunkmem.packing import model_packer
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, make_config, serial
 
 
-def lopsided(group: int) -> int:
+def pack_lopsided(*args: Any, **options: Any) -> Layout:
     """All groups but the first belong to the last rank."""
-    return int(group > 0)
+    layout = pack(*args, **options)
+    return replace(layout, groups=tuple(replace(group, owner=int(group.id > 0)) for group in layout.groups))
 
 
 def train(rank: int, way: dict[str, object]) -> tuple[dict[str, torch.Tensor], list[list[int]], int]:
@@ -23,7 +29,7 @@ def train(rank: int, way: dict[str, object]) -> tuple[dict[str, torch.Tensor], l
     with pytest.MonkeyPatch.context() as patch, chunkmem.ChunkManager(make_config(task)) as manager:
         shards = manager.runtime.sharding.shards
         assert shards is not None
-        patch.setattr(shards, "owner", lopsided)
+        patch.setattr(model_packer, "pack", pack_lopsided)
         torch.manual_seed(0)
         with manager.init():
             model = MODELS[task.model]()
@@ -34,11 +40,11 @@ def train(rank: int, way: dict[str, object]) -> tuple[dict[str, torch.Tensor], l
             optimizer.zero_grad()
         report = manager.memory()
         states = sum(tier.by_role.get("exp_avg", (0, 0))[0] for tier in (report.device, report.host))
-        return manager.state_dict(), shards.together(range(7)), states
-
-
-def test_groups_are_dealt_out_in_turn() -> None:
-    assert [owner_of(group, 3) for group in range(5)] == [0, 1, 2, 0, 1]
+        return (
+            manager.state_dict(),
+            shards.together({managed.group for managed in manager.runtime.registry.parameters}),
+            states,
+        )
 
 
 def test_training_takes_another_way(pair: Team) -> None:
@@ -48,7 +54,7 @@ def test_training_takes_another_way(pair: Team) -> None:
     torch.set_num_threads(threads)
     outcomes = pair.run(train, {})
     for trained, together, _ in outcomes:
-        assert together == [[0, 1], [2], [3], [4], [5], [6]], "each list has at most one group of each owner"
+        assert together == [[0, 1], [2], [3]], "each list has at most one group of each owner"
         assert [key for key, value in weights.items() if not torch.equal(value, trained[key])] == []
     (_, _, less), (_, _, more) = outcomes
     assert more == 3 * less > 0
