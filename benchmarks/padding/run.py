@@ -1,15 +1,17 @@
-"""How much of the chunks is padding, and how many parameters share one, at the slab size chosen by itself?
+"""How much of the chunks is padding, how many parameters share one, and how even are the shares of ranks?
 
-Writes `results.json` beside this file and prints the table of the README. Arithmetic only: no torch, no model is built.
+At the slab size chosen by itself. Writes `results.json` and `ranks.json` beside this file and prints the tables of the
+README. Arithmetic only: no torch, no model is built.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks.results import write
-from chunkmem.layout.pack import pack, search_slab_nbytes, slab_candidates
+from chunkmem.layout.pack import choose_slab_nbytes, pack, search_slab_nbytes, slab_candidates
 from tests.helpers import shapes
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -21,6 +23,8 @@ MODELS: Mapping[str, Callable[[], shapes.Model]] = {
     "GPT 175B": lambda: shapes.gpt(96, 12288, context=2048),
     "MoE 9555 tensors": lambda: shapes.llama(48, 2048, 768, experts=64),
 }
+
+RANKS = (2, 4, 8, 16, 32, 64, 128)
 
 Row = dict[str, str | int | float]
 
@@ -45,6 +49,35 @@ def measure(model: str, cap: str) -> Row:
         "num_candidates": len(candidates),
         "least_padding_share": min(candidate.padding_share for candidate in candidates),
     }
+
+
+def shares(model: str, num_ranks: int) -> Row:
+    """What the fullest of so many ranks owns of the chunks of a role, as a multiple of the mean."""
+    tensors = MODELS[model]()
+    slab_nbytes = choose_slab_nbytes(tensors, chunk_numel=None, device_cap_nbytes=CAPS["80 GiB"], num_ranks=num_ranks)
+    layout = pack(tensors, slab_nbytes=slab_nbytes, num_ranks=num_ranks)
+    owned, in_turn = Counter[int](), Counter[int]()
+    for group in layout.groups:
+        owned[group.owner] += group.nbytes
+        in_turn[group.id % num_ranks] += group.nbytes
+    mean_nbytes = layout.chunk_nbytes / num_ranks
+    return {
+        "model": model,
+        "num_ranks": num_ranks,
+        "fullest": max(owned.values()) / mean_nbytes,
+        "fullest_in_turn": max(in_turn.values()) / mean_nbytes,
+        "largest_group": max(group.nbytes for group in layout.groups) / mean_nbytes,
+    }
+
+
+def as_rank_table(rows: list[Row]) -> str:
+    """Format the shares of ranks as markdown: a line for each model, by bytes and in turn."""
+    lines = [f"| model, ranks | {' | '.join(map(str, RANKS))} |", "|---|" + "---:|" * len(RANKS)]
+    for model in MODELS:
+        for key, way in (("fullest", "by bytes"), ("fullest_in_turn", "in turn")):
+            cells = [f"{float(row[key]):.2f}" for row in rows if row["model"] == model]
+            lines.append(f"| {model}, {way} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def as_table(rows: list[Row]) -> str:
@@ -74,6 +107,9 @@ def main() -> None:
     rows = [measure(model, cap) for model in MODELS for cap in CAPS]
     write(Path(__file__).with_name("results.json"), rows)
     print(as_table(rows))
+    by_ranks = [shares(model, num_ranks) for model in MODELS for num_ranks in RANKS]
+    write(Path(__file__).with_name("ranks.json"), by_ranks)
+    print(f"\n{as_rank_table(by_ranks)}")
 
 
 if __name__ == "__main__":
