@@ -105,15 +105,13 @@ class Reduction:
         anywhere = self.shards.ranks.any_over(landed, label=_READER)
         return [managed for managed, has in zip(params, anywhere, strict=True) if has]
 
-    def reduce_groups(self, groups: Sequence[int]) -> bool:
-        """Let the owners of these groups have the means of what has landed on any rank; tell whether it was done.
+    def reduce_groups(self, groups: Sequence[int]) -> None:
+        """Let the owners of these groups have the means of what has landed on any rank.
 
         It is left to the step where a rank has withdrawn something: that is told there. Raises what `reduce` does.
         """
-        if not self._agree(groups):
-            return False
-        self._reduce_groups(groups)
-        return True
+        if self._agree(groups):
+            self._reduce_groups(groups)
 
     def _agree(self, groups: Sequence[int]) -> bool:
         return self.shards.agree_to_reduce(groups, reader=_READER, can=not self._gradients.withdrawn)
@@ -127,13 +125,10 @@ class Reduction:
             self._begin(together)
             self.finish()
 
-    def begin(self, groups: Sequence[int]) -> bool:
+    def begin(self, groups: Sequence[int]) -> None:
         """Begin what `reduce_groups` does; until it is finished the gradients stay on DEVICE."""
-        if not self._agree(groups):
-            return False
-        for together in self.shards.together(groups):
+        for together in self.shards.together(groups) if self._agree(groups) else ():
             self._begin(together)
-        return True
 
     def finish(self) -> None:
         """Wait for what was begun. Raises what `reduce` does."""

@@ -30,15 +30,17 @@ class Reduces(Protocol):
 
     def is_trained(self, group: int) -> bool: ...
 
-    def reduce_groups(self, groups: Groups) -> bool: ...
+    def reduce_groups(self, groups: Groups) -> None: ...
 
-    def begin(self, groups: Groups) -> bool: ...
+    def begin(self, groups: Groups) -> None: ...
 
     def finish(self) -> None: ...
 
     def join(self, lists: Sequence[Groups]) -> None: ...
 
 
+_BUCKET_NBYTES = 25 << 20
+"""Of gradients that are reduced together: as many as `DistributedDataParallel` has by default."""
 _AHEAD = "gathering ahead"
 _ORDER = "the order of exchanges in the step"
 
@@ -53,10 +55,12 @@ class PrefetchSchedule:
         """Exchanged since the last step: gather or reduce, and which groups."""
         self._schedule: Schedule = []
         """Exchanges of the step before."""
-        self._ahead: Groups | None = None
-        """Groups that are gathered ahead, and held; None: none are."""
+        self._ahead: list[Groups] = []
+        """What is gathered ahead, and held, in the order in which it is wanted."""
         self.is_wanted = False
         """Gathers are to be begun ahead where there is room."""
+        self._waiting: Groups = ()
+        """Groups that are reduced with the next ones."""
         self.has_room = False
         """All ranks have room for two units at a time."""
         self.staying: frozenset[Groups] = frozenset()
@@ -112,27 +116,36 @@ class PrefetchSchedule:
         """
         if not groups:
             return can
-        if is_part and self._ahead == groups:
-            self._ahead = None
-            self._shards.release(groups)
-        else:
+        if not is_part or self._ahead[:1] != [groups]:
             self.drop_ahead()
+            following = self._following() if is_part else []
+            if len(following) > 1 and following[0] == groups and groups in self.staying:
+                self._begin_ahead(following, str(reader), can=can)
+        if self._ahead[:1] == [groups]:
+            self._shards.release_spare(self._ahead.pop(0))
         if not self._shards.gather(groups, reader=reader, can=can):
             return False
         if is_part:
             self._done("gather", groups, f"{reader}, gathering ahead")
         return True
 
-    def reduce(self, found: Iterable[int]) -> None:
-        """Give owners the means of gradients of groups, those of which nothing is trained left out. Raises what
-        `gather` does."""
-        groups = tuple(sorted(group for group in found if self._reduction.is_trained(group)))
-        if not groups:
-            return
-        self.settle()
-        reduce = self._reduction.begin if self.is_overlapped else self._reduction.reduce_groups
-        if reduce(groups):
-            self._done("reduce", groups, _AHEAD)
+    def reduce(self, found: Iterable[int], *, is_over: bool) -> None:
+        """Give owners the means of gradients of groups, those of which nothing is trained left out.
+
+        Where units stay there is room for all gradients, and small ones are reduced together with those after them:
+        until `is_over`, as no more follow in this backward. Raises what `gather` does.
+        """
+        trained = tuple(sorted(filter(self._reduction.is_trained, found)))
+        groups = tuple(sorted({*self._waiting, *trained}))
+        if self.staying and not is_over and self._shards.nbytes(groups) < _BUCKET_NBYTES:
+            self._waiting = groups
+        elif groups:
+            self._waiting = ()
+            self.settle()
+            reduce = self._reduction.begin if self.is_overlapped else self._reduction.reduce_groups
+            reduce(groups)
+        if trained:
+            self._done("reduce", trained, _AHEAD)
 
     def settle(self) -> None:
         """Wait for the reduction that is under way. Raises what `gather` does."""
@@ -190,6 +203,7 @@ class PrefetchSchedule:
 
     def reset(self) -> None:
         """Drop what an interrupted step has begun. If that failed, the next exchange raises."""
+        self._waiting = ()
         with contextlib.suppress(RankError):
             self.drop_ahead()
         with contextlib.suppress(RankError):
@@ -202,36 +216,49 @@ class PrefetchSchedule:
         self._log.append((what, groups))
         at = len(self._log)
         self._is_alike = self._is_alike and at < len(self._schedule) and self._log[-1] == self._schedule[at - 1]
-        if self._is_alike and self.is_overlapped and self._ahead is None:
-            following = next((wanted for what, wanted in self._schedule[at:] if what == "gather"), None)
-            if following is not None:
-                self._begin_ahead(following, reader)
+        if not self._ahead and (following := self._following()):
+            self._begin_ahead(following, reader, can=True)
 
-    def _begin_ahead(self, groups: Groups, reader: str) -> None:
+    def _following(self) -> list[Groups]:
+        """Return what is thought to be gathered next: one unit, and those after it that stay, each once."""
+        found: list[Groups] = []
+        for what, groups in self._schedule[len(self._log) :] if self._is_alike and self.is_overlapped else ():
+            if what == "gather":
+                if found and (groups in found or groups not in self.staying):
+                    break
+                found.append(groups)
+        return found
+
+    def _begin_ahead(self, lists: Sequence[Groups], reader: str, *, can: bool) -> None:
+        """Begin to gather lists of groups, and hold them, if all ranks can; else do with less from now on."""
+        held: list[Groups] = []
+        is_begun = False
         try:
-            self._shards.hold(groups, reader=reader)
-            is_held = True
-        except CapacityError:  # it was an estimate that there is room
-            is_held = False
-        try:
-            is_begun = self._shards.send(groups, reader=reader, can=is_held)
-        except BaseException:
-            if is_held:
-                self._shards.release(groups)
-            raise
-        if is_begun:
-            self._ahead = groups
-            return
-        self.has_room = False
-        if is_held:
-            self._shards.release(groups)
+            with contextlib.suppress(CapacityError):  # it was an estimate that there is room
+                for groups in lists:
+                    self._shards.hold(groups, reader=reader)
+                    self._shards.hold_spare(groups)
+                    held.append(groups)
+            wanted = [group for groups in lists for group in groups]
+            is_begun = self._shards.send(wanted, reader=reader, can=can and held == lists)
+        finally:
+            if is_begun:
+                self._ahead = held
+            else:
+                for groups in held:
+                    self._shards.release_spare(groups)
+        if not is_begun and len(lists) > 1:
+            self.staying = frozenset()
+        elif not is_begun:
+            self.has_room = False
 
     def drop_ahead(self) -> None:
         """Let what was gathered ahead arrive, and release it. Raises what `gather` does."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
+        ahead, self._ahead = self._ahead, []
+        if ahead:
             self._is_alike = False
             try:
-                self._shards.arrive(ahead, reader=_AHEAD)
+                self._shards.arrive((group for groups in ahead for group in groups), reader=_AHEAD)
             finally:
-                self._shards.release(ahead)
+                for groups in ahead:
+                    self._shards.release_spare(groups)

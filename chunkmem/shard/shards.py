@@ -296,7 +296,7 @@ class ShardStore:
         times = self.ranks.max_over(own, label=_MEASURING)
         fastest_s = min(times)
         self.exchange = self._exchanges[times.index(fastest_s)]
-        return self._nbytes(groups) / max(fastest_s, 1e-9)
+        return self.nbytes(groups) / max(fastest_s, 1e-9)
 
     def _best_s(
         self, exchange: Exchange, groups: Sequence[int], time_s: Callable[[Callable[[], object]], float]
@@ -316,8 +316,8 @@ class ShardStore:
         Beside them `always`, and gradients: those of the first list, which are reduced, and one that lands.
         """
         lists = [set(each) - set(always) for each in groups]
-        pairs = [self._nbytes(one | other) + self._nbytes(one) for one, other in pairwise(lists)]
-        return self._fits(max(pairs, default=0) + self._nbytes(always))
+        pairs = [self.nbytes(one | other) + self.nbytes(one) for one, other in pairwise(lists)]
+        return self._fits(max(pairs, default=0) + self.nbytes(always))
 
     def spare_nbytes(self) -> int:
         """Return the bytes of this rank's DEVICE that are left if all that it owns is there, and a gradient lands."""
@@ -334,11 +334,11 @@ class ShardStore:
             spare_nbytes: `spare_nbytes` of the rank that has least.
         """
         gradients = sum(chunk.nbytes for chunk in self._on_device() if chunk.id.role is Role.GRAD)
-        left_nbytes = spare_nbytes - gradients - sum(nlargest(2, map(self._nbytes, units)))
+        left_nbytes = spare_nbytes - gradients - sum(nlargest(2, map(self.nbytes, units)))
         staying: set[int] = set()
         for count, unit in enumerate(reversed(units)):
             staying.update(unit)
-            if self._nbytes(staying) > left_nbytes:
+            if self.nbytes(staying) > left_nbytes:
                 return count
         return len(units)
 
@@ -355,7 +355,7 @@ class ShardStore:
         wanted = set().union(*lists)
         if set(lists[0]) <= self._present:
             return True
-        return self._fits(self._nbytes(wanted | set(always)) + 2 * max(map(self._nbytes, lists)))
+        return self._fits(self.nbytes(wanted | set(always)) + 2 * max(map(self.nbytes, lists)))
 
     def _fits(self, nbytes: int) -> bool:
         """Tell whether so many bytes of weights and gradients fit this rank's DEVICE, and a gradient that lands."""
@@ -367,7 +367,8 @@ class ShardStore:
     def _cap_nbytes(self) -> int:
         return self._store.pools[Tier.DEVICE].ledger.cap_nbytes
 
-    def _nbytes(self, groups: Iterable[int]) -> int:
+    def nbytes(self, groups: Iterable[int]) -> int:
+        """Return the bytes of the weights of groups."""
         return sum(self._store.weights(group).nbytes for group in groups)
 
     def agree_to_reduce(self, groups: Iterable[int], *, reader: object, can: bool) -> bool:

@@ -399,10 +399,10 @@ class Units:
             return
         visited = {group for unit in self._visited for group in unit.groups} - self._reduced
         ready = {group for group in visited if is_over or all(map(self._is_left, self._users[group]))}
-        if ready:
+        if ready or is_over:
             self._reduced |= ready
             assert self.prefetch is not None
-            self.prefetch.reduce(ready)
+            self.prefetch.reduce(ready, is_over=is_over)
 
     def _stays(self, unit: Unit) -> bool:
         """A call or a backward leaves a unit: tell whether it goes on being held for what follows in the step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,9 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
+from chunkmem.comm.connection import Connection
 from chunkmem.comm.exchange import Exchange, Shard, Traffic, Work
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice
+from chunkmem.shard.prefetch import PrefetchSchedule
+from chunkmem.shard.shards import ShardStore
 from chunkmem.trace.ahead import overlapped
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Tier
@@ -359,6 +362,8 @@ CHUNK_NBYTES = 4 * BLOCK_NUMEL
 class Measured:
     """What one rank did in its last step, and what it keeps after it."""
 
+    is_overlapped: bool
+    num_agreements: int
     num_gathers: int
     num_reductions: int
     sent_nbytes: int
@@ -380,13 +385,16 @@ def stack(rank: int, size: int, device_nbytes: int, micro_batches: int) -> Measu
         manager.accumulate(micro_batches)
         assert manager.runtime.sharding.shards is not None
         traffic = manager.runtime.sharding.shards.exchange.traffic
-        before = (0, 0, 0, 0)
+        agreed = patch.object(Connection, "_agreed", autospec=True, side_effect=Connection._agreed)
+        before: tuple[int, ...] = ()
         for step in range(6):
             before = (traffic.num_gathers, traffic.num_reductions, traffic.sent_nbytes, traffic.received_nbytes)
+            agreements = agreed.start()
             for _ in range(micro_batches):
                 x: Tensor = torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * step + rank))
                 manager.backward(model(x).square().mean())
             optimizer.step()
+            agreed.stop()
             optimizer.zero_grad()
         assert_as_predicted(manager)
         after = (traffic.num_gathers, traffic.num_reductions, traffic.sent_nbytes, traffic.received_nbytes)
@@ -400,7 +408,14 @@ def stack(rank: int, size: int, device_nbytes: int, micro_batches: int) -> Measu
                 role: (report.by_role.get(role, (0, 0))[0], timeline.role_peak_nbytes.get((tier, role), 0))
                 for role in ("param", "grad", "exp_avg", "exp_avg_sq")
             }
-        return Measured(*counts, peaks[Tier.DEVICE], peaks[Tier.HOST], memory.exchange_nbytes)
+        return Measured(
+            is_overlapped(manager),
+            agreements.call_count,
+            *counts,
+            peaks[Tier.DEVICE],
+            peaks[Tier.HOST],
+            memory.exchange_nbytes,
+        )
 
 
 def own(size: int, rank: int) -> list[int]:
@@ -426,26 +441,45 @@ def test_what_is_exchanged_is_as_the_formulas_say(
     gathers[NUM_BLOCKS - 1] -= micro_batches  # backward begins where forward ends
     gathers[0] -= micro_batches - 1  # and the other way round
     gathers |= dict.fromkeys(range(NUM_BLOCKS - num_staying, NUM_BLOCKS), 1)
+    # While a unit computes, all that follow and stay begin together, and the one before them: at most one of each rank
+    # in an exchange.
+    num_ahead = min(num_staying + 1, NUM_BLOCKS) if num_staying else 0
+    num_reductions = 1 if num_staying else NUM_BLOCKS  # with room for all gradients, small ones are reduced together
     for rank, found in enumerate(teams[size].run(stack, size, room(size, num_staying), micro_batches)):
         num_own = len(own(size, rank))
         num_sent = sum(gathers[group] for group in own(size, rank))
         num_received = sum(gathers.values()) - num_sent
-        assert found.num_gathers == sum(gathers.values())
-        assert found.num_reductions == NUM_BLOCKS
+        assert found.is_overlapped
+        assert found.num_gathers == sum(gathers.values()) - num_ahead + math.ceil(num_ahead / size)
+        assert found.num_reductions == (math.ceil(NUM_BLOCKS / size) if num_staying else NUM_BLOCKS)
+        # On each gather, all that begin together, and each reduction; that no other follows, and the step.
+        assert found.num_agreements == sum(gathers.values()) - num_ahead + bool(num_ahead) + num_reductions + 2
         assert found.sent_nbytes == (num_sent * (size - 1) + NUM_BLOCKS - num_own) * CHUNK_NBYTES
         assert found.received_nbytes == (num_received + num_own * (size - 1)) * CHUNK_NBYTES
-        # The owner of a gradient receives the others' beside it, one chunk at a time.
-        assert found.exchange == (0, (size - 1) * CHUNK_NBYTES)
+        # The owner of a gradient receives the others' beside it: of all that are reduced together.
+        assert found.exchange == (0, (size - 1) * CHUNK_NBYTES * (num_own if num_staying else 1))
 
 
-def train_short_of_room(rank: int, until: int) -> tuple[dict[str, Tensor], list[int]]:
+def num_exchanged(shards: ShardStore) -> int:
+    """The chunks that this one of two ranks has sent or received: each that is gathered or reduced is one of them."""
+    traffic = shards.exchange.traffic
+    return (traffic.sent_nbytes + traffic.received_nbytes) // CHUNK_NBYTES
+
+
+def train_short_of_room(rank: int, until: int, is_ahead: bool) -> tuple[dict[str, Tensor], list[int]]:
     """Train a stack of blocks whose units stay; in step 3, rank 1 has no room for one of them in forward.
+
+    Args:
+        rank: this one.
+        until: which unit; -1: none.
+        is_ahead: units are gathered ahead.
 
     Returns:
         The weights, and how many groups were gathered in each step.
     """
     values = {"default_chunk_size": BLOCK_NUMEL, "memory": {"device": 1 << 20, "host": 8 << 20}}
-    with chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
+    with ExitStack() as stack:
+        manager = stack.enter_context(chunkmem.ChunkManager(chunkmem.Config.from_dict(values)))
         torch.manual_seed(0)
         with manager.init():
             model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
@@ -464,26 +498,29 @@ def train_short_of_room(rank: int, until: int) -> tuple[dict[str, Tensor], list[
             hold(groups, reader=reader)
 
         shards.hold = short  # type: ignore[method-assign]
+        if not is_ahead:
+            stack.enter_context(patch.object(PrefetchSchedule, "is_overlapped", False))
         counts = []
         for step in range(7):
-            before = shards.exchange.traffic.num_gathers
+            before = num_exchanged(shards)
             x: Tensor = torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * step + rank))
             manager.backward(model(x).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-            counts.append(shards.exchange.traffic.num_gathers - before)
-        # Where it is gathered ahead, and where it is used.
-        assert len(failures) == (2 if until > 0 and rank == 1 else 0)
+            counts.append(num_exchanged(shards) - before - NUM_BLOCKS)
+        assert len(failures) == (until > 0 and rank == 1)
         return manager.state_dict(), counts
 
 
-def test_a_rank_that_finds_no_room_has_all_units_come_and_go(teams: dict[int, Team]) -> None:
-    (expected, counts), _ = teams[2].run(train_short_of_room, -1)
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_a_rank_that_finds_no_room_has_all_units_come_and_go(teams: dict[int, Team], *, is_ahead: bool) -> None:
+    (expected, counts), _ = teams[2].run(train_short_of_room, -1, is_ahead)
     assert counts[1:] == [NUM_BLOCKS] * 6
-    for weights, counts in teams[2].run(train_short_of_room, 3):
+    for weights, counts in teams[2].run(train_short_of_room, 3, is_ahead):
         assert [key for key, value in expected.items() if not torch.equal(value, weights[key])] == []
         assert counts[1:3] == [NUM_BLOCKS] * 2
-        assert counts[4:] == [2 * NUM_BLOCKS] * 3
+        # Gathered ahead, the last unit of forward is still there where backward begins.
+        assert counts[4:] == [2 * NUM_BLOCKS - is_ahead] * 3
 
 
 def train_averaged_later(rank: int, device_nbytes: int) -> list[int]:
@@ -494,16 +531,16 @@ def train_averaged_later(rank: int, device_nbytes: int) -> list[int]:
             model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
         manager.accumulate(1)
-        assert manager.runtime.sharding.shards is not None
-        traffic, counts = manager.runtime.sharding.shards.exchange.traffic, []
+        shards, counts = manager.runtime.sharding.shards, []
+        assert shards is not None
         for step in range(6):
             if step == 3:
                 chunkmem.EMA(manager, 0.9)
-            before = traffic.num_gathers
+            before = num_exchanged(shards)
             manager.backward(model(torch.ones(3, 16)).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-            counts.append(traffic.num_gathers - before)
+            counts.append(num_exchanged(shards) - before - NUM_BLOCKS)
         return counts
 
 
@@ -525,14 +562,17 @@ def most_of_others(size: int, rank: int, *, at_a_time: int) -> int:
 @pytest.mark.parametrize("stay", [True, False])
 @pytest.mark.parametrize("size", SIZES)
 def test_what_a_rank_holds_is_as_the_formulas_say(teams: dict[int, Team], size: int, stay: bool) -> None:
-    """With room for all: on DEVICE own chunks, and what others own, all of it or of two units; on HOST nothing."""
+    """With room for all: on DEVICE own chunks, and what others own, all of it or of two units; on HOST nothing.
+
+    Where units stay, gradients wait for each other, as there is room for all of them.
+    """
     at_a_time = NUM_BLOCKS if stay else 2
     device_nbytes = room(size, NUM_BLOCKS) if stay else room(size, 0)
     for rank, found in enumerate(teams[size].run(stack, size, device_nbytes, 1)):
         own_nbytes = len(own(size, rank)) * CHUNK_NBYTES
         others_nbytes = most_of_others(size, rank, at_a_time=at_a_time) * CHUNK_NBYTES
         assert found.device["param"] == (own_nbytes, own_nbytes + others_nbytes)
-        assert found.device["grad"][1] <= own_nbytes + 2 * CHUNK_NBYTES
+        assert found.device["grad"][1] <= (NUM_BLOCKS * CHUNK_NBYTES if stay else own_nbytes + 2 * CHUNK_NBYTES)
         for role in ("exp_avg", "exp_avg_sq"):
             assert found.device[role] == (own_nbytes, own_nbytes)
         assert set(found.host.values()) == {(0, 0)}
