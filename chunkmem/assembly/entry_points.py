@@ -22,7 +22,7 @@ from chunkmem.optim.scaler import LossScaler
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.runtime.timestamps import Interval
 from chunkmem.steps.controller import StepController
-from chunkmem.steps.trial import AheadTrial
+from chunkmem.steps.first_steps import FirstSteps
 from chunkmem.tracing.compiles import CompileWatch
 
 _NUM_UPDATES = 16
@@ -39,7 +39,7 @@ class EntryPoints:
         *,
         tiers: Tiers,
         controller: StepController,
-        trial: AheadTrial | None,
+        first_steps: FirstSteps | None,
         scaler: LossScaler | None,
         autocast: AutocastCache,
         after_first_step: Callable[[], None],
@@ -50,7 +50,7 @@ class EntryPoints:
         self._modules = modules
         self._tiers = tiers
         self._controller = controller
-        self._trial = trial
+        self._first_steps = first_steps
         self._scaler = scaler
         self._autocast = autocast
         self._after_first_step: Callable[[], None] | None = after_first_step
@@ -211,18 +211,18 @@ class EntryPoints:
     @property
     def knows_exchanges(self) -> bool:
         """What is known of exchanges counts when other parameters are trained, over ranks."""
-        return self._trial is not None and self._trial.has_learned
+        return self._first_steps is not None and self._first_steps.has_learned
 
     def learn_exchanges(self) -> None:
         """What ranks exchange in the next step is not known."""
-        assert self._trial is not None
-        self._trial.learn_again()
+        assert self._first_steps is not None
+        self._first_steps.learn_again()
 
     def forget_steps(self) -> None:
         """There is more to train than was recorded, and to exchange: begin again."""
         self._controller.forget()
-        if self._trial is not None:
-            self._trial.restart()
+        if self._first_steps is not None:
+            self._first_steps.restart()
 
     def _look_over(self, *, is_left: bool) -> None:
         """Drop what was interrupted; take up what users have written, unless `settle_left` is going to."""
@@ -271,8 +271,8 @@ class EntryPoints:
         self._controller.end_step()
         had_batch = self._sharding.units.is_in_step
         self._sharding.units.end_step()
-        if self._trial is not None:
-            self._trial.end_step(had_batch=had_batch)
+        if self._first_steps is not None:
+            self._first_steps.end_step(had_batch=had_batch)
 
     def _state_frozen(self) -> None:
         """Have the ranks compare which parameters are frozen."""

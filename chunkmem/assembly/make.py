@@ -46,7 +46,7 @@ from chunkmem.runtime.storage import ChunkStorage, HostStorage, StorageBackend, 
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import Tiers, shadow_nbytes, warn_of_fragmentation, warn_of_shares
 from chunkmem.steps.controller import StepController
-from chunkmem.steps.trial import AheadTrial
+from chunkmem.steps.first_steps import FirstSteps
 from chunkmem.tracing.watch import Watch
 from chunkmem.types import Tier
 
@@ -95,7 +95,7 @@ def build_runtime(origin: Origin, *, before: Runtime | None = None) -> Runtime:
         modules,
         tiers=tiers,
         controller=controller,
-        trial=None if prefetch is None else AheadTrial(prefetch, controller, ranks, measure=links.measure),
+        first_steps=None if prefetch is None else FirstSteps(prefetch, controller, ranks, measure=links.measure),
         scaler=scaler,
         autocast=AutocastCache(compute.device.type, precision=config.precision),
         after_first_step=collect,

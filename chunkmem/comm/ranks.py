@@ -254,12 +254,13 @@ class Ranks:
             self.connection.begin(Operation(label, f"{len(values)} numbers"))
         return tuple(self.connection.over_ranks(own, torch.maximum, label).tolist())
 
-    def any_over(self, flags: Sequence[bool], *, label: str) -> list[bool]:
+    def any_over(self, flags: Sequence[bool], *, label: str, is_agreed: bool = False) -> list[bool]:
         """Tell of each flag whether it is set on any rank; a flag is a bit of a message. Errors are those of
-        `sum_over`."""
+        `sum_over`. With `is_agreed`, all ranks are known to be here: they have just agreed on what comes before."""
         if self.size == 1 or not flags:
             return list(flags)
-        self.connection.begin(Operation(label, f"{len(flags)} flags"))
+        if not is_agreed:
+            self.connection.begin(Operation(label, f"{len(flags)} flags"))
         own = torch.from_numpy(numpy.packbits(numpy.array(flags, dtype=bool)))
         found = self.connection.over_ranks(own, torch.bitwise_or, label)
         return [bool(flag) for flag in numpy.unpackbits(found.numpy(), count=len(flags))]

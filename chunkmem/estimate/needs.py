@@ -28,8 +28,8 @@ class DeviceNeed:
 
 def least_on_device(steps: RankSteps, *, charges_non_model: bool) -> DeviceNeed:
     """Return the smallest cap on DEVICE under which every step runs that is not a choice."""
-    planned = _most_in_use(steps.lazy.trace, charges_non_model)
-    first = planned if steps.first is steps.lazy else _most_in_use(steps.first.trace, charges_non_model)
+    planned = _most_in_use(steps.later.trace, charges_non_model)
+    first = planned if steps.first is steps.later else _most_in_use(steps.first.trace, charges_non_model)
     return DeviceNeed(*max(planned, first, key=itemgetter(0)), first[0], planned[0])
 
 

@@ -103,10 +103,7 @@ class Finding:
 
 def device_need(question: Question, rehearsal: Rehearsal) -> DeviceNeed:
     """Return the smallest cap on DEVICE under which a rank trains, if HOST takes everything that nobody uses."""
-    steps = _steps(question, rehearsal)
-    if steps.units_stay:
-        steps = _steps(replace(question, device_nbytes=1), rehearsal)  # where nothing is held longer than it has to be
-    return least_on_device(steps, charges_non_model=question.hardware.is_accelerator)
+    return least_on_device(_lazy_steps(question, rehearsal), charges_non_model=question.hardware.is_accelerator)
 
 
 def host_need(question: Question, rehearsal: Rehearsal) -> int:
@@ -157,7 +154,7 @@ def find(question: Question, rehearsal: Rehearsal) -> Finding:
     """
     steps = _steps(question, rehearsal)
     _require_steps(question, rehearsal)
-    step, plan, timeline = _faster(question, steps)
+    step, plan, timeline = _planned(question, rehearsal)
     most_nbytes = max(step.exchanged.sent_nbytes, step.exchanged.received_nbytes)
     exchange_s = most_nbytes / question.hardware.exchange_Bps(question.world)
     lower_bounds = lower_bounds_of(plan, step.trace, question.hardware, exchange_s=exchange_s)
@@ -213,7 +210,7 @@ def require_plan(question: Question, rehearsal: Rehearsal) -> Timeline:
 
 
 def _first_timeline(question: Question, rehearsal: Rehearsal) -> Timeline:
-    step = _steps(question, rehearsal).lazy
+    step = _lazy_steps(question, rehearsal).later
     with _on_host_counted(step):
         return next(candidates(step.trace, _machine(question, step), options=_PLANNED)).timeline
 
@@ -231,7 +228,7 @@ def _require_steps(question: Question, rehearsal: Rehearsal) -> None:
 
 def _kept(question: Question, rehearsal: Rehearsal) -> frozenset[int]:
     """Return the calls that are not recomputed, by number, chosen as in training: by a step that recomputes all."""
-    trace = _steps(question, rehearsal).lazy.trace
+    trace = _lazy_steps(question, rehearsal).later.trace
     machine = _machine(question)
     sizes = partial(kept_nbytes, trace, {}, charges_non_model=machine.charges_non_model)
     try:
@@ -250,6 +247,12 @@ def _steps(question: Question, rehearsal: Rehearsal) -> RankSteps:
         is_accumulating=question.is_accumulating,
         device_nbytes=max(1, question.device_nbytes - beside_nbytes),
     )
+
+
+def _lazy_steps(question: Question, rehearsal: Rehearsal) -> RankSteps:
+    """Return the steps of a rank that holds no unit longer than it has to."""
+    steps = _steps(question, rehearsal)
+    return _steps(replace(question, device_nbytes=1), rehearsal) if steps.has_room else steps
 
 
 def _least_on_host(question: Question, steps: RankSteps) -> int:
@@ -342,19 +345,16 @@ def trains_on_demand(question: Question, rehearsal: Rehearsal) -> bool:
     return True
 
 
-def _faster(question: Question, steps: RankSteps) -> tuple[Step, Plan, Timeline]:
-    """Plan the way that ranks keep: gathering ahead if there is a plan for it, unless computing stalls longer."""
+def _planned(question: Question, rehearsal: Rehearsal) -> tuple[Step, Plan, Timeline]:
+    """Plan the way that ranks keep: gathering ahead, if there is a plan for it."""
 
     def planned(step: Step) -> tuple[Step, Plan, Timeline]:
         with _on_host_counted(step):
             plan = make_plan(step.trace, _machine(question, step), options=_PLANNED)
         return step, plan, simulate(plan, step.trace)
 
-    lazy = planned(steps.lazy)
-    if steps.ahead is None:
-        return lazy
-    try:
-        ahead = planned(steps.ahead)
-    except CapacityError:
-        return lazy
-    return min(ahead, lazy, key=lambda way: way[2].step_s - way[0].trace.compute_s)
+    steps = _steps(question, rehearsal)
+    if steps.has_room:
+        with contextlib.suppress(CapacityError):
+            return planned(steps.later)
+    return planned(_lazy_steps(question, rehearsal).later)

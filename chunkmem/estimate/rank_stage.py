@@ -47,12 +47,9 @@ class RankSteps:
 
     first: Step
     """Nobody knows which backward is the last one, so gradients are reduced when the optimizer steps."""
-    lazy: Step
-    """A later one that gathers when it needs to."""
-    ahead: Step | None
-    """A later one that gathers one unit ahead; None: that is not tried, as there is no room for two units at a time."""
-    units_stay: bool = False
-    """From the second step on, units are held from forward to backward, as there is room."""
+    later: Step
+    has_room: bool = False
+    """Later ones hold more than one unit at a time."""
 
 
 class _Meter:
@@ -171,11 +168,9 @@ class RankStage:
         """Do the first steps: until nothing changes, if the rank trains alone."""
         first, prefetch = self.step(), self._units.prefetch
         if prefetch is None:
-            return RankSteps(first, first, None)
-        lazy = self.step()
-        prefetch.is_wanted = prefetch.has_room
-        units_stay = bool(prefetch.staying)
-        return RankSteps(first, lazy, self.step() if prefetch.is_wanted else None, units_stay)
+            return RankSteps(first, first)
+        has_room = prefetch.has_room or bool(prefetch.staying)
+        return RankSteps(first, self.step(), has_room)
 
     def step(self) -> Step:
         """Do one step, and write it down.

@@ -48,6 +48,8 @@ class Reduction:
     def reduce(self, params: Sequence[ManagedParameter], *, is_step: bool) -> None:
         """Let the owners have the means over ranks; a rank without a gradient counts as one of zeros.
 
+        All ranks have just agreed that they come here.
+
         Args:
             params: all managed parameters, in the same order on all ranks.
             is_step: an optimizer uses the means now.
@@ -56,13 +58,13 @@ class Reduction:
             CapacityError: a chunk of gradients does not fit DEVICE.
             RankError: a rank is missing, or somewhere else, or has discarded its part in a mean, and another has not.
         """
-        self._reduce_fresh(params)
+        self._reduce_fresh(params, is_agreed=True)
         if is_step:
             self._gradients.hand_over()
 
-    def _reduce_fresh(self, params: Sequence[ManagedParameter]) -> None:
+    def _reduce_fresh(self, params: Sequence[ManagedParameter], *, is_agreed: bool) -> None:
         gradients = self._gradients
-        is_fresh, is_given, is_withdrawn = self._over_ranks(params)
+        is_fresh, is_given, is_withdrawn = self._over_ranks(params, is_agreed=is_agreed)
         if disputed := is_given & is_withdrawn:
             self._refuse(disputed)
         gradients.withdrawn.clear()
@@ -76,14 +78,14 @@ class Reduction:
                 self._show(managed)
         gradients.drop_empty()
 
-    def _over_ranks(self, params: Sequence[ManagedParameter]) -> list[set[ManagedParameter]]:
+    def _over_ranks(self, params: Sequence[ManagedParameter], *, is_agreed: bool) -> list[set[ManagedParameter]]:
         """Return of which parameters a rank has a gradient, has one in a mean, and has withdrawn one from a mean."""
         gradients = self._gradients
         fresh = gradients.fresh
         flags = [managed in fresh.get(managed.group, ()) for managed in params]
         flags += [managed in gradients.given for managed in params]
         flags += [managed in gradients.withdrawn for managed in params]
-        found = self.shards.ranks.any_over(flags, label=_READER)
+        found = self.shards.ranks.any_over(flags, label=_READER, is_agreed=is_agreed)
         per_row = (found[row * len(params) : (row + 1) * len(params)] for row in range(3))
         return [{managed for managed, has in zip(params, row, strict=True) if has} for row in per_row]
 
@@ -100,7 +102,8 @@ class Reduction:
         Raises what `reduce` does.
         """
         groups = self._gradients.groups
-        self._reduce_fresh([managed for group in sorted(groups) for managed in groups[group].members])
+        params_of_all = [managed for group in sorted(groups) for managed in groups[group].members]
+        self._reduce_fresh(params_of_all, is_agreed=False)
         landed = [m in self._gradients.landed.get(m.group, ()) for m in params]
         anywhere = self.shards.ranks.any_over(landed, label=_READER)
         return [managed for managed, has in zip(params, anywhere, strict=True) if has]

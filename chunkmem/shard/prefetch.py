@@ -1,14 +1,13 @@
 """The exchanges of a step, one after the other: the next gather begun ahead, the last reduction ended later.
 
 Steps repeat. While a unit computes, the gather that came next in the step before is begun, over a reduction if there is
-one between. It is if all ranks have room for two units at a time, and unless a trial has shown the slowest of them to
-be faster without (`chunkmem.steps.trial`). A rank that finds no room for it after all says so before it begins, and
-then no rank does. If something else comes, all ranks see that alike, let what was begun arrive, and begin nothing ahead
-until the next step.
+one between, and with it those after it of units that stay. It is if all ranks have room for two units at a time. A rank
+that finds no room for it after all says so before it begins, and then no rank does. If something else comes, all ranks
+see that alike, let what was begun arrive, and begin nothing ahead until the next step.
 
 Then, too, a reduction is waited for when the next one begins, or backward is over.
 
-Decided in ADR 13.
+Decided in ADRs 13 and 71.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from chunkmem.errors import CapacityError, RankError
 from chunkmem.shard.shards import ShardStore
 
 Groups = tuple[int, ...]
-Schedule = list[tuple[str, Groups]]
-"""Exchanges in order: "gather" or "reduce", each with its groups."""
+Schedule = list[Groups]
+"""Gathers in order, each of some groups."""
 
 
 class Reduces(Protocol):
@@ -52,17 +51,15 @@ class PrefetchSchedule:
         self._shards = shards
         self._reduction = reduction
         self._log: Schedule = []
-        """Exchanged since the last step: gather or reduce, and which groups."""
+        """What was gathered since the last step."""
         self._schedule: Schedule = []
-        """Exchanges of the step before."""
+        """What was gathered in the step before."""
         self._ahead: list[Groups] = []
         """What is gathered ahead, and held, in the order in which it is wanted."""
-        self.is_wanted = False
-        """Gathers are to be begun ahead where there is room."""
         self._waiting: Groups = ()
         """Groups that are reduced with the next ones."""
         self.has_room = False
-        """All ranks have room for two units at a time."""
+        """All ranks have room for two units at a time: exchanges overlap with computing."""
         self.staying: frozenset[Groups] = frozenset()
         """What all ranks have room to hold from forward to backward."""
         self.was_empty = True
@@ -77,12 +74,7 @@ class PrefetchSchedule:
         """A step has shown the schedule, and had as many backwards as the one before it: reductions wait for the last
         one, whose number steps learn from that."""
         self._of_others: dict[bytes, tuple[Schedule, bool, frozenset[Groups]]] = {}
-        """By what was trained: the exchanges of such a step, whether there was room for two units, and which stay."""
-
-    @property
-    def is_overlapped(self) -> bool:
-        """Gathers are begun ahead, and reductions are waited for when the next one begins."""
-        return self.is_wanted and self.has_room
+        """By what was trained: the gathers of such a step, whether there was room for two units, and which stay."""
 
     def knows(self, trained: bytes) -> bool:
         """Tell whether there were steps that trained this."""
@@ -126,7 +118,10 @@ class PrefetchSchedule:
         if not self._shards.gather(groups, reader=reader, can=can):
             return False
         if is_part:
-            self._done("gather", groups, f"{reader}, gathering ahead")
+            self._log.append(groups)
+            at = len(self._log)
+            self._is_alike = self._is_alike and self._schedule[at - 1 : at] == [groups]
+            self._look_ahead(f"{reader}, gathering ahead")
         return True
 
     def reduce(self, found: Iterable[int], *, is_over: bool) -> None:
@@ -142,10 +137,10 @@ class PrefetchSchedule:
         elif groups:
             self._waiting = ()
             self.settle()
-            reduce = self._reduction.begin if self.is_overlapped else self._reduction.reduce_groups
+            reduce = self._reduction.begin if self.has_room else self._reduction.reduce_groups
             reduce(groups)
         if trained:
-            self._done("reduce", trained, _AHEAD)
+            self._look_ahead(_AHEAD)
 
     def settle(self) -> None:
         """Wait for the reduction that is under way. Raises what `gather` does."""
@@ -189,17 +184,16 @@ class PrefetchSchedule:
 
     def _find_room(self, always: Sequence[int]) -> None:
         """Learn what all ranks have room for in steps with this schedule."""
-        gathers = self._gathers()
-        is_short = not self._shards.fits_beside(gathers, always=always)
+        is_short = not self._shards.fits_beside(self._schedule, always=always)
         numbers = float(is_short), float(-self._shards.spare_nbytes())
         any_is_short, minus_least = self._shards.ranks.max_over(numbers, label="room for the weights of units")
-        units = list(dict.fromkeys(gathers))
+        units = list(dict.fromkeys(self._schedule))
         num_staying = self._shards.num_that_stay(units, spare_nbytes=int(-minus_least))
         self.has_room, self.staying = not any_is_short, frozenset(units[len(units) - num_staying :])
 
     def largest(self) -> Groups:
         """Return the groups of the largest gather of the step before; none if there was no gather."""
-        return max(self._gathers(), key=len, default=())
+        return max(self._schedule, key=len, default=())
 
     def reset(self) -> None:
         """Drop what an interrupted step has begun. If that failed, the next exchange raises."""
@@ -209,24 +203,17 @@ class PrefetchSchedule:
         with contextlib.suppress(RankError):
             self.settle()
 
-    def _gathers(self) -> list[Groups]:
-        return [groups for what, groups in self._schedule if what == "gather"]
-
-    def _done(self, what: str, groups: Groups, reader: str) -> None:
-        self._log.append((what, groups))
-        at = len(self._log)
-        self._is_alike = self._is_alike and at < len(self._schedule) and self._log[-1] == self._schedule[at - 1]
+    def _look_ahead(self, reader: str) -> None:
         if not self._ahead and (following := self._following()):
             self._begin_ahead(following, reader, can=True)
 
     def _following(self) -> list[Groups]:
         """Return what is thought to be gathered next: one unit, and those after it that stay, each once."""
         found: list[Groups] = []
-        for what, groups in self._schedule[len(self._log) :] if self._is_alike and self.is_overlapped else ():
-            if what == "gather":
-                if found and (groups in found or groups not in self.staying):
-                    break
-                found.append(groups)
+        for groups in self._schedule[len(self._log) :] if self._is_alike and self.has_room else ():
+            if found and (groups in found or groups not in self.staying):
+                break
+            found.append(groups)
         return found
 
     def _begin_ahead(self, lists: Sequence[Groups], reader: str, *, can: bool) -> None:

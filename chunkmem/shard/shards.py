@@ -313,11 +313,16 @@ class ShardStore:
     def fits_beside(self, groups: Iterable[Sequence[int]], *, always: Sequence[int]) -> bool:
         """Tell whether two lists of groups that follow each other fit this rank's DEVICE at a time.
 
-        Beside them `always`, and gradients: those of the first list, which are reduced, and one that lands.
+        Beside them `always`, and gradients: those of the first list, which are reduced, and one that lands. All that
+        the rank owns has to fit the tiers together, too.
         """
         lists = [set(each) - set(always) for each in groups]
         pairs = [self.nbytes(one | other) + self.nbytes(one) for one, other in pairwise(lists)]
-        return self._fits(max(pairs, default=0) + self.nbytes(always))
+        in_use = max(pairs, default=0) + self.nbytes(always)
+        limits = [pool.ledger.limit_nbytes for pool in self._store.pools.values()]
+        kept = [chunk for chunk in self._store.chunks.values() if not chunk.id.role.kind.is_of_call]
+        owned_nbytes = sum(chunk.nbytes for chunk in kept if self.owns(chunk.id.group))
+        return self._fits(in_use) and in_use + owned_nbytes + self._largest_nbytes() <= sum(limits)
 
     def spare_nbytes(self) -> int:
         """Return the bytes of this rank's DEVICE that are left if all that it owns is there, and a gradient lands."""

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from math import inf
 
 from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.candidate import PlanOptions
@@ -119,12 +118,13 @@ class CachedPlan:
             self._planner, self.plan = planner, planner.plan
         return True
 
-    def planned_stall_s(self, trace: Trace) -> float:
-        """Return how long computing stalls in a planned step of a trace; inf if there is no plan for it."""
+    def can_plan(self, trace: Trace) -> bool:
+        """Tell whether there is a plan for a trace."""
         try:
-            return simulate(self._make_planner(trace).plan, trace).step_s - trace.compute_s
+            self._make_planner(trace)
         except PlanError:
-            return inf
+            return False
+        return True
 
     @property
     def predicted(self) -> Timeline | None:

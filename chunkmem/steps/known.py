@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +16,6 @@ from chunkmem.runtime.step_log import StepLog
 from chunkmem.steps.cached_plan import CachedPlan, check_adoptable
 from chunkmem.steps.plan_cache import Key, PlanCache
 from chunkmem.steps.region_choice import RegionChoices
-from chunkmem.trace.ahead import overlapped
 from chunkmem.trace.model import Mode, Trace
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.tracing.watch import Watch
@@ -206,22 +204,17 @@ class KnownSteps:
         check_adoptable(plan, self.trace, self.training.machine())
         self.training.adopt(self.trace, plan)
 
-    # How ranks exchange, see `chunkmem.steps.trial`.
+    # How ranks exchange, see `chunkmem.steps.first_steps`.
 
-    def stalls(self) -> tuple[float, float] | None:
-        """Return how long computing would stall in planned steps like the one that is over: with exchanges as in that,
-        and with exchanges that overlap computing. inf: there is no plan; None: nothing is known of such steps.
-        """
+    def can_plan(self) -> bool:
+        """Tell whether there is a plan for training steps like the one that is over, as far as this rank knows."""
         recorder, trace = self._now.recorder, self.trace
         if recorder is not None:
             try:
                 trace = recorder.trace(self._layout(), self._pager.store.chunks)
             except TraceError:
-                return math.inf, math.inf  # it was torn down in the middle
-        if trace is None:
-            return None
-        entry = self._make(Mode.TRAIN)
-        return entry.planned_stall_s(trace), entry.planned_stall_s(overlapped(trace))
+                return False  # it was torn down in the middle
+        return trace is None or self._make(Mode.TRAIN).can_plan(trace)
 
     def record_again(self) -> None:
         """Training steps of all kinds go another way from now on; what the last one did does not count."""

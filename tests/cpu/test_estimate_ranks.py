@@ -22,7 +22,7 @@ from chunkmem.trace.model import Trace
 from chunkmem.types import Tier
 from tests.helpers.estimated_ranks import AMPLE_NBYTES, CASES, IN_RAM, Case, Facts, train
 from tests.helpers.ranks import Team
-from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, make_config, watch_trial
+from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, make_config
 
 SIZES = [2, pytest.param(4, marks=pytest.mark.full)]
 ALL = [pytest.param(1, marks=pytest.mark.full), *SIZES]
@@ -55,12 +55,10 @@ def rehearsed(task: Task, size: int) -> Rehearsal:
     return rehearse(Model(task.model, MODELS[task.model], loss), Setting(chunk_numel=1600, world=size))
 
 
-def record_both(rank: int, task: Task) -> tuple[list[list[tuple[str, str]]], list[str]]:
-    """Train; return the moments of each step that was recorded, and the digests of their traces."""
+def record(rank: int, task: Task) -> tuple[list[tuple[str, str]], str]:
+    """Train; return the moments of the step that was recorded, and the digest of its trace."""
     torch.set_num_threads(1)
-    traces: list[Trace] = []
     with chunkmem.ChunkManager(make_config(task)) as manager:
-        watch_trial(manager, traces)
         torch.manual_seed(0)
         with manager.init():
             model = MODELS[task.model]()
@@ -70,25 +68,25 @@ def record_both(rank: int, task: Task) -> tuple[list[list[tuple[str, str]]], lis
             optimizer.step()
             optimizer.zero_grad()
         assert manager.trace is not None
-        traces.append(manager.trace)
-    return [[(f"{m.kind.value} {m.chunk}", str(m)) for m in trace.moments] for trace in traces], [
-        t.digest for t in traces
-    ]
+        return moments_of(manager.trace), manager.trace.digest
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("device_nbytes", [80 << 10, 1 << 20], ids=["no unit stays", "all stay"])
+def moments_of(trace: Trace) -> list[tuple[str, str]]:
+    return [(f"{moment.kind.value} {moment.chunk}", str(moment)) for moment in trace.moments]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("device_nbytes", [26 << 10, 80 << 10, 1 << 20], ids=["one unit", "two units", "all stay"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("model", STEADY)
 def test_the_moments_of_every_rank(teams: dict[int, Team], model: str, size: int, device_nbytes: int) -> None:
     task = Task(model, device_nbytes=device_nbytes)
     rehearsal = rehearsed(task, size)
-    for rank, (moments, digests) in enumerate(teams[size].run(record_both, task)):
+    for rank, (moments, digest) in enumerate(teams[size].run(record, task)):
         steps = rehearsal.over(size, rank=rank, is_accelerator=False, device_nbytes=task.device_nbytes)
-        assert steps.ahead is not None
-        mine = [steps.lazy.trace, steps.ahead.trace]
-        assert moments == [[(f"{m.kind.value} {m.chunk}", str(m)) for m in trace.moments] for trace in mine]
-        assert digests == [trace.digest for trace in mine]
+        assert steps.has_room is (device_nbytes > 26 << 10)
+        assert moments == moments_of(steps.later.trace)
+        assert digest == steps.later.trace.digest
 
 
 # Caps, peaks and traffic.
@@ -155,12 +153,9 @@ def test_a_step_where_device_is_as_small_as_can_be(teams: dict[int, Team], name:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "size"), STEPS)
 def test_a_step_with_room_for_all(teams: dict[int, Team], name: str, size: int) -> None:
-    """Which of two ways ranks keep depends on their times; of both, all is known."""
     question = CASES[name].question(size)
     rehearsal = question.rehearse()
     machine = IN_RAM.machine(AMPLE_NBYTES, AMPLE_NBYTES, world=size)
     for rank, facts in enumerate(teams[size].run(train, name, AMPLE_NBYTES, AMPLE_NBYTES)):
         steps = rehearsal.over(size, rank=rank, is_accelerator=False, device_nbytes=AMPLE_NBYTES)
-        ways = {step.trace.digest: step for step in (steps.lazy, steps.ahead) if step is not None}
-        step = ways[facts.digest]
-        as_estimated(facts, step, make_plan(step.trace, machine))
+        as_estimated(facts, steps.later, make_plan(steps.later.trace, machine))

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -22,9 +21,7 @@ from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.shard.prefetch import PrefetchSchedule
 from chunkmem.shard.shards import ShardStore
-from chunkmem.trace.ahead import overlapped
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Tier
+from chunkmem.types import Tier
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.late_exchange import LateExchange
 from tests.helpers.ranks import Team
@@ -38,7 +35,6 @@ from tests.helpers.shared_training import (
     open_manager,
     serial,
     train,
-    watch_trial,
 )
 
 ALL = (2, 3, 4)
@@ -80,7 +76,7 @@ def is_overlapped(manager: chunkmem.ChunkManager) -> bool:
     """Whether gathers are begun ahead."""
     prefetch = manager.runtime.sharding.units.prefetch
     assert prefetch is not None
-    return prefetch.is_wanted
+    return prefetch.has_room
 
 
 def follow(rank: int, task: Task) -> bool:
@@ -102,7 +98,7 @@ def test_a_step_does_what_was_predicted(teams: dict[int, Team], model: str, size
     assert teams[size].run(follow, task) == [True] * size
 
 
-def test_steps_that_overflow_are_no_part_of_the_trial(teams: dict[int, Team]) -> None:
+def test_steps_that_overflow_are_none_of_the_first_ones(teams: dict[int, Team]) -> None:
     """The loss scale is found in the first steps, all of which are skipped; after it three more lead to a plan."""
     config = {"precision": "fp16", "fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
     assert teams[2].run(follow, Task(steps=24, config=config, device_nbytes=100 << 10)) == [True] * 2
@@ -125,59 +121,26 @@ def test_what_is_gathered_ahead_has_to_fit_both_tiers(teams: dict[int, Team]) ->
     assert teams[2].run(train_at, 19_200) == [False, False], "DEVICE has room, HOST has not"
 
 
-def record_both(rank: int, task: Task) -> tuple[int, int, int]:
-    """Return the most bytes in use at a time: as recorded without gathering ahead, as derived from that, as recorded
-    with it."""
-    recorded: list[Trace] = []
-    with trained(rank, task, before=partial(watch_trial, found=recorded)) as manager:
-        assert is_overlapped(manager)
-        (lazy,), ahead = recorded, manager.trace
-    assert ahead is not None
-    return most_in_use(lazy), most_in_use(overlapped(lazy)), most_in_use(ahead)
-
-
-def most_in_use(trace: Trace) -> int:
-    held: set[ChunkId] = set()
-    most = 0
-    for moment in trace.moments:
-        if moment.kind is Kind.HOLD:
-            held.add(moment.chunk)
-        most = max(most, sum(trace.chunk_nbytes[chunk] for chunk in {*held, moment.chunk}))
-        if moment.kind is Kind.RELEASE:
-            held.remove(moment.chunk)
-    return most
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("model", STEADY)
-def test_overlapped_exchanges_hold_what_was_derived_from_a_step_without(teams: dict[int, Team], model: str) -> None:
-    for lazy, derived, ahead in teams[2].run(record_both, Task(model, steps=5, device_nbytes=120 << 10)):
-        assert lazy <= derived == ahead
-
-
 def disagree(rank: int) -> bool:
-    """Follow plans where the first way stalls for less, on rank 0; rank 1 does not know."""
-    compared = []
+    """Follow plans where rank 0 finds none for steps that gather ahead; rank 1 does not know."""
+    asked = []
 
     def pretend(manager: chunkmem.ChunkManager) -> None:
-        stalls = manager.runtime.controller.known.stalls
+        can_plan = manager.runtime.controller.known.can_plan
 
-        def pretended() -> tuple[float, float] | None:
-            compared.append(stalls())
-            return (0.5, 0.6) if rank == 0 else None
+        def pretended() -> bool:
+            asked.append(can_plan())
+            return rank != 0
 
-        manager.runtime.controller.known.stalls = pretended  # type: ignore[method-assign]
+        manager.runtime.controller.known.can_plan = pretended  # type: ignore[method-assign]
 
     with trained(rank, Task(steps=7, device_nbytes=100 << 10), before=pretend) as manager:
-        assert len(compared) == 1
-        assert compared[0] is not None, "a step was recorded"
-        lazy_s, ahead_s = compared[0]
-        assert 0 < ahead_s < lazy_s
+        assert asked == [True]
         assert_as_predicted(manager)
         return is_overlapped(manager)
 
 
-def test_all_ranks_go_the_way_that_stands_still_for_less(teams: dict[int, Team]) -> None:
+def test_no_rank_gathers_ahead_where_one_has_no_plan_for_that(teams: dict[int, Team]) -> None:
     assert teams[2].run(disagree) == [False, False]
 
 
@@ -452,8 +415,8 @@ def test_what_is_exchanged_is_as_the_formulas_say(
         assert found.is_overlapped
         assert found.num_gathers == sum(gathers.values()) - num_ahead + math.ceil(num_ahead / size)
         assert found.num_reductions == (math.ceil(NUM_BLOCKS / size) if num_staying else NUM_BLOCKS)
-        # On each gather, all that begin together, and each reduction; that no other follows, and the step.
-        assert found.num_agreements == sum(gathers.values()) - num_ahead + bool(num_ahead) + num_reductions + 2
+        # On each gather, on all that begin together, on each reduction, and on the step.
+        assert found.num_agreements == sum(gathers.values()) - num_ahead + bool(num_ahead) + num_reductions + 1
         assert found.sent_nbytes == (num_sent * (size - 1) + NUM_BLOCKS - num_own) * CHUNK_NBYTES
         assert found.received_nbytes == (num_received + num_own * (size - 1)) * CHUNK_NBYTES
         # The owner of a gradient receives the others' beside it: of all that are reduced together.
@@ -499,7 +462,7 @@ def train_short_of_room(rank: int, until: int, is_ahead: bool) -> tuple[dict[str
 
         shards.hold = short  # type: ignore[method-assign]
         if not is_ahead:
-            stack.enter_context(patch.object(PrefetchSchedule, "is_overlapped", False))
+            stack.enter_context(patch.object(PrefetchSchedule, "_following", return_value=[]))
         counts = []
         for step in range(7):
             before = num_exchanged(shards)

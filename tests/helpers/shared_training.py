@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import chunkmem
 from chunkmem.testing import AdversarialLanes
-from chunkmem.trace.model import Trace
 from chunkmem.types import Tier
 from tests.helpers.any_class import Several, muon_and_adamw
 from tests.helpers.late_exchange import LateExchange
@@ -302,16 +301,3 @@ def mean_of(param: Tensor, grads: Sequence[Tensor | None]) -> Tensor | None:
     for other in others:
         total += other
     return total / len(grads)
-
-
-def watch_trial(manager: chunkmem.ChunkManager, found: list[Trace]) -> None:
-    """Have the trace of the step that is recorded without gathering ahead be appended to `found`."""
-    controller = manager.runtime.controller
-    stalls = controller.known.stalls
-
-    def watched() -> tuple[float, float] | None:
-        assert controller.now.recorder is not None
-        found.append(controller._trace_of(controller.now.recorder))
-        return stalls()
-
-    controller.known.stalls = watched  # type: ignore[method-assign]

@@ -1,14 +1,12 @@
-"""Whether gathers between ranks are begun ahead: both ways are planned, and the slowest rank decides.
+"""What ranks learn together in their first steps: what is exchanged, and whether there are plans for that.
 
 All ranks go through the same states, one a step, since every one of them comes to the end of each step.
 
 1. The first step shows what is exchanged, and when. After it the links are measured.
 2. If regions may be recomputed or not, a step that recomputes all is recorded, and the first rank that had all of it
    chooses.
-3. One is recorded that gathers when it needs to. From its trace that of the same step with exchanges that overlap
-   computing is derived (`chunkmem.trace.ahead`), and plans for the two are compared by how long computing stalls, as
-   simulated: the largest over ranks counts. If gathering ahead stalls for no longer, and its plan fits both tiers on
-   all ranks, the next step gathers ahead, and is recorded.
+3. One is recorded, whose exchanges overlap with computing if DEVICE has room for that on all ranks. If a rank finds
+   no plan for it, as HOST has no room, the next step gathers when it needs to, and is recorded.
 
 A step in which torch's compiler has worked on any rank is repeated: what it took is no part of computing.
 
@@ -18,7 +16,6 @@ the same units.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 
@@ -26,11 +23,11 @@ from chunkmem.comm.ranks import Ranks
 from chunkmem.shard.prefetch import PrefetchSchedule
 from chunkmem.steps.controller import StepController
 
-_LABEL = "choosing whether to gather ahead"
+_LABEL = "learning what is exchanged"
 
 
-class AheadTrial:
-    """Leads through the trial, step by step."""
+class FirstSteps:
+    """Leads through the first steps, one by one."""
 
     def __init__(
         self,
@@ -43,7 +40,7 @@ class AheadTrial:
         """Begin before the first step.
 
         Args:
-            prefetch: which gathers ahead, or not.
+            prefetch: the schedule of exchanges.
             controller: which records and plans.
             ranks: which have to agree.
             measure: is called once, by all ranks, with groups that they gather together.
@@ -53,12 +50,12 @@ class AheadTrial:
         self._ranks = ranks
         self._measure = measure
         self.is_over = False
-        """The way to exchange has been chosen."""
+        """What is exchanged is known, and has been recorded."""
         self.restart()
 
     def restart(self) -> None:
         """Begin again before the first step: there is more to exchange."""
-        self._prefetch.is_wanted = self._controller.may_record = self.is_over = False
+        self._controller.may_record = self.is_over = False
         self._prefetch.forget()
         self._states: deque[Callable[[], None]] = deque((self._learned, self._chosen, self._recorded))
 
@@ -69,7 +66,7 @@ class AheadTrial:
 
     def learn_again(self) -> None:
         """What the next step exchanges is not known: record the one after it, if gathers are begun ahead in that."""
-        if self._prefetch.is_overlapped:
+        if self._prefetch.has_room:
             self._controller.may_record = False
             self._states.appendleft(self._may_record)
 
@@ -119,7 +116,7 @@ class AheadTrial:
         if not self._prefetch.has_room:
             return
         # A rank that does not know, as it had no batch, agrees with the others.
-        lazy_s, ahead_s = self._ranks.max_over(self._controller.known.stalls() or (0.0, 0.0), label=_LABEL)
-        if ahead_s <= lazy_s and ahead_s < math.inf:
-            self._prefetch.is_wanted = True
+        (is_hopeless,) = self._ranks.any_over([not self._controller.known.can_plan()], label=_LABEL)
+        if is_hopeless:
+            self._prefetch.has_room = False
             self._controller.known.record_again()
