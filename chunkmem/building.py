@@ -111,7 +111,12 @@ class ModelBuilding:
     def exclude(self, reduce: bool = True) -> Iterator[None]:
         """Leave the modules built inside ordinary PyTorch on the compute device. Use it inside `init()`.
 
-        `reduce` tells whether their gradients are averaged over ranks; with one process there is nothing to average.
+        Args:
+            reduce: ranks have the same modules, whose gradients `step()` averages. False: each has its own, such as
+                experts that you place yourself. With one process it changes nothing.
+
+        Raises:
+            StateError: outside of `init()`.
         """
         if self.runtime.built.collector is None:
             raise StateError("manager.exclude() belongs inside manager.init()")
@@ -141,7 +146,11 @@ class ModelBuilding:
     def unit(self, module: nn.Module) -> nn.Module:
         """Make a module one unit of exchange between ranks; call it before it is packed. Returns the same object.
 
-        By default, units are the children of ModuleList and Sequential. With one process it changes nothing.
+        Ranks all-gather the weights of a unit together, before its forward and its backward. By default, units are the
+        outermost children of ModuleLists and Sequentials. With one process it changes nothing.
+
+        Raises:
+            LayoutError: it is no module.
         """
         self._require_module(module, "unit")
         self.runtime.modules.policies.ask(module, is_unit=True)

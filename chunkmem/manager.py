@@ -182,6 +182,9 @@ class ChunkManager(ModelBuilding, Reporting):
             is_scaled: the loss, or the `gradient=` of it, was multiplied by the loss scale already, as what a later
                 pipeline stage sends back was: it is not multiplied again.
             kwargs: of `torch.Tensor.backward`.
+
+        Raises:
+            StateError: `loss` is no tensor, or `last=False` with an optimizer that updates inside backward.
         """
         self.runtime.require_open()
         if not isinstance(loss, torch.Tensor):
@@ -203,7 +206,13 @@ class ChunkManager(ModelBuilding, Reporting):
         self.runtime.note_scaled()
 
     def accumulate(self, num_backwards: int) -> None:
-        """Declare how many backwards there are before each `step()`; see `backward`."""
+        """Declare how many backwards there are before each `step()`, from now on.
+
+        Over ranks, gradients are then reduced in the last of them; with one process it changes nothing. See `backward`.
+
+        Raises:
+            StateError: it is no number of at least 1, or above 1 with an optimizer that updates inside backward.
+        """
         self.runtime.require_open()
         if not isinstance(num_backwards, int) or isinstance(num_backwards, bool) or num_backwards < 1:
             raise StateError(f"manager.accumulate() takes a number of backwards of at least 1, not {num_backwards!r}")
@@ -247,10 +256,14 @@ class ChunkManager(ModelBuilding, Reporting):
 
     @contextlib.contextmanager
     def gather(self, params: Any = None, *, grads: bool = False) -> Iterator[None]:
-        """Make parameters (a Parameter, a Module, or several; default all) present and writable inside the block.
+        """Make parameters ordinary tensors on the compute device inside the block, to be read and written.
 
-        With `grads`, their gradients are in `.grad` meanwhile, over several ranks their means. Writes are kept; over
-        several ranks, those of the parameter's owner are, so write the same on all.
+        Writes are kept; over several ranks, which all call it, those of the parameter's owner are, so write the same on
+        all.
+
+        Args:
+            params: a Parameter, a Module, or several; None: all of the manager's.
+            grads: their gradients are ordinary tensors in `.grad` meanwhile, over several ranks their means.
 
         Raises:
             CapacityError: they do not fit DEVICE together.

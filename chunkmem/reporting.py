@@ -69,7 +69,7 @@ class Reporting:
         """The training step as it was recorded; None before one was. Set one that was saved to spare the recording.
 
         Raises:
-            TraceError: what is set is of another model or layout.
+            TraceError: what is set is of another model or layout, or several ranks train together.
         """
         return self.runtime.controller.known.trace
 

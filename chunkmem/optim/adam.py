@@ -74,6 +74,9 @@ class Adam(RuleOptimizer):
 
 
 class AdamW(Adam):
-    """`torch.optim.AdamW` (decoupled weight decay) over managed and excluded parameters; see `Adam`."""
+    """`torch.optim.AdamW` (decoupled weight decay) over managed and excluded parameters, with torch's fused kernel.
+
+    Gradients are consumed by `step()`. Arguments, their defaults in the configuration, and errors are those of `Adam`.
+    """
 
     _decoupled = True

@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+MOST_WORDS = 26_000
+"""Of README.md and docs/*.md, as `wc -w` counts them: who adds a paragraph looks for one that says the same."""
 
 
 @cache
@@ -42,6 +44,11 @@ def test_links_lead_somewhere(path: Path) -> None:
         found = path.parent / target if target else path
         assert found.exists(), match[0]
         assert not anchor or anchor[1:] in anchors(found.resolve()), match[0]
+
+
+def test_documents_stay_short() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= MOST_WORDS
 
 
 def test_sections_are_named_as_github_names_them() -> None:
