@@ -49,6 +49,8 @@ class Operation:
     """Only that the others come, too; what they do until then is joined in."""
     can: bool = True
     """False: this rank would, but has no room for it."""
+    count: int = 0
+    """A number of which all learn the largest over ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class Verdict:
     """If all wait: the first rank that has not joined in what others did since it last came to the end of a step."""
     one_joined: bool
     """If all wait: at least one rank has joined in what others did since its last end of a step."""
+    most: int
+    """The largest `Operation.count`."""
 
 
 @dataclass(frozen=True)
@@ -98,18 +102,20 @@ def numbers_of(operation: Operation, rank: int, *, facts: str, has_joined: bool)
         int(operation.waits or operation.joinable is not None),
         rank if operation.waits and not has_joined else _NOTHING,
         -int(has_joined),
+        -operation.count,
     ]
 
 
 def verdict(smallest: Sequence[int]) -> Verdict:
     """Return what follows from the smallest of each number over ranks."""
-    busy, minus_busy, waiting, minus_waiting, source, minus_waits, can, joinable, complete, minus_joined = smallest
+    busy, minus_busy, waiting, minus_waiting, source, minus_waits, can, joinable, complete, *others = smallest
+    minus_joined, minus_most = others
     all_wait, one_waits = source == _NOTHING, minus_waits < 0
     if all_wait:
         is_same = waiting == -minus_waiting
     else:
         is_same = busy == -minus_busy and (joinable == 1 or not one_waits)
-    return Verdict(is_same, can == 1, all_wait, one_waits, source, complete, minus_joined < 0)
+    return Verdict(is_same, can == 1, all_wait, one_waits, source, complete, minus_joined < 0, -minus_most)
 
 
 def over_ranks(

@@ -94,6 +94,8 @@ class Connection:
         """Error, as text, that this rank has raised since its last common operation; empty: none."""
         self._has_joined = False
         """This rank has joined operations of others since the last step."""
+        self._most = 0
+        """The most backwards of a rank in this step."""
         self._complete: int | None = None
         """If a rank has joined others: the first rank that has not; None: none has joined."""
         if group is not None and self.size > 1:
@@ -171,27 +173,35 @@ class Connection:
             self.send_object(operation.joinable, operation.label, found.source)
         return found.all_can
 
-    def wait_for_others(self, label: str) -> Any:
+    def wait_for_others(self, label: str, *, count: int = 0) -> Any:
         """Return what the others are about to do, which this rank has to join in; None if they all wait here, too.
+
+        Args:
+            label: where they wait.
+            count: of the rank's backwards since the last step; `end_step` returns the largest over ranks.
 
         Raises what `begin` does.
         """
         if self.size == 1:
             return None
-        found = self._agreed(Operation(label, waits=True))
+        operation = Operation(label, waits=True, count=count)
+        found = self._agreed(operation)
         while not found.all_can:  # then nothing is begun, and there is nothing to join in
-            found = self._agreed(Operation(label, waits=True))
+            found = self._agreed(operation)
         if not found.all_wait:
             self._has_joined = True
             return self.send_object(None, label, found.source)
+        self._most = found.most
         if found.one_joined:  # all have, if they took turns
             self._complete = found.complete if found.complete < self.size else 0
         return None
 
-    def end_step(self) -> int | None:
-        """The step is over on all ranks. If one joined in what others did, return the first rank that had all of it."""
-        complete, self._complete, self._has_joined = self._complete, None, False
-        return complete
+    def end_step(self) -> tuple[int | None, int]:
+        """The step is over on all ranks. Return the first rank that had all of it, if one joined in what others did,
+        and the most backwards of a rank."""
+        found = self._complete, self._most
+        self._complete, self._most, self._has_joined = None, 0, False
+        return found
 
     def note_error(self, error: BaseException) -> None:
         """Have the others say what this rank raises, if it does not take part in what they do next."""

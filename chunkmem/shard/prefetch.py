@@ -51,7 +51,7 @@ class PrefetchSchedule:
         self._shards = shards
         self._reduction = reduction
         self._log: Schedule = []
-        """What was gathered since the last step."""
+        """What was gathered since the last step, but for units that had stayed: what ranks need not agree on."""
         self._schedule: Schedule = []
         """What was gathered in the step before."""
         self._ahead: list[Groups] = []
@@ -113,14 +113,17 @@ class PrefetchSchedule:
             following = self._following() if is_part else []
             if len(following) > 1 and following[0] == groups and groups in self.staying:
                 self._begin_ahead(following, str(reader), can=can)
+        has_stayed = groups in self.staying and self._shards.has(groups)
         if self._ahead[:1] == [groups]:
             self._shards.release_spare(self._ahead.pop(0))
+            has_stayed = False
         if not self._shards.gather(groups, reader=reader, can=can):
             return False
         if is_part:
-            self._log.append(groups)
-            at = len(self._log)
-            self._is_alike = self._is_alike and self._schedule[at - 1 : at] == [groups]
+            if not has_stayed:
+                self._log.append(groups)
+                at = len(self._log)
+                self._is_alike = self._is_alike and self._schedule[at - 1 : at] == [groups]
             self._look_ahead(f"{reader}, gathering ahead")
         return True
 
@@ -146,15 +149,19 @@ class PrefetchSchedule:
         """Wait for the reduction that is under way. Raises what `gather` does."""
         self._reduction.finish()
 
-    def replay_without_batch(self, label: str) -> None:
+    def replay_without_batch(self, label: str, *, num_backwards: int) -> None:
         """Wait for the other ranks, taking part in what they exchange until they come here, too.
+
+        Args:
+            label: where they wait.
+            num_backwards: since the last step, on this rank.
 
         Raises:
             CapacityError: what they exchange does not fit DEVICE.
             RankError: a rank is missing, or somewhere else.
         """
         self.drop_ahead()
-        while (asked := self._shards.ranks.connection.wait_for_others(label)) is not None:
+        while (asked := self._shards.ranks.connection.wait_for_others(label, count=num_backwards)) is not None:
             what, lists = asked
             self._reduction.join(lists) if what == "reduce" else self._shards.join_gather(lists)
 
@@ -168,17 +175,18 @@ class PrefetchSchedule:
         Raises what `gather` does.
         """
         self.drop_ahead()
-        complete = self._shards.ranks.connection.end_step()
+        complete, most = self._shards.ranks.connection.end_step()
+        num_backwards = max(num_backwards, most)
         self.complete = 0 if complete is None else complete
         if complete is not None:  # ranks that only took part do not know the order of units
-            own = (self._log, num_backwards)
-            self._log, num_backwards = self._shards.ranks.broadcast_object(own, source=complete, label=_ORDER)
+            self._log = self._shards.ranks.broadcast_object(self._log, source=complete, label=_ORDER)
         self.was_empty = not self._log
         if self._log:
             self._is_shown, self._num_backwards = num_backwards == self._num_backwards, num_backwards
-        if self._log and self._log != self._schedule:
+            is_new = list(dict.fromkeys(self._log)) != list(dict.fromkeys(self._schedule))
             self._schedule = self._log
-            self._find_room(always)
+            if is_new:
+                self._find_room(always)
         self._log, self._is_alike = [], True
         return num_backwards
 

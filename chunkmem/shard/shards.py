@@ -173,6 +173,10 @@ class ShardStore:
             self._present.update(together)
         return True
 
+    def has(self, groups: Iterable[int]) -> bool:
+        """Tell whether all of them were gathered since they are held; the same on all ranks."""
+        return self._present.issuperset(groups)
+
     def agree(self, question: str, *, holds: bool) -> bool:
         """Tell whether something holds on all ranks; those that only wait for the others have no say in it.
 
@@ -358,7 +362,7 @@ class ShardStore:
         that lands. What all ranks hold already fits.
         """
         wanted = set().union(*lists)
-        if set(lists[0]) <= self._present:
+        if self.has(lists[0]):
             return True
         return self._fits(self.nbytes(wanted | set(always)) + 2 * max(map(self.nbytes, lists)))
 

@@ -346,7 +346,7 @@ class Units:
     def replay_without_batch(self, label: str) -> None:
         """Wait for the other ranks, and take part in what they do until then. Raises what `enter` does."""
         if self.prefetch is not None:
-            self.prefetch.replay_without_batch(label)
+            self.prefetch.replay_without_batch(label, num_backwards=self.backwards.num)
 
     def end_step(self) -> None:
         """The optimizer has stepped, on all ranks."""

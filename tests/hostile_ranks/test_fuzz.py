@@ -88,6 +88,12 @@ def test_a_part_of_a_mean_that_is_left_out_is_found(teams: dict[int, Team]) -> N
         judge(SMALL, teams[2], train_without_a_part)
 
 
+def test_micro_batches_that_others_do_not_have_where_units_stay(teams: dict[int, Team]) -> None:
+    """All is there, so nothing is exchanged in them that ranks without them could take part in: they parted ways."""
+    counts = [(1, 1, 1, 1), (1, 1, 1, 1), (0, 2, 0, 0), (1, 2, 0, 0), (1, 1, 1, 1)]
+    assert not judge(Case((Phase(2, tuple(map(Step, counts))),), (Unit("experts"),)), teams[2])
+
+
 @pytest.mark.full
 def test_what_is_found_is_shrunk(teams: dict[int, Team]) -> None:
     def is_wrong(case: Case) -> bool:
