@@ -273,6 +273,7 @@ def fused_by_torch(segments: Segments, hyper: HyperParameters, decoupled: bool) 
 MANY_LENGTHS = (*range(200), 40_000, 3, 70_007)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("beta1", [0.9, 0.5, 0.3])
