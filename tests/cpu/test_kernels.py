@@ -323,6 +323,7 @@ def test_another_order_of_torch_is_noticed(native: Kernels, monkeypatch: pytest.
     assert native.torch_tail_width() is None
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_as_torch_on_cuda(either: Kernels, case: Case) -> None:
     expected = recorded()[CASES.index(case)]
