@@ -25,7 +25,7 @@ from functools import cached_property
 from chunkmem.plan.gaps import Problem
 from chunkmem.plan.intervals import find_stays, free_room, keep_slabs, linger, prefetch
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.model import FETCH, LANE_LINKS, Copy, Plan
+from chunkmem.plan.model import FETCH, LANE_LINKS, Action, Copy, Plan
 from chunkmem.plan.placement import Placement
 from chunkmem.plan.program import Program, emit
 from chunkmem.plan.timeline import Timeline
@@ -55,6 +55,8 @@ class Candidate:
     plan: Plan
     timeline: Timeline
     placement: Placement
+    actions: Sequence[Sequence[Action]]
+    """Those of the plan, without waits."""
 
     @property
     def nbytes(self) -> int:

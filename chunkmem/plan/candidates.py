@@ -6,7 +6,7 @@ Each is simulated. The work on them is counted in units, see `chunkmem.plan.plan
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
 
@@ -24,7 +24,7 @@ from chunkmem.plan.simulate import simulate
 from chunkmem.plan.waits import add_waits
 from chunkmem.sizes import format_nbytes
 from chunkmem.trace.loop import as_loop
-from chunkmem.trace.model import Kind, Moment, Trace
+from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import TIERS, Tier
 
 CLOSE = 0.01
@@ -37,7 +37,7 @@ _DISK_RESERVES = (0, 3, 6, 12)
 _FEW_DISK_RESERVES = (0, 3)
 """Slabs of HOST that are set aside for what passes between DEVICE and DISK; of a large step, the few."""
 _MOMENT_WORK = 40
-"""Units of work to make and simulate a candidate, for each moment of the trace."""
+"""Units of work for a candidate, for each moment of the trace."""
 
 
 def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Iterator[Candidate]:
@@ -77,10 +77,6 @@ class _Outcome:
     is_quiet: bool = False
     """Nothing stalls that would be worth hiding."""
 
-    @classmethod
-    def of(cls, candidate: Candidate) -> _Outcome:
-        return cls(candidate.step_s, _is_quiet(candidate))
-
 
 def _is_quiet(candidate: Candidate) -> bool:
     """Tell whether COMPUTE waits for so little that it is not worth hiding: for copies, or for updates on HOST."""
@@ -108,6 +104,7 @@ class Candidates:
         machine: Machine,
         options: PlanOptions,
         *,
+        before: Candidate | None = None,
         is_quick: bool = False,
     ) -> None:
         """Begin.
@@ -116,12 +113,17 @@ class Candidates:
             trace: of the step.
             machine: caps and speeds to plan for.
             options: of a user's configuration.
+            before: one for the same machine and the same step with other durations, with a timeline for those of
+                `trace`. What has the same actions is neither made nor simulated again.
             is_quick: make one candidate for each placement, to compare traces rather than to follow the plan.
         """
         self.given = trace
         self.trace = _repeating(trace)
         self.machine = machine
         self.options = options
+        self.before = before
+        self.work = _MOMENT_WORK * len(trace.moments)
+        """Units to make and simulate a candidate."""
         self.is_small = len(trace.moments) <= _LARGE and not is_quick
         self.brief_reserves = (0,) if is_quick else (0, 2)
         self.has_extremes = self.is_small
@@ -156,8 +158,8 @@ class Candidates:
                 yield work, candidate
                 if candidate is not None and candidate.nbytes == 0 and not self._could_hide_updates(candidate):
                     return  # nothing moves: nothing can be better
-            for work, candidate in self._with_less() if self.is_small else ():
-                yield work, candidate
+            if self.is_small:
+                yield from self._with_less()
             if not is_found and full is not None:
                 for work, candidate in self._with_least_on_host(full):
                     is_found = is_found or candidate is not None
@@ -171,14 +173,10 @@ class Candidates:
         """Tell whether updates on DEVICE take so long that HOST might do some of them meanwhile."""
         if self.machine.one_processor or self.machine.host_nbytes == 0:
             return False
-        updates = self._updates
+        updates = [moment for moment in self.trace.moments if moment.kind is Kind.UPDATE]
         nbytes = sum(self.trace.chunk_nbytes[c] for m in updates for c in self.trace.update(m.chunk.group).chunks)
         given_s = sum(moment.duration_s for moment in updates) if self.machine.device_update_Bps == inf else 0.0
         return nbytes / self.machine.device_update_Bps + given_s > CLOSE * candidate.timeline.step_s
-
-    @property
-    def _updates(self) -> list[Moment]:
-        return [moment for moment in self.trace.moments if moment.kind is Kind.UPDATE]
 
     def _pieces(self, full: FullPlacements | None) -> Iterator[tuple[int, Candidate | None]]:
         ratio = self.options.margin_use_ratio
@@ -267,7 +265,7 @@ class Candidates:
 
     def _try(self, way: _Placed, kept: frozenset[int], name: str, reserve: int) -> tuple[int, Candidate | None]:
         """Return the work done, and the candidate that keeps these gaps, unless it was tried, or does not fit HOST."""
-        work = _MOMENT_WORK * len(self.trace.moments)
+        work = self.work
         if kept in way.tried:
             return work // 10, None
         way.tried.add(kept)
@@ -278,7 +276,8 @@ class Candidates:
             work //= 10
         else:
             work, candidate = self._make(way, kept, f"{name}, {reserve} set aside")
-            self.outcomes[key] = _Outcome() if candidate is None else _Outcome.of(candidate)
+            found = candidate and _Outcome(candidate.step_s, _is_quiet(candidate))
+            self.outcomes[key] = found or _Outcome()
         way.step_s = min(way.step_s, self.outcomes[key].step_s)
         if self.outcomes[key].is_quiet:
             way.quiet = reserve if way.quiet is None else min(reserve, way.quiet)
@@ -286,7 +285,7 @@ class Candidates:
 
     def _make(self, way: _Placed, kept: frozenset[int], name: str) -> tuple[int, Candidate | None]:
         """Return the work done, and the candidate that keeps these gaps, unless it does not fit HOST."""
-        work = _MOMENT_WORK * len(self.trace.moments)
+        work = self.work
         machine = self.machine
         program = make_program(way.problem, kept, self.budget, machine)
         if program.peak_nbytes[Tier.HOST] > machine.host_nbytes and machine.disk_nbytes:
@@ -302,7 +301,7 @@ class Candidates:
 
     def _timed(self, way: _Placed, program: Program, name: str, *, limit_nbytes: int) -> tuple[int, Candidate]:
         """Return the work done, and the faster of two ways to begin updates early, with so much for shadow buffers."""
-        work, machine = _MOMENT_WORK * len(self.trace.moments), self.machine
+        work, machine = self.work, self.machine
         actions = advance_updates(self.trace, program.actions, limit_nbytes=limit_nbytes)
         candidate = self._candidate(program, actions, way.placement, name)
         if not machine.one_processor:  # else it is the same cores that forward, backward and updates wait for
@@ -320,7 +319,7 @@ class Candidates:
         work, best, is_followable = 0, None, False
         reserves = _DISK_RESERVES if self.is_small else _FEW_DISK_RESERVES
         for reserve, states_first in product(reserves, (False, True)):
-            work += _MOMENT_WORK * len(self.trace.moments)
+            work += self.work
             reserve_nbytes = reserve * self.slab_nbytes
             found = offload(self.trace, program, self.machine, reserve_nbytes=reserve_nbytes, states_first=states_first)
             if found is None:
@@ -340,9 +339,13 @@ class Candidates:
     def _candidate(
         self, program: Program, actions: Sequence[Sequence[Action]], placement: Placement, name: str
     ) -> Candidate:
+        before = self.before
+        if before and (before.actions, before.plan.start, before.placement) == (actions, program.start, placement):
+            return replace(before, plan=replace(before.plan, name=name))
         waiting = add_waits(self.trace, program.start, actions)
         plan = Plan(self.given.digest, self.machine, program.start, waiting, placement.update_tiers, name)
-        return Candidate(plan, simulate(plan, self.given, iterations=3 if self.is_small else 2), placement)
+        timeline = simulate(plan, self.given, iterations=3 if self.is_small else 2)
+        return Candidate(plan, timeline, placement, actions)
 
     def _note_least(self, tier: Tier, nbytes: int) -> None:
         self.least_nbytes[tier] = min(nbytes, self.least_nbytes.get(tier, nbytes))

@@ -39,7 +39,7 @@ class Planner:
         """
         self._machine = machine
         self._options = options or PlanOptions()
-        self._candidates = Candidates(trace, machine, self._options)
+        self._candidates = Candidates(trace, machine, self._options, before=before)
         self._pieces = self._candidates.pieces()
         self._close: list[Candidate] = []
         """Candidates that are about as fast as the fastest, in the order they were found."""

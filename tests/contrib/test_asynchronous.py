@@ -170,6 +170,7 @@ def test_another_batch_on_another_rank_is_an_error(pair: Team) -> None:
     assert all("stage 1 was given another batch than stage 0" in error for error in said)
 
 
+@pytest.mark.few(3)
 @spread(
     optimizer=("adamw", "adam", "adam without decay", "sgd", "sgd with decay"),
     scheduled=(True, False),

@@ -44,7 +44,7 @@ ALTERNATE = ((0, 2),)
     model=["plain", "tied"],
     schedule=["1f1b", "looped-bfs"],
 )
-@pytest.mark.few(1)
+@pytest.mark.full
 def test_two_stages_become_two_data_parallel_ranks(
     pair: Team, frozen: tuple[tuple[int, ...], ...], precision: str, model: str, schedule: str, tmp_path: Path
 ) -> None:

@@ -150,6 +150,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {"gpt": (), "cnn": ("scales.0", "scales.1"
 """By model: weights that the model itself reads between blocks, and autograd has saved there."""
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("policy", FEW)
 @pytest.mark.parametrize("model", OUTSIDE)
 def test_the_smallest_cap_is_what_the_backward_of_a_block_takes(model: str, policy: str) -> None:

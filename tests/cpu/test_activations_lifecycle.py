@@ -741,7 +741,8 @@ def test_a_fork_in_the_middle() -> None:
 # Nothing grows, and all is counted.
 
 
-def test_two_hundred_steps_leave_nothing_behind() -> None:
+@pytest.mark.parametrize("num_steps", [90, pytest.param(200, marks=pytest.mark.full)])
+def test_many_steps_leave_nothing_behind(num_steps: int) -> None:
     with managed(stack(Mlp), AMPLE_NBYTES) as twin:
         least = [twin.step(features(0)), required_nbytes(twin)][1]
     with managed(stack(Mlp), int(1.2 * least), seed=3) as twin:
@@ -749,7 +750,7 @@ def test_two_hundred_steps_leave_nothing_behind() -> None:
         store = twin.manager.runtime.memory.store  # type: ignore[union-attr]
         gc.collect()
         before = len(store.chunks), len(gc.get_objects())
-        for seed in range(50, 200):
+        for seed in range(50, num_steps):
             twin.step(features(seed))
             audit_pins(twin.manager)  # type: ignore[arg-type]
             timeline = twin.manager.timeline()  # type: ignore[union-attr]

@@ -111,7 +111,7 @@ def low_plain(way: Way, dtype: torch.dtype) -> tuple[list[float], Any, Any]:
     return losses, copied(plain.state_dict(model)), copied(entries(optimizer))
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @spread(name=[*NAMES, "Muon"], device_nbytes=[AMPLE_NBYTES, 6 << 10])
 def test_master_weights(name: str, device_nbytes: int) -> None:
     way = by_name(name)
@@ -136,6 +136,7 @@ def test_master_weights(name: str, device_nbytes: int) -> None:
         assert_equal((copied(manager.state_dict(model)), copied(entries(optimizer))), expected[1:])
 
 
+@pytest.mark.few(3)
 @spread(name=["nesterov", "NAdam", "Adafactor", "Lion", "Muon"], device_nbytes=[AMPLE_NBYTES, 4 << 10])
 def test_bf16_without_master_weights(name: str, device_nbytes: int) -> None:
     """As the class over a model in bf16: states are in bf16, too."""
@@ -191,6 +192,7 @@ def test_fp16(max_norm: float, device_nbytes: int) -> None:
 # Plans.
 
 
+@pytest.mark.few(3)
 @cpu_only
 @pytest.mark.parametrize("name", [*FEW, "pairs"])
 def test_steps_follow_a_plan(name: str) -> None:
@@ -317,6 +319,7 @@ def test_learning_rate_schedulers(schedule: str, kind: str) -> None:
     alike(scenario, kind)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", FEW)
 def test_clipping(kind: str) -> None:
     def scenario(twin: Twin) -> list[Tensor]:
@@ -335,11 +338,13 @@ def halves(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": parameters[::2], "lr": 3e-3}, {"params": parameters[1::2]}]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", FEW)
 def test_parameter_groups(kind: str) -> None:
     alike(lambda twin: twin.steps(*STEPS), kind, params=halves)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", FEW)
 def test_a_group_that_is_added_later_joins_chunks_that_have_states(kind: str) -> None:
     """Its parameters are in the same chunks as others, whose states stay."""
@@ -352,6 +357,7 @@ def test_a_group_that_is_added_later_joins_chunks_that_have_states(kind: str) ->
     alike(scenario, kind, params=lambda model: list(model.parameters())[::2])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", FEW)
 def test_frozen_parameters_and_such_as_get_no_gradient(kind: str) -> None:
     def scenario(twin: Twin) -> list[float]:
@@ -369,7 +375,7 @@ def test_frozen_parameters_and_such_as_get_no_gradient(kind: str) -> None:
     alike(scenario, kind)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", FEW)
 def test_accumulated_gradients(kind: str) -> None:
     def scenario(twin: Twin) -> None:

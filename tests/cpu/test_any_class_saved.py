@@ -58,6 +58,7 @@ def test_states_go_to_torch_and_back(name: str, device_nbytes: int) -> None:
 SAVED = ("SGD", "nesterov", "NAdam", "Adafactor", "Lion", "ASGD", "pairs")
 
 
+@pytest.mark.few(4)
 @spread(name=SAVED, device_nbytes=[SMALL_NBYTES, AMPLE_NBYTES])
 def test_checkpoints(name: str, device_nbytes: int, tmp_path: Path) -> None:
     """Written under one cap, read under another, by an optimizer that has its own weights and states already."""

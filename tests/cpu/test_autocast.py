@@ -83,6 +83,7 @@ def _composed_attention() -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("_composed_attention")
 @pytest.mark.parametrize(("case", "variant"), CASES)
 def test_training_is_that_of_plain_pytorch_without_the_cache(case: ZooModel, variant: Variant) -> None:

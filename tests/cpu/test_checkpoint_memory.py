@@ -26,7 +26,7 @@ def measure(rank: int, folder: Path) -> list[int]:
     found: list[int] = []
     for width in (8, 1023):  # what is loaded once
         path = folder / str(width)
-        shapes = [(width, width + 1), (width + 1, width)] * 20
+        shapes = [(width, width + 1), (width + 1, width)] * 12
         with chunkmem.ChunkManager(config) as manager, torch.device("meta"):
             model = manager.wrap(nn.Sequential(*(nn.Linear(*shape) for shape in shapes)))
             optimizer = chunkmem.AdamW(model.parameters(), manager=manager)
@@ -45,7 +45,7 @@ def measure(rank: int, folder: Path) -> list[int]:
 @pytest.mark.skipif(not IS_COUNTED, reason=NEEDS_COUNT)
 @pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_two_chunks_and_a_little_more(size: int, tmp_path: Path) -> None:
-    """160 MiB of weights and 320 of states."""
+    """96 MiB of weights and 192 of states."""
     with Team(size) as fresh:
         for increases in fresh.run(measure, tmp_path, timeout_s=120.0):
             assert max(increases) <= 2 * CHUNK_NBYTES + 64 * MIB, [nbytes // MIB for nbytes in increases]

@@ -133,6 +133,7 @@ def test_traces_that_cannot_be_read(refused: Refused, trace: str, says: str) -> 
 # Sizes, speeds, shares
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize(
     "size", ["", "-1", "-1GiB", "nan", "inf", "0", "0GiB", "8 apples", "1e9", "8gib", "9EiB", "1" * 400]
 )

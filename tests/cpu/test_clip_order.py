@@ -108,6 +108,7 @@ def norms_in_groups(build: Build, chosen: slice, groups: Callable[[list[nn.Param
             yield optimizer.clip_grad_norm_(MAX_NORM).cpu()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("groups", [list, decay_last, backwards])
 @pytest.mark.parametrize("build", [one, two, frozen])
 def test_the_norm_is_that_over_the_model_however_groups_spread_it(build: Build, groups: Callable[..., Any]) -> None:

@@ -136,7 +136,7 @@ def test_who_reads_waits(read: Callable[[Run], object], precision: str) -> None:
     audit(runs[0].manager)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @cpu_only
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=[] if s < 2 else [pytest.mark.full]) for s in range(40)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

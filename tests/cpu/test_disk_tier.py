@@ -314,7 +314,7 @@ def test_a_checkpoint_is_read_from_where_the_chunks_are(tmp_path: Path) -> None:
 # Caps.
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @cpu_only
 @spread(case=ZOO)
 def test_the_smallest_host_holds_what_one_update_touches(case: ZooModel, tmp_path: Path) -> None:

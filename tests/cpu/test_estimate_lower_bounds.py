@@ -73,6 +73,7 @@ def drawn_hardware(rng: random.Random) -> Hardware:
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("block", range(6))
 def test_no_simulated_step_is_below_them(block: int) -> None:
     # With all of host memory's bandwidth for each of H2D, D2H and updates, one of six was.

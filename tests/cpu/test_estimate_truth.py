@@ -94,7 +94,7 @@ def recorded(case: ZooModel, variant: Variant) -> tuple[Trace, dict[str, int], i
     return trace, roles, peak
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("case", "variant"), CASES)
 def test_the_moments_are_those_of_the_step(case: ZooModel, variant: Variant) -> None:
     trace, _, _ = recorded(case, variant)
@@ -122,7 +122,7 @@ def test_updates_inside_backward_stand_where_they_do_in_the_step(case: ZooModel,
     assert mine.role_nbytes[Role.GRAD] <= sum(n for c, n in trace.chunk_nbytes.items() if c.role is Role.GRAD)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("case", "variant"), CASES)
 def test_bytes_by_role(case: ZooModel, variant: Variant) -> None:
     _, roles, _ = recorded(case, variant)
@@ -148,7 +148,7 @@ def test_a_plan_of_the_estimate_is_followed_and_peaks_as_predicted(case: ZooMode
 
 
 @pytest.mark.parametrize(("case", "variant"), CASES)
-@pytest.mark.few(12)
+@pytest.mark.few(9)
 def test_activations(case: ZooModel, variant: Variant) -> None:
     _, _, peak = recorded(case, variant)
     assert estimated(case, variant).activation_nbytes == pytest.approx(peak, rel=0.03)

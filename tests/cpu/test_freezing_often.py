@@ -149,8 +149,11 @@ def freeze_in_between(rank: int, frozen: dict[int, tuple[int, ...]]) -> list[str
 
 @pytest.mark.parametrize(
     "frozen",
-    [{1: (1,), 5: (0,)}, {5: (1, 2), 8: (1,)}, {5: (1, 0)}],
-    ids=["after the first step", "without a step between", "and back"],
+    [
+        pytest.param({1: (1,), 5: (0,)}, id="after the first step", marks=pytest.mark.full),
+        pytest.param({5: (1, 2), 8: (1,)}, id="without a step between"),
+        pytest.param({5: (1, 0)}, id="and back", marks=pytest.mark.full),
+    ],
 )
 def test_what_no_step_has_shown_is_not_taken_for_known(frozen: dict[int, tuple[int, ...]], pair: Team) -> None:
     for kinds in pair.run(freeze_in_between, frozen):

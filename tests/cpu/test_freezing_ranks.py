@@ -131,7 +131,7 @@ def follow(rank: int, device_nbytes: int, policy: str | None, every_second: bool
     device_nbytes=(24 << 10, AMPLE_NBYTES),
     every_second=(False, True),
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_steps_with_a_new_kind_are_recorded_once_on_all_ranks(
     policy: str | None, device_nbytes: int, every_second: bool, pair: Team
 ) -> None:

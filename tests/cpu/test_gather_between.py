@@ -201,6 +201,7 @@ def test_means_are_exact_where_nothing_is_chosen(
     assert_equal(pair.run(train, what, "each", *how, device_nbytes), expected)
 
 
+@pytest.mark.few(2)
 @spread(
     how=[("loop", "off"), ("pipeline", "auto"), ("loop", "auto")], what=["clipped", "blocks"], when=["each", "first"]
 )
@@ -297,7 +298,7 @@ def serial_written(what: str) -> Found:
     return Found({key: value.detach() for key, value in model.state_dict().items()}, seen, 0)
 
 
-@pytest.mark.parametrize("device_nbytes", [AMPLE_NBYTES, TIGHT_NBYTES], ids=["units stay", "units come and go"])
-@pytest.mark.parametrize("what", WRITES)
+@spread(what=WRITES, device_nbytes=[AMPLE_NBYTES, TIGHT_NBYTES])
 def test_weights_are_written_between_backwards(pair: Team, tmp_path: Path, what: str, device_nbytes: int) -> None:
+    """With room for all, where units stay, and with little, where they come and go."""
     assert_equal(pair.run(train_written, what, device_nbytes, str(tmp_path / "checkpoint")), serial_written(what))

@@ -117,7 +117,7 @@ def test_clean_step_after_an_exception(name: str, where: tuple[str, str], except
     same_in_both(*case, scenario, cap_nbytes=smallest(*case))
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @spread(case=ZOO, share=(0.0, 0.6))
 def test_inference_mode_before_and_between_steps(case: ZooModel, share: float) -> None:
     """Memory first used under `inference_mode` still trains; with the larger cap, some weights are newest on DEVICE."""

@@ -273,6 +273,7 @@ def fused_by_torch(segments: Segments, hyper: HyperParameters, decoupled: bool) 
 MANY_LENGTHS = (*range(200), 40_000, 3, 70_007)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("beta1", [0.9, 0.5, 0.3])
@@ -322,6 +323,7 @@ def test_another_order_of_torch_is_noticed(native: Kernels, monkeypatch: pytest.
     assert native.torch_tail_width() is None
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_as_torch_on_cuda(either: Kernels, case: Case) -> None:
     expected = recorded()[CASES.index(case)]

@@ -90,6 +90,7 @@ def assert_kept(inputs: Segments, before: Segments) -> None:
 # The same bits as in place: instruction sets, threads, cuts, addresses.
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize(("hyper", "tail_width"), [(HYPER, 0), (HYPER, 8), (CUDA_ORDER, 8)])
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("out", [None, *LOWP])
@@ -132,6 +133,7 @@ def test_every_kind_of_update(
         assert differences(as_segments(outputs, before), expected) == []
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("num_threads", [0, 1, 2, 3])
 @pytest.mark.parametrize("numel", [0, 1, 40_001, LARGE])
 def test_threads_do_not_show(native: Kernels, numel: int, num_threads: int) -> None:
@@ -155,6 +157,7 @@ def test_cuts_do_not_show(native: Kernels, num_threads: int) -> None:
     assert differences(as_segments(outputs, inputs), expected) == []
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize("out", [None, torch.bfloat16])
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize(("offset", "out_offset"), [(0, 0), (1, 1), (0, 3), (5, 0), (7, 21)])

@@ -249,7 +249,7 @@ def test_assignment_replaces_and_none_discards() -> None:
     same(Blocks, scenario)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("optimizer", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("after_step", [True, False])

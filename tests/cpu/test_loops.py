@@ -50,6 +50,7 @@ def test_every_loop_settles_on_plans(name: str) -> None:
 LATE = ("GAN", "max_norm", "LayerDrop, shared chunks", "experts", "second optimizer 1:2", "one in three is given up")
 
 
+@pytest.mark.few(4)
 @spread(name=LATE, overlap=(False, True), has_disk=(False, True))
 def test_settled_loops_wait_for_all_they_have_to(name: str, overlap: bool, has_disk: bool, tmp_path: Path) -> None:
     """Copies and updates overlapped with backward are as late as the waits allow."""

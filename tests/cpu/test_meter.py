@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,7 @@ STEP = st.one_of(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=200 if "TESTS_ARE_FULL" in os.environ else 60)
 @given(steps=st.lists(STEP, max_size=40), capacity=st.integers(0, 2))
 def test_what_the_meter_says_is_true_in_any_order(steps: list[Step], capacity: int) -> None:
     """A slab that was taken within an interval counted as activations."""
@@ -189,7 +190,7 @@ class WithinCap(Chunked):
         device.num_reads = device.seen_nbytes = 0
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_recorded_step_shows_the_same_activations_under_any_cap(case: ZooModel, device: CountedDevice) -> None:
     ample = train(case, AMPLE_NBYTES)
@@ -199,7 +200,7 @@ def test_a_recorded_step_shows_the_same_activations_under_any_cap(case: ZooModel
     ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_required_nbytes_is_the_smallest_cap(case: ZooModel) -> None:
     """Planned steps passed it by what the first update had left behind; one byte less does not do."""
@@ -212,6 +213,7 @@ def test_required_nbytes_is_the_smallest_cap(case: ZooModel) -> None:
     assert raised.value.needed_nbytes == required_nbytes
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_two_errors_lead_to_a_cap_that_works(case: ZooModel, device: CountedDevice) -> None:
     """It took up to nine: each error asked for as much as one more access needed."""
@@ -279,6 +281,7 @@ def test_measuring_the_machine_is_no_activation() -> None:
 # Caps in chunks, for the tests of this folder on a machine with an accelerator.
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_caps_can_be_for_chunks_alone(case: ZooModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest cap of a CPU does on an accelerator, and one slab less does not."""

@@ -87,7 +87,7 @@ def follow(rank: int, task: Task) -> bool:
         return is_overlapped(manager)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "config", [{}, *(pytest.param(config, marks=pytest.mark.full) for config in (GROUPED, MEMORY_SAVING))]
 )
@@ -175,7 +175,7 @@ def test_where_there_is_room_for_one_unit_nothing_is_gathered_ahead(teams: dict[
     assert teams[size].run(follow, Task(steps=6, device_nbytes=26 << 10)) == [False] * size
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=[] if s < 1 else [pytest.mark.full]) for s in range(20)])
 @pytest.mark.parametrize("device_nbytes", [32 << 10, 100 << 10])
 @pytest.mark.parametrize("model", ["tied", "four segments", "reused"])

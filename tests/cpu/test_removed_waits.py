@@ -153,7 +153,7 @@ def removed_in_turn(scene: Scene) -> Result:
     return result
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scene", scenes())
 def test_with_every_wait_nothing_shows(scene: Scene) -> None:
     """What the other tests see is the missing Wait, and not how they look for it."""

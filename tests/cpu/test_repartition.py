@@ -24,7 +24,7 @@ Way = tuple[tuple[int, int], int]
 """Stages and data-parallel ranks, then the number of stages afterwards."""
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @spread(precision=["fp32", "bf16", "fp16"], optimizer=["AdamW", "SGD"], model=["plain", "tied", "frozen", "norms"])
 def test_two_stages_become_two_data_parallel_ranks(pair: Team, precision: str, optimizer: str, model: str) -> None:
     change = Change(StagedTask(precision=precision, model=model, sizes=(2, 1)), optimizer=optimizer)

@@ -70,6 +70,7 @@ def train(chosen: chunkmem.Config, *, make_lanes: MakeLanes | None = None) -> tu
         return (losses, ours.left()), num_rounded, timeline
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("lanes", [None, "adversarial"])
 @pytest.mark.parametrize("states", STATES)
 def test_the_bits_are_those_of_weights_that_stay(states: str, lanes: str | None) -> None:

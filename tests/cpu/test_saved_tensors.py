@@ -80,6 +80,7 @@ def loss_of(model: nn.Module, step: int, around: Around) -> Tensor:
 WHERE = ("model", "block", "operators", "checkpoint in it", "in a checkpoint")
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("cap", ["all", "smallest"])
 def test_hooks_get_activations_only(where: str, cap: str) -> None:

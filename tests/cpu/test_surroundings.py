@@ -252,7 +252,7 @@ def count_guards(manager: chunkmem.ChunkManager) -> list[object]:
     return guards
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
 def test_the_check_has_nothing_to_say_about_the_zoo(case: ZooModel) -> None:
     """Every forward and every backward of a first step, recomputation included, by `manager.backward`."""

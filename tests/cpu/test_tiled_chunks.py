@@ -64,6 +64,7 @@ def test_ten_steps_are_those_of_the_same_tiles_in_plain_pytorch(name: str, way: 
         assert_same(train_chunked(case, variant, STEPS, capped(case, device_nbytes)), expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3))])
 def test_late_copies_do_not_show(seed: int) -> None:
     case, variant = TILED["gpt"], WAYS["plain"]

@@ -95,7 +95,7 @@ def train(
     return losses, [param.detach().clone() for param in model.parameters()] + gradients
 
 
-@pytest.mark.few(11)
+@pytest.mark.few(6)
 @cpu_only
 @pytest.mark.parametrize("others", [False, True], ids=["left out", "two optimizers"])
 @pytest.mark.parametrize("step", [never, to_none, to_zeros, after_forward])

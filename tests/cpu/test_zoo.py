@@ -98,7 +98,7 @@ def with_features() -> list[Any]:
     return cases
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("case", "variant", "feature"), with_features())
 def test_features_have_the_same_bits(case: ZooModel, variant: Variant, feature: str) -> None:
     """With room for all, and in as little of DEVICE as training without them needs.

@@ -206,6 +206,7 @@ def test_never_above_the_optimum_of_random_traces(start: int) -> None:
     assert sum(ratios) / len(ratios) >= 0.995
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("seed", range(40))
 def test_no_candidate_moves_less(seed: int) -> None:
     trace, machine, _ = drawn(1000 + seed, max_groups=6)

@@ -127,7 +127,7 @@ SMALL_MODELS = {
 }
 
 
-@pytest.mark.few(11)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("cap", [256 * KIB, 700 * KIB, 2 * MIB])
 @pytest.mark.parametrize("model", SMALL_MODELS)
 def test_the_search_misses_little_that_trying_every_size_would_find(model: str, cap: int) -> None:

@@ -20,6 +20,7 @@ from chunkmem.plan.simulate import peak_nbytes, simulate
 from chunkmem.trace.model import Kind
 from chunkmem.types import Role, Tier
 from tests.helpers.cpu_time import cpu_s
+from tests.helpers.spread import spread
 from tests.helpers.traces import grad, training_trace, with_masters
 from tests.unit.test_plan_properties import check_candidate, drawn_machine, drawn_options, drawn_trace
 
@@ -98,8 +99,7 @@ def test_with_masters_the_log_takes_them_the_states_and_the_weights() -> None:
     simulate(plan, trace, iterations=6)
 
 
-@pytest.mark.parametrize("lowered", [False, True])
-@pytest.mark.parametrize("block", range(6))
+@spread(block=range(6), lowered=(False, True))
 def test_candidates_keep_the_caps_and_end_as_they_begin(block: int, *, lowered: bool) -> None:
     num_ahead = 0
     for seed in range(block * 10, block * 10 + 10):

@@ -54,6 +54,7 @@ def test_device_holds_no_more_where_updates_run_there() -> None:
     assert timeline.peak_nbytes[Tier.DEVICE] <= room.device_nbytes
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("block", range(8))
 def test_candidates_keep_the_caps_and_end_as_they_begin(block: int) -> None:
     for seed in range(block * 20, block * 20 + 20):

@@ -93,7 +93,7 @@ def test_close_to_the_best_of_all_choices_and_more_memory_is_never_slower(
         before_s = found.step_s
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("cap", [140, 200, 400])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_plan_is_no_slower_than_those_of_uniform_policies(name: str, cap: int) -> None:

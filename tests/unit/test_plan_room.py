@@ -24,6 +24,7 @@ class OneByOne:
         return next((moment for moment in backward if self.nbytes[moment % len(self.nbytes)] < nbytes), None)
 
 
+@pytest.mark.few(100)
 @pytest.mark.parametrize("seed", range(200))
 def test_as_one_by_one(seed: int) -> None:
     rng = random.Random(seed)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from chunkmem.errors import CapacityError
-from chunkmem.plan.candidate import PlanOptions
-from chunkmem.plan.candidates import CLOSE, candidates
+from chunkmem.plan.candidate import Candidate, PlanOptions
+from chunkmem.plan.candidates import CLOSE, Candidates, candidates
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import Planner, make_plan
 from chunkmem.plan.simulate import simulate
+from chunkmem.plan.waits import add_waits
 from chunkmem.trace.model import Trace
 from chunkmem.types import Role
 from tests.helpers.traces import by_layer_trace, random_trace, training_trace
@@ -87,6 +89,35 @@ def test_other_durations_are_planned_for(seed: int) -> None:
     shorter = retimed(trace, 0.5)
     again, fresh = planner.retimed(shorter), Planner(shorter, machine)
     assert again.improve() == fresh.improve()
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, 1e-4])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_taken_from_a_plan_before_is_what_would_be_made_again(
+    seed: int, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waits and times of a program that is the same with other durations."""
+    trace, machine = uneven(seed, num_groups=10, num_uses=24)
+    shorter = retimed(trace, factor)
+    planner = Planner(trace, machine)
+    planner.improve()
+    before = planner.retimed(shorter)._before
+    num_made = [0]
+
+    def counted(*args: Any) -> Any:
+        num_made[0] += 1
+        return add_waits(*args)
+
+    monkeypatch.setattr("chunkmem.plan.candidates.add_waits", counted)
+
+    def made(before: Candidate | None) -> tuple[list[Candidate | None], int]:
+        num_made[0] = 0
+        pieces = Candidates(shorter, machine, PlanOptions(), before=before).pieces()
+        return [candidate for _, candidate in pieces], num_made[0]
+
+    (afresh, num_afresh), (again, num_again) = made(None), made(before)
+    assert again == afresh
+    assert num_again < num_afresh or factor != 1.0
 
 
 def test_a_planner_in_pieces_says_what_does_not_fit() -> None:
