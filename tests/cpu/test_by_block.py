@@ -56,9 +56,10 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
         self.directly = False
         """Another module calls what is in the blocks."""
+        self.num_used = num_blocks
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+        for block in self.blocks[: self.num_used]:
             x = x + block.out(F.gelu(block.q(block.norm(x)))) if self.directly else block(x)
         return x
 
@@ -233,6 +234,24 @@ def test_gradients_of_one_block_wait_at_a_time() -> None:
             twin.steps(4, 5, 6)
         assert is_by_block(ours)
         assert {len(blocks) for blocks in waiting} == {1}
+
+
+@pytest.mark.parametrize("takes_step", [True, False])
+def test_gradients_do_not_wait_for_those_of_another_backward(takes_step: bool) -> None:
+    """What had been left waiting counted for the next backward of the block: its chunk could leave DEVICE too early."""
+    with both() as (plain, ours):
+        for skips in (True, False):
+            for twin in (plain, ours):
+                twin.model.num_used, twin.model.blocks[0].skips = 1, skips
+                twin.loss(features(4)).backward()
+                if takes_step:
+                    twin.update()
+                    twin.loss(features(5)).backward()
+        assert is_by_block(ours)
+        block = ours.model.blocks[0]
+        assert {type(weight.grad) for weight in block.parameters()} == {type(block.norm.weight.grad)} != {Tensor}
+        for twin in (plain, ours):
+            twin.update()
 
 
 def test_a_step_whose_access_failed_is_repeated_module_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
