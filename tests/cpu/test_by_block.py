@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 import chunkmem
@@ -380,9 +381,21 @@ def tie(twin: Any) -> None:
     twin.update()
 
 
+def take_gradients_by_example(twin: Any) -> None:
+    """torch.func has the weights that are computed with; the block has to read none of its own."""
+    weights = {name: weight.detach() for name, weight in twin.model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(twin.model, weights, (x.unsqueeze(0),)).square().mean()
+
+    grads = vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, features(3))
+    twin.seen = [each.norm().item() for each in grads.values()]
+    assert len(set(twin.seen)) > NUM_BLOCKS
+
+
 DEEDS = (
-    accumulate, add_a_module, compile_a_block, evaluate, freeze_a_weight, keep_a_graph, penalise, read_in_hooks, tie,
-    wrap_another, write_to_gradients,
+    accumulate, add_a_module, compile_a_block, evaluate, freeze_a_weight, keep_a_graph, penalise, read_in_hooks,
+    take_gradients_by_example, tie, wrap_another, write_to_gradients,
 )  # fmt: skip
 
 
