@@ -62,6 +62,8 @@ class GradientHooks:
         """By group, of one block: their gradients wait in `.grad` for the others, and at most until the step."""
         self._waiting_for: object = None
         """The block."""
+        self._task = -1
+        """Autograd's graph task that they are of."""
 
     def watch(self, params: Iterable[ManagedParameter]) -> None:
         """Catch the gradients of those that are trainable from now on."""
@@ -109,10 +111,13 @@ class GradientHooks:
     def _wait(self, managed: ManagedParameter) -> None:
         """Have a gradient wait for others of its block; see [Note: Blocks as a whole] in `chunkmem.nn.blocks`."""
         block, num_together = self._together[managed]
-        if block is not self._waiting_for:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # what an earlier backward has left waits for the step alone
+            self._waiting.clear()
+        elif block is not self._waiting_for:
             for group in list(self._waiting):  # of one block at a time there is room for gradients twice
                 self._land_together(group)
-            self._waiting_for = block
+        self._task, self._waiting_for = task, block
         waiting = self._waiting.setdefault(managed.group, [])
         waiting.append(managed)
         if len(waiting) >= num_together:

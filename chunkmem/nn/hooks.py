@@ -297,7 +297,8 @@ class ModuleHooks:
         if fitted.unit is not None:
             self._enter_unit(fitted.unit, frame)
         self._saved.replace()
-        block = self._blocks.get(fitted)
+        # A transform of torch.func has weights of its own there; what it reads of ours serves itself, or is refused.
+        block = None if torch._C._functorch.peek_interpreter_stack() else self._blocks.get(fitted)
         access.push(frame, fitted.unseen if block is None else block.parameters)
         if fitted.region is not None and not recomputing:
             come_to = None if fitted.unit is None else partial(self._units.come_to, fitted.unit)

@@ -92,7 +92,7 @@ class ClassTrial:
                 made = self._make([param], options)
             except Exception as error:
                 raise self._refused(form, name, error) from error
-        self._defaults = made.defaults
+        self._defaults = dict(made.defaults)  # torch adds to those of an optimizer that loads a state
         self._calls = self._calls or ClassCall(made)
         return made
 

@@ -41,13 +41,21 @@ class _Row:
     whole: TiledWeight | None
     """Whose tiles they are; None: it is an ordinary parameter."""
 
-    def join(self, values: Mapping[int, Any]) -> Any:
-        """Return the value of the whole, given those of tiles by their indices: a copy."""
-        first = values[self.tiled[0]]
-        is_of_tile = isinstance(first, torch.Tensor) and first.ndim > 0
-        if self.whole is None or not is_of_tile:
-            return first.clone() if isinstance(first, torch.Tensor) else first
-        return self.whole.layer.join(self.whole.key, [values[index] for index in self.tiled]).clone()
+    def join(self, key: str, values: Mapping[int, Any]) -> Any:
+        """Return the value of the whole, given those of tiles by their indices: a copy.
+
+        Raises:
+            CheckpointError: it is a number, such as the count of updates, and tiles have several.
+        """
+        first, *others = (values[index] for index in self.tiled)
+        if isinstance(first, torch.Tensor) and first.ndim > 0:
+            return (first if self.whole is None else self.whole.layer.join(self.whole.key, [first, *others])).clone()
+        if self.whole is not None and (differing := [value for value in others if value != first]):
+            raise CheckpointError(
+                f"{self.whole.layer_name}.{self.whole.key} is in tiles, whose {key} is {first} and {differing[0]}, and "
+                "a checkpoint has one weight: keep or drop the gradients of all its tiles together"
+            )
+        return first.clone() if isinstance(first, torch.Tensor) else first
 
     def split(self, value: Any) -> dict[int, Any]:
         """Return the values of tiles by their indices: copies."""
@@ -86,7 +94,8 @@ def untile_optimizer_state(
         state: of the optimizer; None: its `state_dict()`.
 
     Raises:
-        CheckpointError: the parameters of one layer are in several parameter groups, or some of them have no state.
+        CheckpointError: the parameters of one layer are in several parameter groups, some of them have no state, or
+            they were updated a different number of times.
     """
     state = optimizer.state_dict() if state is None else state
     groups = _rows(model, optimizer)
@@ -99,11 +108,11 @@ def untile_optimizer_state(
                 "freeze the layer as a whole"
             )
         for key in next(iter(states.values()), {}):
-            found.setdefault(row.untiled, {})[key] = row.join({index: states[index][key] for index in states})
+            found.setdefault(row.untiled, {})[key] = row.join(key, {index: states[index][key] for index in states})
     untiled = {**state, "state": found, "param_groups": _with_params(state, [[r.untiled for r in g] for g in groups])}
     if masters := state.get(MASTER_KEY):
         rows = [row for rows in groups for row in rows if row.tiled[0] in masters]
-        untiled[MASTER_KEY] = {row.untiled: row.join(masters) for row in rows}
+        untiled[MASTER_KEY] = {row.untiled: row.join(MASTER_KEY, masters) for row in rows}
     return untiled
 
 

@@ -150,7 +150,8 @@ class _Way:
             if lacking <= 0:
                 for other in moved:
                     self._copy(other, tier, next_to)
-                    self._free(other, tier)
+                    if self.now.on(other, tier) != ABSENT:  # it is wanted there, and comes back
+                        self._free(other, tier)
                 return True
         return False
 

@@ -50,7 +50,7 @@ def simulate(plan: Plan, trace: Trace, *, machine: Machine | None = None, iterat
         device_nbytes=tuple(reader.device_nbytes),
         prefetched=fetched - iteration.late,
         fetched=fetched,
-        python_s=python_between_s(iteration.spans, trace),
+        python_by_layer=python_between_s(iteration.spans, trace),
     )
 
 

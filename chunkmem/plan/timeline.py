@@ -77,7 +77,7 @@ class Timeline(
     error=PlanError,
     again="record the run again",
     tables=("chunks", "labels"),
-    optional=("stage_calls", "python_s"),
+    optional=("stage_calls", "python_by_layer"),
 ):
     """One step."""
 
@@ -98,8 +98,13 @@ class Timeline(
     """Copies to DEVICE that a moment needed."""
     stage_calls: tuple[StageCall, ...] = ()
     """Of pipeline stages over ranks, in the order of time. On an accelerator, torch waits for other stages unseen."""
-    python_s: Seconds = 0.0
-    """See `python_between_s`; 0 where it is not known."""
+    python_by_layer: Mapping[str, Seconds] | None = None
+    """See `python_between_s`; None: it was not measured, as nobody has heard of moments, or the step was recorded."""
+
+    @property
+    def python_s(self) -> float | None:
+        """Seconds that computing had between units; None: not measured."""
+        return None if self.python_by_layer is None else sum(self.python_by_layer.values())
 
     @cached_property
     def moved_nbytes(self) -> Mapping[Lane, int]:
@@ -121,11 +126,12 @@ class Timeline(
         return sum(span.end_s - span.start_s for span in self.spans if span.is_stall)
 
     def __str__(self) -> str:
-        exchanged = self.exchanged_nbytes
+        exchanged, python_s = self.exchanged_nbytes, self.python_s
+        python = "not measured" if python_s is None else f"{1e3 * python_s:.0f} ms"
         return (
             f"moved {format_nbytes(sum(self.moved_nbytes.values()))}, "
             + (f"exchanged {format_nbytes(exchanged)}, " if exchanged else "")
-            + f"stalled {1e3 * self.stall_s:.0f} ms, Python {1e3 * self.python_s:.0f} ms, "
+            + f"stalled {1e3 * self.stall_s:.0f} ms, Python {python}, "
             f"prefetched {self.prefetched}/{self.fetched}, plan misses {self.plan_misses}, "
             f"peak {format_nbytes(self.peak_nbytes[Tier.DEVICE])} of {format_nbytes(self.cap_nbytes[Tier.DEVICE])}"
         )
@@ -148,14 +154,20 @@ class Timeline(
                 raise PlanError(f'{name} has no row for "{Tier.DEVICE.value}", which every timeline has')
 
 
-def python_between_s(spans: Iterable[Span], trace: Trace | None) -> float:
-    """Return the seconds that COMPUTE has between units: no weights are held, nothing is updated or waited for.
+def python_between_s(spans: Iterable[Span], trace: Trace | None) -> dict[str, float] | None:
+    """Return the seconds that COMPUTE has between units, by the layer that has come before.
 
-    The step's Python runs then, and operators that read no weights. Without a trace of the step it is not known: 0.
+    No weights are held then, and nothing is updated or waited for.
+    The step's Python runs, and operators that read no weights. Without a trace of the step it is not known: None.
     """
-    between = () if trace is None else trace.between
-    computed = [span for span in spans if span.lane is Lane.COMPUTE and span.moment in between]
-    return sum((span.start_s - span.end_s) if span.is_stall else (span.end_s - span.start_s) for span in computed)
+    if trace is None:
+        return None
+    found = dict[str, float]()
+    for span in spans:
+        if span.lane is Lane.COMPUTE and (layer := trace.between.get(span.moment)) is not None:
+            computed_s = span.end_s - span.start_s
+            found[layer] = found.get(layer, 0.0) + (-computed_s if span.is_stall else computed_s)
+    return found
 
 
 def no_bytes_moved(tiers: Iterable[Tier]) -> dict[Lane, int]:

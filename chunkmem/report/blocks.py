@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from chunkmem.errors import TraceError
 from chunkmem.plan.balance import Block
 from chunkmem.report.clock import BACKWARD, FORWARD, STEP, phases
-from chunkmem.report.modules import layer_named, layer_of
+from chunkmem.report.modules import layer_named
+from chunkmem.trace.layers import layer_of
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import Role
 

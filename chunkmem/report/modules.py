@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from chunkmem.report.clock import STEP, phases
+from chunkmem.trace.layers import in_layer, layer_of, module_named
 from chunkmem.trace.model import Moment, Trace
-
-_PASSES = ("forward", "backward", "recomputation")
-_LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,27 +24,22 @@ class ModuleRun:
 
 def layer_runs(trace: Trace) -> list[ModuleRun]:
     """Return the layers as they run: ``"blocks.0"``, ``"model.layers.11"``, or the name of a module in no list."""
-    return list(_runs(trace, [_split(path)[0] for path in _paths(trace)]))
+    return list(_runs(trace, [layer_of(path) for path in _paths(trace)]))
 
 
 def submodule_runs(trace: Trace) -> list[ModuleRun]:
     """Return what runs inside layers: ``"attention.qkv"`` of ``"blocks.0.attention.qkv"``."""
     paths = _paths(trace)
     return [
-        ModuleRun(_split(run.name)[1], run.phase, run.first, run.stop)
+        ModuleRun(in_layer(run.name)[1], run.phase, run.first, run.stop)
         for run in _runs(trace, paths)
-        if _split(run.name)[1]
+        if in_layer(run.name)[1]
     ]
 
 
 def layer_named(moment: Moment) -> str:
     """Return the layer whose module a moment names; empty if it names none."""
-    return layer_of(_path(moment))
-
-
-def layer_of(path: str) -> str:
-    """Return the layer that a module belongs to: itself, if it is in no list."""
-    return _split(path)[0]
+    return layer_of(module_named(moment.label))
 
 
 def _paths(trace: Trace) -> list[str]:
@@ -56,24 +48,9 @@ def _paths(trace: Trace) -> list[str]:
     for _, first, stop in phases(trace):
         path = ""
         for moment in trace.moments[first:stop]:
-            path = _path(moment) or path
+            path = module_named(moment.label) or path
             found.append(path)
     return found
-
-
-def _path(moment: Moment) -> str:
-    name, _, rest = moment.label.partition(" ")
-    what = rest.split(" ")[0]
-    if what == "gradient":
-        return name.rpartition(".")[0]
-    return name if what in _PASSES else ""
-
-
-def _split(path: str) -> tuple[str, str]:
-    """Return the layer, whose name ends with its number in a list of layers, and the rest of the path."""
-    if match := _LAYER.match(path):
-        return match[0], path[match.end() + 1 :]
-    return path, ""
 
 
 def _runs(trace: Trace, names: Sequence[str]) -> Iterator[ModuleRun]:

@@ -71,6 +71,7 @@ def _figures(timeline: Timeline) -> dict[str, Any]:
     return {
         **asdict(timeline.figures),
         "python_s": timeline.python_s,
+        "python_by_layer": timeline.python_by_layer,
         "num_stalls": sum(span.is_stall for span in timeline.spans),
         "moved_nbytes": {lane.value: timeline.moved_nbytes[lane] for lane in Lane if lane in timeline.moved_nbytes},
         "peak_nbytes": {tier.value: nbytes for tier, nbytes in timeline.peak_nbytes.items()},

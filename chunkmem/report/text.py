@@ -12,10 +12,14 @@ from chunkmem.sizes import format_nbytes
 Row = tuple[str, ...]
 REGION_COLUMNS = ("activations", "", "bytes", "to recompute or copy")
 _LINKS = {lane.value: f"moved {direction}" for lane, direction in DIRECTIONS.items()}
+_MOST_LAYERS = 3
+"""Told of those after which Python runs longest."""
 
 
-def format_s(seconds: float) -> str:
-    """Return a time for people: ``"3.21 s"``, ``"45.6 ms"``, ``"789 us"``."""
+def format_s(seconds: float | None) -> str:
+    """Return a time for people: ``"3.21 s"``, ``"45.6 ms"``, ``"789 us"``; None: it was not measured."""
+    if seconds is None:
+        return "not measured"
     if abs(seconds) >= 1:
         return f"{seconds:.2f} s"
     return f"{1e3 * seconds:.1f} ms" if abs(seconds) >= 1e-3 or seconds == 0 else f"{1e6 * seconds:.0f} us"
@@ -35,6 +39,10 @@ def step_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     yield ("step time", *(format_s(view["step_s"]) for view in views), "")
     yield ("stalls", *(f"{format_s(view['stall_s'])} in {view['num_stalls']}" for view in views), "")
     yield ("Python between units", *(format_s(view["python_s"]) for view in views), "")
+    python = [view["python_by_layer"] for view in views]
+    told = python[1] or python[0] or {}
+    for layer in sorted(told, key=told.__getitem__, reverse=True)[:_MOST_LAYERS]:
+        yield (f"  after {layer}", *(format_s((by_layer or {}).get(layer)) for by_layer in python), "")
     for lane in dict.fromkeys([*predicted["moved_nbytes"], *happened["moved_nbytes"]]):
         moved = (format_nbytes(view["moved_nbytes"].get(lane, 0)) for view in views)
         yield (_LINKS.get(lane, f"moved on {lane}"), *moved, "")

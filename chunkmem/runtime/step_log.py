@@ -234,7 +234,7 @@ class StepLog:
                 StageCall(work, stage, part, when.started_s - first_s, when.started_s - first_s + when.duration_s)
                 for work, stage, part, when in self.stage_calls
             ),
-            python_s=python_between_s(spans, trace),
+            python_by_layer=python_between_s(spans, trace),
         )
 
     def figures(self, tiers: Iterable[Tier]) -> StepFigures:

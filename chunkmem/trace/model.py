@@ -18,8 +18,12 @@ from typing import Annotated
 from chunkmem.errors import TraceError
 from chunkmem.sizes import format_nbytes
 from chunkmem.trace.codec import Label, Mark, Positive, Seconds
+from chunkmem.trace.layers import layer_of, module_named
 from chunkmem.trace.saved import Saved
 from chunkmem.types import ChunkId, Role, UpdateForm
+
+UPDATES = "updates"
+"""In place of a layer: of groups, by the optimizer."""
 
 
 class Kind(enum.Enum):
@@ -232,14 +236,16 @@ class Trace(
         return sum(moment.duration_s for moment in self.moments)
 
     @cached_property
-    def between(self) -> frozenset[int]:
-        """The moments between units: nothing is held any more, or a group has been updated."""
-        num_held, found = 0, list[int]()
+    def between(self) -> Mapping[int, str]:
+        """The moments between units, when nothing is held any more or a group has been updated, and after which layer
+        they come: that of the last module that was named, or `UPDATES`."""
+        num_held, layer, found = 0, "the model", dict[int, str]()
         for index, moment in enumerate(self.moments):
             num_held += (moment.kind is Kind.HOLD) - (moment.kind is Kind.RELEASE)
+            layer = UPDATES if moment.kind is Kind.UPDATE else layer_of(module_named(moment.label)) or layer
             if not num_held and moment.kind in (Kind.RELEASE, Kind.CONSUME):
-                found.append(index)
-        return frozenset(found)
+                found[index] = layer
+        return found
 
     @cached_property
     def non_model_peak_nbytes(self) -> int:

@@ -72,9 +72,10 @@ def test_checkpoints(name: str, device_nbytes: int, tmp_path: Path) -> None:
     with chunkmem.ChunkManager(config(device_nbytes)) as manager:
         twin = ClassTwin(manager, Blocks, kind=name, **options)
         twin.steps(7)
-        manager.load(tmp_path / "ckpt", twin.optimizer)
-        assert twin.steps(*STEPS[3:]) == losses[3:]
-        assert_equal(twin.left(), plain.left())
+        for _ in range(2):  # as a run does that goes back to its best checkpoint
+            manager.load(tmp_path / "ckpt", twin.optimizer)
+            assert twin.steps(*STEPS[3:]) == losses[3:]
+            assert_equal(twin.left(), plain.left())
 
 
 @pytest.mark.few(3)

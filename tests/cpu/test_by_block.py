@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 import chunkmem
@@ -56,9 +57,10 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
         self.directly = False
         """Another module calls what is in the blocks."""
+        self.num_used = num_blocks
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+        for block in self.blocks[: self.num_used]:
             x = x + block.out(F.gelu(block.q(block.norm(x)))) if self.directly else block(x)
         return x
 
@@ -235,6 +237,24 @@ def test_gradients_of_one_block_wait_at_a_time() -> None:
         assert {len(blocks) for blocks in waiting} == {1}
 
 
+@pytest.mark.parametrize("takes_step", [True, False])
+def test_gradients_do_not_wait_for_those_of_another_backward(takes_step: bool) -> None:
+    """What had been left waiting counted for the next backward of the block: its chunk could leave DEVICE too early."""
+    with both() as (plain, ours):
+        for skips in (True, False):
+            for twin in (plain, ours):
+                twin.model.num_used, twin.model.blocks[0].skips = 1, skips
+                twin.loss(features(4)).backward()
+                if takes_step:
+                    twin.update()
+                    twin.loss(features(5)).backward()
+        assert is_by_block(ours)
+        block = ours.model.blocks[0]
+        assert {type(weight.grad) for weight in block.parameters()} == {type(block.norm.weight.grad)} != {Tensor}
+        for twin in (plain, ours):
+            twin.update()
+
+
 def test_a_step_whose_access_failed_is_repeated_module_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
     with both() as (plain, ours):
         hold = Pager._hold
@@ -361,9 +381,21 @@ def tie(twin: Any) -> None:
     twin.update()
 
 
+def take_gradients_by_example(twin: Any) -> None:
+    """torch.func has the weights that are computed with; the block has to read none of its own."""
+    weights = {name: weight.detach() for name, weight in twin.model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(twin.model, weights, (x.unsqueeze(0),)).square().mean()
+
+    grads = vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, features(3))
+    twin.seen = [each.norm().item() for each in grads.values()]
+    assert len(set(twin.seen)) > NUM_BLOCKS
+
+
 DEEDS = (
-    accumulate, add_a_module, compile_a_block, evaluate, freeze_a_weight, keep_a_graph, penalise, read_in_hooks, tie,
-    wrap_another, write_to_gradients,
+    accumulate, add_a_module, compile_a_block, evaluate, freeze_a_weight, keep_a_graph, penalise, read_in_hooks,
+    take_gradients_by_example, tie, wrap_another, write_to_gradients,
 )  # fmt: skip
 
 

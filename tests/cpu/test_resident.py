@@ -84,6 +84,9 @@ def test_hooks_come_back(deed: str, tmp_path: Path) -> None:
             twin.folder = tmp_path
             twin.steps(*range(STEPS))
         assert is_resident(ours)
+        timeline = manager.timeline()
+        assert timeline is not None
+        assert timeline.python_s is None  # nobody hears of it
         assert type(ours.model.blocks[0][0].weight).__name__ == "Parameter"
         assert not ours.model.blocks[0][0]._forward_hooks
         for twin in (plain, ours):

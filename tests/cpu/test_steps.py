@@ -112,6 +112,7 @@ def test_the_first_step_is_recorded_and_the_second_follows() -> None:
         training.step()
         first = manager.timeline()
         assert first is not None
+        assert first.python_s is None  # a recorded step is watched, and takes longer
         training.step()
         assert manager.trace is not None
         assert manager.plan is not None

@@ -6,6 +6,7 @@ import functools
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import chunkmem
 from chunkmem import TiledLinear
 from chunkmem.packing.tiling import tile_linears
 from tests.cpu.test_precision import config as low_config
+from tests.helpers.any_class import ClassTwin
 from tests.helpers.lanes import adversarial
 from tests.helpers.low_precision import LowPlain
 from tests.helpers.spread import spread
@@ -325,6 +327,23 @@ def test_tiles_of_a_weight_in_several_groups_are_refused_at_once(how: str) -> No
         groups[0]["params"] = [param for param in params if param.ndim > 1]
         groups[1]["params"] = [param for param in params if param.ndim == 1]
         chunkmem.AdamW(groups, manager=manager)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Lion"])
+def test_tiles_of_a_weight_that_were_updated_unequally_are_not_saved_as_one(name: str, tmp_path: Path) -> None:
+    """A run that went on from such a checkpoint had other numbers: all tiles had the count of the first one."""
+    with chunkmem.ChunkManager(config(SMALL_NBYTES)) as manager:
+        twin = ClassTwin(manager, Tiled, kind=name)
+        twin.step(features(0))
+        twin.loss(features(1)).backward()
+        layer = twin.model.blocks[-1]
+        next(iter(layer.tiles()["weight"])).grad = None
+        twin.update()
+        key = "step" if name == "AdamW" else "num_updates"
+        says = rf"blocks\.3\.weight is in tiles, whose {key} is 1(\.0)? and 2(\.0)?, .* gradients of all its tiles"
+        with pytest.raises(chunkmem.CheckpointError, match=says):
+            manager.save(tmp_path / "saved", twin.optimizer)
+        twin.optimizer.load_state_dict(twin.optimizer.state_dict())  # it is of tiles
 
 
 def test_the_optimizer_state_is_of_tiles() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
+
+from tests.helpers.hearing import WAYS
 
 LAYERS = (
     "linear",
@@ -25,7 +27,8 @@ LAYERS = (
     "host_embedding",
     "excluded",
 )
-BLOCKS = ("sequential", "residual", "checkpoint", "own_checkpoint", "skip", "twice")
+UNHEARD = ("sequential", "residual", "skip", "twice")
+BLOCKS = (*UNHEARD, "checkpoint", "own_checkpoint")
 ONE_BY_ONE = (
     "step",
     "evaluate",
@@ -83,6 +86,8 @@ class Setting:
     margin: float = 0.8
     bare: bool = False
     """Backward starts by `loss.backward()` and not by `manager.backward(loss)`."""
+    ways: tuple[str, ...] = ()
+    """In which steps are heard of, one after the other and over again; none: as the manager chooses."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +109,16 @@ class Case:
         return self.precision != "fp32" or self.optimizer == "8-bit"
 
 
-def layers() -> st.SearchStrategy[Layer]:
-    """A layer, or a block of a few."""
+def layers(*, in_turn: bool = False) -> st.SearchStrategy[Layer]:
+    """A layer, or a block of a few; `in_turn`: mostly a block, and of those only some that others hear inside of."""
     leaf = st.builds(Layer, st.sampled_from(LAYERS))
-    inner = st.lists(leaf, min_size=1, max_size=2).map(tuple)
-    return st.one_of(leaf, leaf, st.builds(Layer, st.sampled_from(BLOCKS), inner))
+    inner = st.lists(leaf, min_size=1, max_size=3 if in_turn else 2).map(tuple)
+    block = st.builds(Layer, st.sampled_from(BLOCKS + in_turn * 2 * UNHEARD), inner)
+    return st.one_of(leaf, block if in_turn else leaf, block)
 
 
 def settings() -> st.SearchStrategy[Setting]:
-    """A configuration."""
+    """A configuration in which steps are heard of as the manager chooses."""
     return st.builds(
         Setting,
         chunk_numel=st.sampled_from((5000, 600, 300, 256)),
@@ -127,15 +133,30 @@ def settings() -> st.SearchStrategy[Setting]:
     )
 
 
+def settings_in_turn() -> st.SearchStrategy[Setting]:
+    """A configuration in which hooks come and go: where regions do not need them, and mostly with room."""
+    return st.builds(
+        replace,
+        settings(),
+        ways=st.lists(st.sampled_from(WAYS), min_size=2, max_size=6).map(tuple),
+        room=st.sampled_from((None, 1.0, 2.0, 6.0)),
+        host_share=st.sampled_from((None, None, None, 0.5)),
+        policy=st.sampled_from((None, None, None, "recompute")),
+        margin=st.sampled_from((0.8, 0.8, 0.8, 0.0)),
+    )
+
+
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Any training that the documents do not refuse."""
-    in_backward = draw(st.sampled_from((False, False, False, True)))
+def cases(draw: st.DrawFn, *, in_turn: bool = False) -> Case:
+    """Any training that the documents do not refuse; `in_turn`: its hooks come and go."""
+    in_backward = not in_turn and draw(st.sampled_from((False, False, False, True)))
     kinds = ONE_BY_ONE if in_backward else ONE_BY_ONE + SEVERAL
+    op = st.builds(Op, st.sampled_from(kinds + in_turn * len(kinds) * ("step",)), st.integers(0, 7))
+    setting = settings_in_turn() if in_turn else settings()
     return Case(
-        layers=tuple(draw(st.lists(layers(), min_size=1, max_size=5))),
-        ops=tuple(draw(st.lists(st.builds(Op, st.sampled_from(kinds), st.integers(0, 7)), min_size=1, max_size=8))),
-        settings=(draw(settings()), draw(settings())),
+        layers=tuple(draw(st.lists(layers(in_turn=in_turn), min_size=1, max_size=5))),
+        ops=tuple(draw(st.lists(op, min_size=1, max_size=16 if in_turn else 8))),
+        settings=(draw(setting), draw(setting)),
         optimizer=draw(st.sampled_from(OPTIMIZERS)),
         in_backward=in_backward,
         precision=draw(st.sampled_from(("fp32", "fp32", "bf16"))),

@@ -22,7 +22,9 @@ def check(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
         expected = None if case.own_bits else Loop(case, None).run()
         rooms = Rooms(case, Path(folder), ample=True)
-        for rooms.ample in (True, False):
+        for rooms.ample, rooms.in_turn in ((True, False), (True, True), (False, True)):
+            if rooms.ample and rooms.in_turn and not any(setting.ways for setting in case.settings):
+                continue
             outcome = roomy(case, rooms)
             expected = outcome if expected is None else expected
             assert_equal(outcome, expected)

@@ -17,6 +17,7 @@ from tests.fuzz.cases import Case, Setting
 from tests.fuzz.networks import WIDTH, Leaf, Network, Shared, StopError
 from tests.helpers.any_class import by_name
 from tests.helpers.audit import audit
+from tests.helpers.hearing import Hearing
 from tests.helpers.twins import copied
 from tests.hostile.harness import AMPLE_NBYTES, manager_for
 
@@ -35,6 +36,10 @@ class Rooms:
         self.total = [0, 0]
         self.more = 1.0
         """How much more there is on HOST than its share."""
+        self.in_turn = True
+        """Steps are heard of in the ways of the setting, if it has some. Module by module shows the smallest cap."""
+        self.taken: list[list[str]] = []
+        """By manager: the ways in which steps were heard of."""
 
     def __repr__(self) -> str:
         return "chunkmem with ample room" if self.ample else "chunkmem"
@@ -50,7 +55,10 @@ class Rooms:
             if setting.host_share is not None and self.total[index]:
                 disk = {"path": str(self.folder), "capacity": AMPLE_NBYTES}
                 keys["memory"] = {"host": int(self.more * setting.host_share * self.total[index]), "disk": disk}
-        return manager_for(device_nbytes, seed=None if self.ample else setting.late, keys=tuple(keys.items()))
+        manager = manager_for(device_nbytes, seed=None if self.ample else setting.late, keys=tuple(keys.items()))
+        if setting.ways and self.in_turn:
+            self.taken.append(Hearing(manager, setting.ways).taken)
+        return manager
 
     def _keys(self, setting: Setting) -> dict[str, Any]:
         options = {"overlap_optimizer": setting.overlap, "with_async_move": setting.asynchronous}
@@ -220,12 +228,13 @@ class Loop:
 
     def do_edit_grads(self, pick: int) -> Any:
         loss = self.backward(self.loss())
+        tiles = {id(p) for m in self.model.modules() if isinstance(m, chunkmem.TiledLinear) for p in m.parameters()}
         for param in self.params(pick):
             if param.grad is None:
                 continue
             if pick % 2:
                 param.grad.mul_(0.5)
-            else:
+            elif id(param) not in tiles:  # a checkpoint has one count of updates of all tiles of a weight
                 param.grad = None
         self.update()
         return loss

@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 
-from tests.fuzz.cases import LAYERS, ONE_BY_ONE, SEVERAL, Case, Layer, cases
+from tests.fuzz.cases import LAYERS, ONE_BY_ONE, SEVERAL, Case, Layer, Op, Setting, cases
 from tests.fuzz.check import check
+from tests.fuzz.loop import Loop, Rooms
 from tests.helpers.counted_time import count_time
 from tests.helpers.happens_before import SLOW
+from tests.helpers.hearing import WAYS
 from tests.helpers.twins import cpu_only
 
 pytestmark = cpu_only
 SEED = 20240607
 
 
-def fuzz(num_cases: int, seed: int, *, each: Callable[[Case], None] = check) -> list[Case]:
+def fuzz(num_cases: int, seed: int, *, in_turn: bool = False, each: Callable[[Case], None] = check) -> list[Case]:
     """Check so many cases, and return them; one that fails is shrunk, and named in a note of the error."""
     seen: list[Case] = []
 
@@ -35,7 +38,7 @@ def fuzz(num_cases: int, seed: int, *, each: Callable[[Case], None] = check) -> 
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
-    @given(cases())
+    @given(cases(in_turn=in_turn))
     def run(case: Case) -> None:
         each(case)
         seen.append(case)
@@ -45,16 +48,31 @@ def fuzz(num_cases: int, seed: int, *, each: Callable[[Case], None] = check) -> 
     return seen
 
 
-def test_twenty_trainings() -> None:
-    fuzz(20, SEED)
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_twenty_trainings(in_turn: bool) -> None:
+    fuzz(20, SEED, in_turn=in_turn)
+
+
+def test_hooks_come_and_go(tmp_path: Path) -> None:
+    """A step is recorded, and then each way is taken after each other one."""
+    pairs = [pair for way in WAYS for other in WAYS if way != other for pair in ([way] * 2, [other] * 2)]
+    ways = ("by module", *(way for pair in pairs for way in pair))
+    layers = (Layer("residual", (Layer("linear"), Layer("norm"))), Layer("sequential", (Layer("mlp"),)))
+    setting = Setting(ways=ways)
+    case = Case(layers, (Op("step"),) * (len(ways) - 1), (setting, setting))
+    check(case)
+    rooms = Rooms(case, tmp_path, ample=True)
+    Loop(case, rooms).run()
+    assert rooms.taken == [list(ways)]
 
 
 @pytest.mark.full
-def test_two_hundred_trainings() -> None:
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_two_hundred_trainings(in_turn: bool) -> None:
     """Others each time, and of everything that there is."""
     seed = random.SystemRandom().randrange(2**32)
     try:
-        seen = fuzz(200, seed)
+        seen = fuzz(200, seed, in_turn=in_turn)
     except BaseException as error:
         error.add_note(f"seed {seed}")
         raise
@@ -75,10 +93,15 @@ MUTANTS = {
     "wait for what has been prefetched": "chunkmem.runtime.copy_order.CopyOrder._compute_waits",
     "notice what was written to weights": "chunkmem.runtime.pager.notice_writes",
 }
+IN_TURN = {
+    "put hooks back": "chunkmem.nn.fitted.FittedModules.resume",
+    "bind weights again": "chunkmem.nn.binding.BoundChunk.may_leave",
+}
+"""Found where hooks come and go."""
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", [*MUTANTS, *IN_TURN])
 def test_what_a_runtime_leaves_out_is_found_and_shrunk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[Case] = []
 
@@ -92,9 +115,9 @@ def test_what_a_runtime_leaves_out_is_found_and_shrunk(name: str, monkeypatch: p
     # Which plan is made, and so whether a case fails, would depend on how fast the machine is and on what else it does.
     count_time(monkeypatch)
     monkeypatch.setattr("chunkmem.assembly.speeds.cached_machine", lambda compute, caps, by_form: SLOW)
-    monkeypatch.setattr(MUTANTS[name], nothing)
+    monkeypatch.setattr({**MUTANTS, **IN_TURN}[name], nothing)
     with pytest.raises(AssertionError):
-        fuzz(200, SEED, each=noting)
+        fuzz(200, SEED, in_turn=name in IN_TURN, each=noting)
     shrunk = failed[-1]
     assert len(flat(shrunk.layers)) <= 2, shrunk
-    assert len(shrunk.ops) == 1, shrunk
+    assert len(shrunk.ops) == 1 + (name in IN_TURN), shrunk  # there is a last step; one is recorded, in one they go

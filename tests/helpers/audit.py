@@ -9,6 +9,7 @@ import torch
 from chunkmem import ChunkManager
 from chunkmem.nn.binding import BoundChunk, serves_itself
 from chunkmem.nn.lazy_gradient import LazyGradient
+from chunkmem.nn.parameter_reads import ParameterReads
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.model import Lane
 from chunkmem.plan.simulate import simulate
@@ -25,6 +26,7 @@ from chunkmem.types import ChunkId, Tier
 def audit(manager: ChunkManager) -> None:
     """Assert: no pins, ledgers equal live replicas and stay in their caps, evicted chunks hold nothing, pads are 0."""
     audit_pins(manager)
+    audit_hooks(manager)
     audit_ledgers(manager.runtime.memory.store, log_nbytes=manager.runtime.updater.ahead._log.reserved_nbytes)
     audit_leaving(manager.runtime.memory.pager)
     audit_declared(manager)
@@ -55,6 +57,18 @@ def audit_pins(manager: ChunkManager) -> None:
         pins = {tier: replica.pins for tier, replica in chunk.replicas.items() if replica.pins}
         assert pins == ({Tier.DEVICE: 1} if stays else {}), f"{chunk.label} is pinned"
     assert set(manager.runtime.memory.pager.pinned_nbytes.values()) == {0}
+
+
+def audit_hooks(manager: ChunkManager) -> None:
+    """Assert that all modules are heard of, but those inside of resident models and of blocks heard of as a whole."""
+    hooks, controller = manager.runtime.hooks, manager.runtime.controller
+    is_resident, blocks = controller.residence.is_on, hooks._blocks.values() if controller._blocks.is_on else ()
+    inside = {module for block in blocks for module in block.inside}
+    for module, handles in hooks.fitted._handles.items():
+        heard = [handle.id in (handle.hooks_dict_ref() or {}) for handle in handles]
+        heard += [type(own) is ParameterReads] if isinstance(own := module._parameters, ParameterReads) else []
+        is_heard = module not in inside and (module in hooks._roots or not is_resident)
+        assert set(heard) <= {is_heard}, f"{type(module).__name__}: {heard} where {is_heard} is expected"
 
 
 def audit_declared(manager: ChunkManager) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import chunkmem
 from chunkmem.plan.machine import Machine, disk_links, host_links
 from tests.helpers.excluded import partly_excluded
+from tests.helpers.hearing import WAYS
 from tests.helpers.lanes import adversarial  # the one place where this suite takes lanes from
 from tests.hostile.models import WIDTH, Net
 
@@ -70,6 +71,8 @@ class Axis:
     """Its numbers are not those of plain PyTorch: the small cap is compared with room for all."""
     refusals: str = r"(?!)"
     """What it refuses by name, as its documentation says: found in the message of an error of `chunkmem.errors`."""
+    ways: tuple[str, ...] = ()
+    """In which steps are heard of, one after the other and over again; none: as the manager chooses."""
     not_for: frozenset[str] = frozenset()
     """Scripts that look at what the feature changes, as it should."""
 
@@ -96,6 +99,7 @@ AXES = {
     "any class": Axis(any_class=True, refusals=WHOLE),
     "8-bit states": Axis({"optimizer": {"params": {"states": "8bit"}}}, own_bits=True, refusals=WHOLE),
     "excluded": Axis(excludes=True),
+    "hooks come and go": Axis({"default_chunk_size": 8 * CHUNK_NUMEL}, ways=(*WAYS, *reversed(WAYS))),
 }
 
 

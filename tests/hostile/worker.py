@@ -23,6 +23,7 @@ from typing import IO, Any
 import torch
 
 import chunkmem
+from tests.helpers.hearing import Hearing
 from tests.hostile.harness import AMPLE_NBYTES, AXES, MODES, ORDINARY, SCRIPTS, SEED, Axis, Script, User, manager_for
 from tests.hostile.judge import differences
 from tests.hostile_ranks.harness import short_roll_calls
@@ -157,6 +158,8 @@ def run_axis(script: Script, axis: Axis, expected: Any, folder: str) -> Report:
         if axis.host_share is not None:
             memory |= {"disk": {"path": folder, "capacity": AMPLE_NBYTES}}
         manager = manager_for(sizes[0], seed=seed, keys=(*keys, ("memory", memory)))
+        if axis.ways:
+            Hearing(manager, axis.ways)
         try:
             outcome = _outcome(script, User(manager, bare=not script.is_lowered, axis=axis))
             expected = outcome if expected is None else expected

@@ -95,6 +95,16 @@ def test_two_small_rooms_become_a_large_one() -> None:
     assert ends_at(now, wanted, sizes=sizes, caps={DEVICE: 4, HOST: 4}) == wanted
 
 
+def test_what_goes_round_leaves_its_tier_once() -> None:
+    """Also if it is on its way to the other side: it was freed as it was copied, and freed again."""
+    # DEVICE  g g     to  s t      g has room on HOST once s is on DISK for a while
+    # HOST    s t .       g g .
+    s, t, g = (ChunkId(Role("exp_avg"), n) for n in range(3))
+    now = {(g, DEVICE): True, (s, HOST): True, (t, HOST): True}
+    wanted = {(g, HOST): True, (s, DEVICE): True, (t, DEVICE): True}
+    assert ends_at(now, wanted, sizes={s: 1, t: 1, g: 2}, caps={DEVICE: 2, HOST: 3, Tier.DISK: 1}) == wanted
+
+
 def test_with_one_free_slab_there_always_is_a_way() -> None:
     """Any two places of chunks of one size, contents once or twice, and one slab more than contents: 500 of them."""
     for seed in range(500):

@@ -134,12 +134,24 @@ def test_python_runs_between_units() -> None:
     moments = tuple(replace(m, duration_s=took_s.get(m.kind, m.duration_s)) for m in MOMENTS)
     trace = replace(TRACE, moments=moments)
     timeline = simulate(replace(PLAN, trace_digest=trace.digest), trace)
-    assert trace.between == {1, 3, 6, 9, 11, 13}
+    assert set(trace.between) == {1, 3, 6, 9, 11, 13}
     assert timeline.stall_s > 0
     assert timeline.python_s == 4 * 0.5 + 2 * 0.25
-    assert "Python 2500 ms" in str(timeline)
+    assert timeline.python_by_layer == {"the model": 4 * 0.5, "updates": 2 * 0.25}
+    assert "Python 2500 ms, " in str(timeline)
+    unheard = replace(timeline, python_by_layer=None)
+    assert unheard.python_s is None
+    assert "Python not measured, " in str(unheard)
     nested = (Moment(Kind.HOLD, P0), Moment(Kind.HOLD, P1), Moment(Kind.RELEASE, P1), Moment(Kind.RELEASE, P0))
-    assert Trace(Mode.EVAL, "", {P0: 100, P1: 100}, nested).between == {3}
+    assert Trace(Mode.EVAL, "", {P0: 100, P1: 100}, nested).between == {3: "the model"}
+
+
+def test_python_runs_after_layers() -> None:
+    """Blocks are named, and not what is in them."""
+    labels = ("head forward", "blocks.0.norm forward", "", "blocks.1 backward")
+    moments = [each for label in labels for each in (Moment(Kind.HOLD, P0, label), Moment(Kind.RELEASE, P0))]
+    between = Trace(Mode.EVAL, "", {P0: 100}, tuple(moments)).between
+    assert between == {1: "head", 3: "blocks.0", 5: "blocks.0", 7: "blocks.1"}
 
 
 def test_bytes_in_program_order() -> None:
