@@ -26,7 +26,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 
 from chunkmem.errors import CapacityError, TierIOError
@@ -132,7 +131,7 @@ class RegionActivations(OwnHooks):
         self,
         name: str,
         policy: str,
-        module: nn.Module,
+        module: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         *,

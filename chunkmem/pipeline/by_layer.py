@@ -23,7 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from chunkmem.nn.borders import cast_floats
 from chunkmem.nn.call_state import CallState
 from chunkmem.nn.recompute import recomputed
 from chunkmem.nn.values import Structure
-from chunkmem.pipeline.arguments import Item, LossItem, OfTensors, arguments_of
+from chunkmem.pipeline.arguments import Item, LossItem, arguments_of, call_with
 from chunkmem.pipeline.call_times import CallTimes
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.frozen import FrozenBlocks, FrozenPrefix
@@ -293,14 +293,17 @@ class ByLayerPipeline(Pipeline):
         is_heard = not self._runtime.controller.residence.is_on
         if at < batch.frozen.num or not (is_heard or regions.recomputes(policy, place)):
             return item.run(arguments)
-        structure, tensors = Structure.of(arguments)
-        again = OfTensors(item.again, structure)
+        if is_heard or not all(isinstance(each, torch.Tensor) for each in arguments):
+            structure, tensors = Structure.of(arguments)
+            again: Callable[..., Any] = partial(call_with, item.again, structure)
+        else:
+            again, tensors = item.again, list(arguments)
         if not is_heard:
             with contextmanager(recomputed)(again, tensors, {}, name=item.name, rng=("python", "numpy")):
-                return again.module(*arguments)
+                return item.again(*arguments)
         is_recomputed = regions.enter(item.name, policy, again, tuple(tensors), {}, start=regions.now(), number=place)
         try:
-            return item(*arguments) if is_recomputed and again.module is item else item.run(arguments)
+            return item(*arguments) if is_recomputed and item.again is item else item.run(arguments)
         finally:
             regions.leave()
 
