@@ -48,7 +48,7 @@ class AccessTracker:
         self.graph_references: dict[int, int] = {}
         """By group: references of graphs whose backward will be announced."""
         self.num_calls: Counter[ManagedParameter] = Counter()
-        """Calls since the last step that have read each, and whose backward is to come."""
+        """Calls since the last step that have read each, and whose backward is to come; 0: or that are recomputed."""
         self.num_steps = 0
         """Optimizer steps so far; what was awaited before the last one counts no more."""
         self._addressed: set[int] = set()

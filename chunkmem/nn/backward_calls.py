@@ -48,9 +48,8 @@ class BackwardCall:
         self.nodes = nodes
         self.counter = None if is_hidden else access.num_calls
         """Where it counts as one that is to come. None: it does not, or no longer."""
-        if self.counter is not None:
-            for managed in reads:
-                self.counter[managed] += 1
+        for managed in reads:
+            access.num_calls[managed] += self.counter is not None
         self.module = 0
         """The identity of the module; 0 for an operator."""
         self.region: CallRecord | None = None

@@ -283,6 +283,8 @@ def is_state(value: object) -> TypeGuard[torch.Tensor]:
 
 def copies_of(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Copy tensors; those that share memory share that of their copies."""
+    if not tensors:
+        return {}
     by_memory: dict[int, dict[int, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         memory = storage_id(tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from operator import is_
 from types import CellType
 from typing import Any
 
@@ -83,8 +84,8 @@ def is_same(one: Any, other: Any) -> bool:
     if len(one) != len(other):
         return False
     if isinstance(one, dict):
-        return all(a is b and x is y for (a, x), (b, y) in zip(one.items(), other.items(), strict=True))
-    return all(x is y for x, y in zip(one, other, strict=True))
+        return all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
+    return all(map(is_, one, other))
 
 
 def replaced(content: Any, scratch: Mapping[int, torch.Tensor]) -> Any:

@@ -30,20 +30,31 @@ class RandomStates:
         Raises:
             ConfigError: one of them is none.
         """
-        self._accesses = [_access(source) for source in sources]
-        self._states = [get() for get, _ in self._accesses]
+        accesses = [_access(source) for source in sources]
+        self._states = [(get, put, get()) for get, put in accesses]
+
+    def settle(self) -> None:
+        """The call is over: forget sources that it has not drawn from, as it will not when it is made again."""
+        self._states = [(get, put, state) for get, put, state in self._states if not _is_same(get(), state)]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Within, the sources begin again at these states; afterwards they continue where they are now."""
-        now = [get() for get, _ in self._accesses]
+        now = [(put, get()) for get, put, _ in self._states]
         try:
-            for (_, put), state in zip(self._accesses, self._states, strict=True):
+            for _, put, state in self._states:
                 put(state)
             yield
         finally:
-            for (_, put), state in zip(self._accesses, now, strict=True):
+            for put, state in now:
                 put(state)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Compare two states of Python's generator, or of numpy's global one; others are never the same."""
+    if not isinstance(one, tuple) or not isinstance(one[1], np.ndarray):
+        return isinstance(one, tuple) and one == other
+    return np.array_equal(one[1], other[1]) and one[2:] == other[2:]
 
 
 def _access(source: object) -> _Access:

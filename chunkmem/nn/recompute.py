@@ -91,6 +91,7 @@ def recomputed(
             with first:
                 yield
             state.settle(name, has_copy=has_copy)
+            states.settle()
 
         @contextlib.contextmanager
         def later() -> Iterator[None]:

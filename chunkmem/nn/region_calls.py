@@ -6,8 +6,6 @@ import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-from torch import nn
-
 from chunkmem.nn.saved_storages import SavedStorage
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.trace.model import Region
@@ -51,7 +49,7 @@ class RegionCall:
 
     name: str
     record: CallRecord
-    module: weakref.ref[nn.Module]
+    module: weakref.ref[Callable[..., object]]
     come_to: Callable[[], None] | None = None
     """Over ranks, called before it is recomputed; see `RegionActivations.enter`."""
     storages: dict[int, SavedStorage] = field(default_factory=dict)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from chunkmem.nn.saved_storages import SavedTensor
 from chunkmem.nn.values import storage_id
@@ -23,9 +23,9 @@ class RecomputedInputs:
 
     def __init__(self) -> None:
         """Begin with none."""
-        self._saved: dict[int, list[tuple[weakref.ref[SavedTensor], weakref.ref[nn.Module]]]] = {}
+        self._saved: dict[int, list[tuple[weakref.ref[SavedTensor], weakref.ref[Callable[..., object]]]]] = {}
         """By the identity of a storage, which lives as long as they do: inputs in it, each with the module."""
-        self._written: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._written: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
         self._num_steps = 0
 
     @property
@@ -43,7 +43,7 @@ class RecomputedInputs:
         self._written.update(other._written)
         self._num_steps = other._num_steps
 
-    def add(self, kept: SavedTensor, module: nn.Module) -> None:
+    def add(self, kept: SavedTensor, module: Callable[..., object]) -> None:
         """A call of a module that is recomputed has saved an input."""
         memory = storage_id(kept.tensor)
         if memory is None:

@@ -26,7 +26,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 
 from chunkmem.errors import CapacityError, TierIOError
@@ -122,13 +121,17 @@ class RegionActivations(OwnHooks):
         """Have the chunks of a training step of an earlier run; see `RegionChunks.adopt`."""
         self._chunks.adopt(trace, self.policies)
 
+    def recomputes(self, policy: str, number: int) -> bool:
+        """Tell whether a call of a step is recomputed in backward."""
+        return torch.is_grad_enabled() and ACTIVATION_POLICIES[policy].recomputes_call(number, self._kept)
+
     # Forward.
 
     def enter(
         self,
         name: str,
         policy: str,
-        module: nn.Module,
+        module: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         *,
@@ -158,9 +161,7 @@ class RegionActivations(OwnHooks):
         if any(isinstance(value, Iterator) for value in (*args, *kwargs.values())):
             return False  # the call uses it up, and could not be made again
         number = len(self.records) if number is None else number
-        policy_now = ACTIVATION_POLICIES[policy]
-        is_recomputed = policy_now.recomputes_call(number, self._kept)
-        record = CallRecord(name, policy_now, number, is_recomputed, [start])
+        record = CallRecord(name, ACTIVATION_POLICIES[policy], number, self.recomputes(policy, number), [start])
         self.records.append(record)
         self._open = RegionCall(name, record, weakref.ref(module), come_to, handled=sys.exception())
         torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)

@@ -25,16 +25,9 @@ def arguments_of(value: Any) -> tuple[Any, ...]:
     return value if type(value) is tuple else (value,)
 
 
-class OfTensors(nn.Module):
-    """Calls a module, given all tensors in its arguments in place of those."""
-
-    def __init__(self, module: nn.Module, arguments: Structure) -> None:
-        super().__init__()
-        self.module = module
-        self._arguments = arguments
-
-    def forward(self, *tensors: torch.Tensor) -> Any:
-        return self.module(*self._arguments.filled(tensors))
+def call_with(module: nn.Module, arguments: Structure, *tensors: torch.Tensor) -> Any:
+    """Call a module, given all tensors in its arguments in place of those."""
+    return module(*arguments.filled(tensors))
 
 
 class Given:

@@ -9,6 +9,11 @@ the weights of a block come to the device twice a step, and its gradient leaves 
 Gradients are those of a loop that runs all forwards and then all backwards in reverse, bit for bit. A weight that two
 blocks share gets those of the later block first.
 
+Where a plan moves nothing, the order of blocks does not matter: steps are the plain loop, and nobody hears of calls
+(`chunkmem.nn.hooks`, [Note: Resident models]). Nothing is parked, and no graph is cut. What autograd saves is no chunk
+then, so there has to be room for activations twice, and a batch with other shapes than those that were heard of runs by
+layer. So do blocks that share a weight, for the order of its gradients.
+
 Decided in ADR 35.
 """
 
@@ -16,7 +21,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -24,10 +31,13 @@ from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.errors import ConfigError, LayoutError, StateError
+from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.borders import cast_floats
 from chunkmem.nn.call_state import CallState
+from chunkmem.nn.recompute import recomputed
 from chunkmem.nn.values import Structure
-from chunkmem.pipeline.arguments import Item, LossItem, OfTensors, arguments_of
+from chunkmem.pipeline.arguments import Item, LossItem, arguments_of, call_with
+from chunkmem.pipeline.call_times import CallTimes
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.frozen import FrozenBlocks, FrozenPrefix
 from chunkmem.pipeline.micro_batches import MicroBatch, split
@@ -82,6 +92,8 @@ class ByLayerPipeline(Pipeline):
         self._prefix = FrozenPrefix(chain, options.cache, units=runtime.sharding.units)
         self._outermost: dict[int, _Outermost] = {}
         """By the first block that runs: the outermost module of such steps, which are a kind of step of their own."""
+        self._heard = set[Hashable]()
+        """Forms of the micro-batches of steps that were heard of; none where blocks share a weight."""
         self._is_running = False
         self._random = RandomStreams(runtime.memory.compute.generators())
 
@@ -144,11 +156,16 @@ class ByLayerPipeline(Pipeline):
         return loss
 
     def _root(self, batch: _Batch) -> _Outermost:
-        start = batch.frozen.start
+        start, residence = batch.frozen.start, self._runtime.controller.residence
         if start not in self._outermost:
             self._outermost[start] = _Outermost()
-            self._runtime.memory.pager.events.hears_inside.append(lambda: True)
+            self._runtime.memory.pager.events.hears_inside.append(lambda: residence.pipeline is None)
             self._runtime.hooks.fit_outermost(self._outermost[start])
+        is_timed = type(self.times) is not CallTimes
+        if self._prefix.cache is None and not is_timed and tuple(self._forms(batch)) in self._heard:
+            residence.pipeline = self._outermost[start]
+        else:
+            residence.leave()
         return self._outermost[start]
 
     def _drop(self, batch: _Batch) -> None:
@@ -159,6 +176,15 @@ class ByLayerPipeline(Pipeline):
     # Forward.
 
     def _forward(self, batch: _Batch) -> torch.Tensor:
+        residence = self._runtime.controller.residence
+        residence.pipeline = None
+        if residence.is_on:
+            self._forward_unheard(batch)
+        else:
+            self._forward_heard(batch)
+        return reduce(torch.add, [output.tensor for output in batch.outputs[len(self._items) - 1].values()])
+
+    def _forward_heard(self, batch: _Batch) -> None:
         self._read_cached(batch)
         forms = self._forms(batch)
         streams = self._random.begin(forms)
@@ -172,11 +198,19 @@ class ByLayerPipeline(Pipeline):
             if wrong is not None:
                 self._random.forget(forms)
                 raise _drawn_otherwise(wrong, changed=["a block"] if before is None else before.put_back())
-        losses = [output.tensor for output in batch.outputs[len(self._items) - 1].values()]
-        loss = losses[0].clone()
-        for each in losses[1:]:
-            loss += each
-        return loss
+        self._heard.add(tuple(forms))
+
+    def _forward_unheard(self, batch: _Batch) -> None:
+        for number, part in enumerate(batch.parts):
+            value = self._inputs(part)
+            with self._statistics.micro_batch(number):
+                for at in range(len(self._items)):
+                    value = self._run(batch, at, number, value)
+            parked, name = self._runtime.modules.parked, self._items[at].name
+            batch.outputs[at][number] = BlockOutput(value, parked, name=name, calls=Counter())
+
+    def _inputs(self, part: MicroBatch) -> Any:
+        return cast_floats(part.inputs, self._runtime.dtype) if self._runtime.is_lowered else part.inputs
 
     def _noted(self) -> CallState | None:
         """Write down what forward may change, to be put back if it has to be repeated; None: that cannot be done."""
@@ -237,21 +271,13 @@ class ByLayerPipeline(Pipeline):
         """Run a block for a micro-batch. When it is over, only autograd has what it was given."""
         part = batch.parts[number]
         given = batch.outputs[at - 1][number] if at else None
-        if given is not None:
-            value = given.value()
-        else:
-            value = cast_floats(part.inputs, self._runtime.dtype) if self._runtime.is_lowered else part.inputs
-        arguments = (value, part.target, part.divisor) if at == len(self._items) - 1 else arguments_of(value)
-        del value
+        value = self._inputs(part) if given is None else given.value()
         item, frozen, modules = self._items[at], batch.frozen, self._runtime.modules
         # Backward comes to this call alone, whatever other micro-batches have read: it is over when gradients land.
         modules.access.num_calls = Counter()
-        with self._statistics.micro_batch(number), frozen.running(at, arguments), self.times.forward(item.own):
-            if at < frozen.num:
-                result = item.run(arguments)
-            else:
-                policy, place = self._options.policy(part), at * self._options.micro_batches + number
-                result = self._run(item, policy, arguments, number=place)
+        with self._statistics.micro_batch(number), frozen.running(at, value), self.times.forward(item.own):
+            result = self._run(batch, at, number, value)
+        del value
         if at == frozen.num - 1:
             frozen.keep(number, result, name=item.name)
         self.times.returned(item.module, result)
@@ -259,19 +285,32 @@ class ByLayerPipeline(Pipeline):
         if given is not None:
             given.end_call()
 
-    def _run(self, item: Item, policy: str, arguments: tuple[Any, ...], *, number: int) -> Any:
-        regions = self._runtime.modules.regions
-        structure, tensors = Structure.of(arguments)
-        again = OfTensors(item.again, structure)
-        is_recomputed = regions.enter(item.name, policy, again, tuple(tensors), {}, start=regions.now(), number=number)
+    def _run(self, batch: _Batch, at: int, number: int, value: Any) -> Any:
+        """Run a block for a micro-batch, given a value; what it saves is a region's, if the call is heard of."""
+        item, part, regions = self._items[at], batch.parts[number], self._runtime.modules.regions
+        arguments = arguments_of(value if at < len(self._items) - 1 else (value, part.target, part.divisor))
+        policy, place = self._options.policy(part), at * self._options.micro_batches + number
+        is_heard = not self._runtime.controller.residence.is_on
+        if at < batch.frozen.num or not (is_heard or regions.recomputes(policy, place)):
+            return item.run(arguments)
+        if is_heard or not all(isinstance(each, torch.Tensor) for each in arguments):
+            structure, tensors = Structure.of(arguments)
+            again: Callable[..., Any] = partial(call_with, item.again, structure)
+        else:
+            again, tensors = item.again, list(arguments)
+        if not is_heard:
+            with contextmanager(recomputed)(again, tensors, {}, name=item.name, rng=("python", "numpy")):
+                return item.again(*arguments)
+        is_recomputed = regions.enter(item.name, policy, again, tuple(tensors), {}, start=regions.now(), number=place)
         try:
-            return item(*arguments) if is_recomputed and again.module is item else item.run(arguments)
+            return item(*arguments) if is_recomputed and item.again is item else item.run(arguments)
         finally:
             regions.leave()
 
     def _backward(self, batch: _Batch) -> None:
         """Run the backward of each block for all micro-batches, the last one first."""
         access, scaler = self._runtime.modules.access, self._runtime.scaler
+        readers = dict[ManagedParameter, int]()
         for output in batch.outputs[len(self._items) - 1].values():
             output.begin_backward(1.0 if scaler is None else scaler.loss_scale)
         for at in reversed(range(len(self._items))):
@@ -285,6 +324,8 @@ class ByLayerPipeline(Pipeline):
                 access.num_calls = output.calls
                 with self.times.backward([self._items[at].own]):
                     output.backward(given)
+                if any(readers.setdefault(managed, at) != at for managed in output.calls):
+                    self._heard.clear()
                 if given is not None:
                     given.park_gradients()
 

@@ -25,7 +25,7 @@ from chunkmem.sizes import format_nbytes
 from chunkmem.steps.plan_log import log_planning
 from chunkmem.steps.planning import StepPlanner
 from chunkmem.trace.model import Mode, Trace
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import ChunkId, Tier
 
 _MAX_REFINEMENTS = 3
 _CLOSE = 0.05
@@ -144,7 +144,7 @@ class CachedPlan:
     def fits(self, chunks: Mapping[ChunkId, Chunk]) -> bool:
         """Tell whether steps like this one move none of all these chunks, which are on DEVICE.
 
-        There would be room for gradients twice: in their chunks, and as autograd makes them.
+        There would be room for gradients and activations twice: in their chunks, and as autograd makes them.
         """
         plan, trace = self.plan, self.trace
         if plan is None or trace is None or self.has_moved or not plan.moves_nothing:
@@ -154,7 +154,7 @@ class CachedPlan:
             return False
         machine = self.machine()
         needed_nbytes = sum(chunk.nbytes for chunk in staying)
-        needed_nbytes += 2 * sum(chunk.nbytes for key, chunk in chunks.items() if key.role is Role.GRAD)
+        needed_nbytes += 2 * sum(chunk.nbytes for key, chunk in chunks.items() if key.role.kind.is_of_step)
         if machine.charges_non_model:
             needed_nbytes += max(moment.non_model_peak_nbytes for moment in trace.moments)
         return needed_nbytes <= machine.device_nbytes

@@ -93,7 +93,7 @@ class StepController:
         """Training steps are like those to come."""
         self._regions = regions
         self.residence = Residence(pager, is_model=is_model)
-        self._blocks = BlockSteps(pager.events, machine=machine)
+        self._blocks = BlockSteps(pager.events, machine=machine, is_model=is_model)
         self._iteration_end = IterationEnd(pending=self._pending, num_backwards=num_backwards, is_lone=is_lone)
         self.timelines = LastTimelines(tiers, pager.store)
         events = pager.events

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from torch import nn
+
 from chunkmem.errors import CapacityError
 from chunkmem.plan.machine import Machine
 from chunkmem.runtime.pager import Pager
@@ -33,6 +35,8 @@ class Residence:
         self._is_model = is_model
         self.is_on = False
         """All chunks stay, and calls inside of models are not heard of."""
+        self.pipeline: nn.Module | None = None
+        """What a pipeline is about to call as a model, of which nobody need hear."""
         self._kinds: set[CachedPlan] = set()
         """Kinds of steps that were found to move nothing since `leave`."""
 
@@ -40,7 +44,9 @@ class Residence:
         """Return what a step is like that begins now, if it need not be heard of; `entry` is what it would follow."""
         found = entry if entry is not None and entry.is_timed else kinds.needless(key)
         snapshot = self._pager.store.snapshot
-        if found is None or not self._is_model(key.root) or (snapshot is not None and not snapshot.is_over):
+        if found is None or (snapshot is not None and not snapshot.is_over):
+            return None
+        if key.root != id(self.pipeline) and not self._is_model(key.root):
             return None
         if any(hears() for hears in self._pager.events.hears_inside):
             return None
@@ -72,8 +78,9 @@ class Residence:
 class BlockSteps:
     """Decides whether the step that begins hears of blocks as a whole, and tells who has to know."""
 
-    def __init__(self, events: StepEvents, *, machine: Callable[[], Machine]) -> None:
+    def __init__(self, events: StepEvents, *, machine: Callable[[], Machine], is_model: Callable[[int], bool]) -> None:
         """Begin with steps that hear of each module; `machine` returns what plans are made for."""
+        self._is_model = is_model
         self._events = events
         self._machine = machine
         self._heard: Key | None = None
@@ -106,7 +113,7 @@ class BlockSteps:
 
         It is not where all chunks stay on DEVICE from step to step: nothing is heard of those steps in the end.
         """
-        if key in kinds.by_block or trace.by_block or not self._may:
+        if key in kinds.by_block or trace.by_block or not self._may or not self._is_model(key.root):
             return
         machine = self._machine()
         is_needed = self._is_used or not stays(trace, machine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.calls.run import count, managed, plain
+from benchmarks.calls.run import NUM_LEAVES, PIPELINED, accumulating, count, managed, pipelined, plain
 from tests.helpers.preloaded import WORK_IN_TRAINING
 from tests.helpers.twins import cpu_only
 
@@ -19,3 +19,10 @@ def test_a_step_takes_few_calls_more_than_plain_pytorch(
     monkeypatch.setattr("chunkmem.steps.planning.WORK_A_STEP", WORK_IN_TRAINING)  # plans are final in time
     ours = count(lambda num_blocks: managed(num_blocks, share=share), BLOCKS)
     assert ours - count(plain, BLOCKS) <= most
+
+
+@cpu_only
+@pytest.mark.parametrize(("checkpoint", "most"), [("never", 95), ("always", 930)])
+def test_a_block_in_a_pipeline_takes_few_calls_more_than_plain_pytorch(checkpoint: str, most: int) -> None:
+    ours = count(lambda _: pipelined(checkpoint), PIPELINED) - count(lambda _: accumulating(), PIPELINED)
+    assert ours * NUM_LEAVES / PIPELINED <= most

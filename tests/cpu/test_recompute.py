@@ -7,7 +7,7 @@ import functools
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import chunkmem
 from chunkmem.errors import ConfigError, StateError
+from chunkmem.nn.random_sources import RandomStates
 
 Run = Callable[..., Any]
 
@@ -535,3 +536,21 @@ def test_arguments_that_are_one_tensor_are_one_again() -> None:
     call(x, (x, x.detach()), last=x).backward()
     assert torch.equal(recomputed, x.grad)
     assert same == [True] * 2  # the second run leaves no trace
+
+
+@pytest.mark.parametrize("source", ["python", "numpy"])
+def test_sources_that_a_call_has_not_drawn_from_are_left_alone(source: Literal["python", "numpy"]) -> None:
+    """Their states are long, and are set for nothing."""
+    draw, seed = (random.random, random.seed) if source == "python" else (np.random.random, np.random.seed)
+    seed(3)
+    expected = [draw() for _ in range(2)]
+    seed(3)
+    silent, drawing = RandomStates((source,)), RandomStates((source,))
+    silent.settle()
+    first = draw()
+    drawing.settle()
+    with silent.restored():
+        second = draw()
+    assert [first, second] == expected
+    with drawing.restored():
+        assert draw() == first
