@@ -324,8 +324,8 @@ class ShardStore:
         pairs = [self.nbytes(one | other) + self.nbytes(one) for one, other in pairwise(lists)]
         in_use = max(pairs, default=0) + self.nbytes(always)
         limits = [pool.ledger.limit_nbytes for pool in self._store.pools.values()]
-        kept = [chunk for chunk in self._store.chunks.values() if not chunk.id.role.kind.is_of_call]
-        owned_nbytes = sum(chunk.nbytes for chunk in kept if self.owns(chunk.id.group))
+        packed = [c for c in self._store.chunks.values() if c.id.group >= 0 and not c.id.role.kind.is_of_call]
+        owned_nbytes = sum(chunk.nbytes for chunk in packed if self.owns(chunk.id.group))
         return self._fits(in_use) and in_use + owned_nbytes + self._largest_nbytes() <= sum(limits)
 
     def spare_nbytes(self) -> int:
