@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chunkmem.cli.answer import CommandResult
+from chunkmem.cli.answer import CommandResult, counted
 from chunkmem.cli.machine import add_size, add_speed, add_training_arguments, count, parse_speed
 from chunkmem.errors import CapacityError, ConfigError, LayoutError
 from chunkmem.estimate.hardware import HARDWARE, Hardware
@@ -29,6 +29,7 @@ the smallest change that makes it fit, and how long a step will take.
   chunkmem estimate path/to/config.json --hardware h200 --checkpointing
   chunkmem estimate mypackage.train:make --device 8GiB --activations auto --optimizer muon
   chunkmem estimate gpt:70b --precision bf16 --checkpointing --device 72GiB --host 128GiB --disk 1TiB --disk-speed 6GB/s
+  chunkmem estimate gpt:70b --precision bf16 --checkpointing --world 128 --nnodes 16 --nics 4 --nic-speed 100Gb/s
   chunkmem estimate gpt:7b --stages 4 --micro-batches 16 --batch 32 --precision bf16
   chunkmem estimate gpt --largest --device 24GiB --host 120GiB --precision bf16 --checkpointing
 
@@ -81,7 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hardware", choices=[*HARDWARE], default="h100", help="whose speeds to assume (default: h100)")
     add_speed(parser, "--link", help="bytes a second between HOST and DEVICE, each way, such as 25GB/s")
     add_speed(parser, "--host-memory", help="bytes a second of HOST's memory, such as 100GB/s")
-    add_speed(parser, "--network", help="bytes a second between ranks, for each of them, such as 50GB/s")
+    add("--nnodes", type=count, metavar="N", help="machines that the ranks are on (default: of 8; gh200: 4, gb200: 72)")
+    add("--nics", type=count, metavar="K", help="network cards of a machine (default: those usual for --hardware)")
+    add_speed(parser, "--nic-speed", help="of a network card, such as 400Gb/s (default: that usual for --hardware)")
+    add_speed(parser, "--network", help="instead: busbw of nccl-tests, in bytes a second, such as 50GB/s")
     add("--tflops", type=_positive, metavar="X", help="10^12 operations a second that large matrix products reach")
 
 
@@ -173,16 +177,27 @@ def _question(options: argparse.Namespace) -> Question:
 
 def _hardware(options: argparse.Namespace) -> Hardware:
     """Return the hardware that was named, with what is said of it instead."""
-    hardware, said = HARDWARE[options.hardware], dict[str, Any]()
-    if options.link is not None:
+    hardware, num_ranks = HARDWARE[options.hardware], options.stages or options.world
+    given = {"host_memory_Bps": options.host_memory, "nics": options.nics, "nic_Bps": options.nic_speed}
+    said: dict[str, Any] = {name: value for name, value in given.items() if value}
+    if options.nnodes:
+        if options.network:
+            raise ConfigError("--network is the speed of all ranks, over however many --nnodes; leave one of them out")
+        said["ranks_a_machine"], rest = divmod(num_ranks, options.nnodes)
+        if rest:
+            raise ConfigError(
+                f"{counted(num_ranks, 'rank')} (--world or --stages) on {counted(options.nnodes, 'machine')} "
+                f"(--nnodes): each has equally many; give a multiple, such as {num_ranks - rest + options.nnodes} ranks"
+            )
+    elif options.nics or options.nic_speed:
+        raise ConfigError("--nics and --nic-speed are about the network between machines; give --nnodes, too")
+    if options.network:
+        said |= {"peer_Bps": options.network, "ranks_a_machine": num_ranks}
+    if options.link:
         said |= {"link_Bps": options.link, "duplex_Bps": options.link * hardware.duplex_Bps / hardware.link_Bps}
-    if options.host_memory is not None:
-        said["host_memory_Bps"] = options.host_memory
-    if options.network is not None:
-        said["peer_Bps"] = said["network_Bps"] = options.network
-    if options.tflops is not None:
+    if options.tflops:
         said["flop_per_s"] = said["fp32_flop_per_s"] = 1e12 * options.tflops
-    if options.disk_speed is not None:
+    if options.disk_speed:
         if options.disk is None:
             raise ConfigError("--disk-speed is about DISK; give --disk, too")
         said["disk_read_Bps"], said["disk_write_Bps"] = options.disk_speed

@@ -74,16 +74,14 @@ def yes(
     question: Question, rehearsal: Rehearsal, other_nbytes: int | None, need: DeviceNeed, finding: Finding
 ) -> CommandResult:
     """Say that it fits, and what a step takes; `other_nbytes`: activations with checkpointing, or without."""
-    from chunkmem.estimate.question import step_range
-
     peaks = {tier: finding.timeline.peak_nbytes.get(tier, 0) for tier in (Tier.DEVICE, Tier.HOST)}
     peaks[Tier.HOST] += finding.on_host_nbytes
     with_activations = max(
         chunks + moment.non_model_peak_nbytes
         for chunks, moment in zip(finding.timeline.device_nbytes, finding.trace.moments, strict=True)
     )
-    step, updated = step_range(question, finding), Counter(finding.plan.update_tiers.values())
-    data = _subject(question, rehearsal, other_nbytes, need) | time_data(question, rehearsal, finding, step) | {
+    updated = Counter(finding.plan.update_tiers.values())
+    data = _subject(question, rehearsal, other_nbytes, need) | time_data(question, rehearsal, finding) | {
         "fits": True,
         "limit": None,
         "planned": True,
@@ -109,7 +107,7 @@ def yes(
         f"HOST at {format_nbytes(peaks[Tier.HOST])}{host_cap}{disk}",
         _least(need),
         *_beyond(question),
-        *time_lines(question, rehearsal, finding, step),
+        *time_lines(question, finding, data),
         *disk_lines(data["disk"]),
     ]
     if question.world > 1:
@@ -201,7 +199,8 @@ def no(
     return CommandResult(data, "\n".join([_subject_text(question, rehearsal, other_nbytes), "", *lines]), fits=False)
 
 
-_ASSUMED = ("link_Bps", "eager_share", "duplex_Bps", "host_memory_Bps", "memory_Bps", "disk_read_Bps", "disk_write_Bps")
+_ASSUMED = ("link_Bps", "eager_share", "duplex_Bps", "host_memory_Bps", "memory_Bps", "disk_read_Bps", "disk_write_Bps",
+            "ranks_a_machine", "nics", "nic_Bps")  # fmt: skip
 """Of the hardware, what an answer names."""
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from chunkmem.cli.answer import counted
+from chunkmem.estimate.hardware import BUILD_Bps, PIN_Bps
 from chunkmem.plan.model import Lane
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import Tier
@@ -14,45 +16,45 @@ _DISK_SHARE = 0.5
 """Of a step that the disk reads or writes: from there on it is what the step waits for."""
 
 if TYPE_CHECKING:
-    from chunkmem.estimate.question import Finding, Question, StepRange
+    from chunkmem.estimate.question import Finding, Question
     from chunkmem.estimate.rehearse import Rehearsal
 
 
-def time_data(question: Question, rehearsal: Rehearsal, finding: Finding, step: StepRange) -> dict[str, Any]:
+def time_data(question: Question, rehearsal: Rehearsal, finding: Finding) -> dict[str, Any]:
     """Return what ``--json`` prints about time."""
-    bounds, tokens = finding.lower_bounds, rehearsal.tokens
-    start_up = question.hardware.start_up(num_params=rehearsal.num_params, host_nbytes=_pinned_nbytes(finding))
+    from chunkmem.estimate.question import step_range
+
+    step, bounds, tokens = step_range(question, finding), finding.lower_bounds, rehearsal.tokens
     return {
         "step_s": step.typical_s,
         "step_range_s": [step.fastest_s, step.slowest_s],
         "tokens_per_s": tokens / step.typical_s if tokens and step.typical_s else None,
         "stall_s": finding.timeline.stall_s,
-        "start_up": asdict(start_up),
+        "start_up": {"build_s": 4 * rehearsal.num_params / BUILD_Bps, "pin_s": _pinned_nbytes(finding) / PIN_Bps},
         "lower_bounds": asdict(bounds) | {"binding": bounds.binding},
     }
 
 
-def time_lines(question: Question, rehearsal: Rehearsal, finding: Finding, step: StepRange) -> Iterator[str]:
-    """Yield what is printed otherwise."""
-    bounds, tokens = finding.lower_bounds, rehearsal.tokens
+def time_lines(question: Question, finding: Finding, said: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is printed otherwise; `said`: the data of the answer."""
+    bounds, tokens, (fastest_s, slowest_s) = finding.lower_bounds, said["tokens"], said["step_range_s"]
     speed = ""
-    if tokens and step.fastest_s:
+    if tokens and fastest_s:
         speed = (
-            f": {_rounded(tokens / step.typical_s)} tokens/s a rank "
-            f"({_rounded(tokens / step.slowest_s)} to {_rounded(tokens / step.fastest_s)})"
+            f": {_rounded(said['tokens_per_s'])} tokens/s a rank "
+            f"({_rounded(tokens / slowest_s)} to {_rounded(tokens / fastest_s)})"
         )
-    yield f"a step takes about {step.typical_s:.2g} s ({step.fastest_s:.2g} to {step.slowest_s:.2g} s){speed}"
-    if finding.timeline.stall_s > 0.01 * step.typical_s:
-        yield f"of that, computing waits {finding.timeline.stall_s:.2g} s for copies"
+    yield f"a step takes about {said['step_s']:.2g} s ({fastest_s:.2g} to {slowest_s:.2g} s){speed}"
+    if said["stall_s"] > 0.01 * said["step_s"]:
+        yield f"of that, computing waits {said['stall_s']:.2g} s for copies"
     is_there = {"network": question.world > 1, "disk": question.disk_nbytes > 0}
     shown = (f"{name} {seconds:.3g} s" for name, seconds in bounds.seconds.items() if is_there.get(name, True))
     yield f"lower bounds at the speeds above: {', '.join(shown)}; {bounds.binding} binds"
-    pinned_nbytes = _pinned_nbytes(finding)
-    start_up = question.hardware.start_up(num_params=rehearsal.num_params, host_nbytes=pinned_nbytes)
-    if start_up.build_s + start_up.pin_s > 1:
+    build_s, pin_s = said["start_up"].values()
+    if build_s + pin_s > 1:
         yield (
-            f"before the first step: about {_time(start_up.build_s)} to draw initial weights in fp32, and "
-            f"{_time(start_up.pin_s)} to touch and pin {format_nbytes(pinned_nbytes)} of HOST"
+            f"before the first step: about {_time(build_s)} to draw initial weights in fp32, and {_time(pin_s)} to "
+            f"touch and pin {format_nbytes(_pinned_nbytes(finding))} of HOST"
         )
 
 
@@ -109,7 +111,13 @@ def assumption_lines(question: Question) -> Iterator[str]:
             f"; disk {hardware.disk_read_Bps / 1e9:.2g} GB/s reading, {hardware.disk_write_Bps / 1e9:.2g} writing"
         )
     if question.world > 1:
-        assumed += f"; network {hardware.exchange_Bps(question.world) / 1e9:.0f} GB/s a rank"
+        assumed += f"; network {hardware.exchange_Bps(question.world) / 1e9:.3g} GB/s a rank"
+    if question.world > hardware.ranks_a_machine:
+        assumed += (
+            f", over {-(-question.world // hardware.ranks_a_machine)} machines of "
+            f"{counted(hardware.ranks_a_machine, 'rank')} and {counted(hardware.nics, 'NIC')} of "
+            f"{hardware.nic_Bps / 1.25e8:.3g} Gb/s (--nnodes, --nics, --nic-speed)"
+        )
     yield assumed
     if not is_elementwise(question.optimizer):
         yield f"an update takes as long as its bytes: the arithmetic of {question.optimizer} is not counted"

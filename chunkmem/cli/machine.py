@@ -109,8 +109,13 @@ def count(text: str) -> int:
 
 
 def parse_speed(option: str, text: str) -> float:
-    """Return the bytes a second that an option gives: ``25GB`` or ``25GB/s``. Raises what `parse_size` does."""
-    return float(parse_size(option, text.removesuffix("/s")))
+    """Return the bytes a second that an option gives: ``25GB``, ``25GB/s``, or in bits ``400Gb/s``, ``400Gbps``.
+
+    Raises:
+        ConfigError: it is neither; names the option.
+    """
+    size = text.removesuffix("/s").removesuffix("ps")
+    return parse_size(option, f"{size[:-1]}B") / 8 if size.endswith("b") else float(parse_size(option, size))
 
 
 def load_machine(path: Path) -> Machine:

@@ -68,7 +68,7 @@ def pipeline_answer(
     num_micro_batches = -(-question.batch // size)  # as `tensor.chunk`, which may give fewer
     machine = PipelineMachine(
         num_devices,
-        send_Bps=hardware.exchange_Bps(num_devices),
+        send_Bps=hardware.send_Bps(num_devices),
         fetch_Bps=hardware.link_Bps,
         kept_nbytes=max(0, question.device_nbytes - rehearsal.activation_nbytes // num_devices),
         cap_nbytes=cap_nbytes,

@@ -207,10 +207,12 @@ def _more_ranks(question: Question, rehearse: Rehearse) -> Iterator[Question]:
     """Find the fewest ranks, each with the same batch; a batch that is too large for one stays too large.
 
     They are looked for with the chunks of one rehearsal, and those found are tried with chunks of their own.
+    They are spread evenly over as many machines as before.
     """
+    nnodes = -(-question.world // question.hardware.ranks_a_machine)
 
     def over(world: int) -> Question:
-        return replace(question, world=world)
+        return replace(question, world=-(-world // nnodes) * nnodes)
 
     def has_room(world: int) -> bool:
         return fits(over(world), rehearsal)

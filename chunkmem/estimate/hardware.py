@@ -6,6 +6,18 @@ of rented machines with 16 or so cores for each accelerator; DISK is one NVMe dr
 cache is full. `SLOWER` and `FASTER` are how far other machines are off. For other cards the share is a guess between
 those two. On GH200 and GB200 the link is NVLink-C2C, of which copies reach two thirds, and HOST is Grace's LPDDR5X; the
 two accelerators of a GB200 share both.
+
+[Note: Two levels of network]
+NCCL's rings over all ranks enter and leave each machine once, and there are enough of them to use all of its NICs. So
+an all-gather or reduce-scatter of S bytes over W ranks takes
+
+    t = S (W - 1) / (W B),    B = min(rank to rank within a machine, _NIC_SHARE x NICs x line rate, ranks x PCIe link)
+
+where B is the bus bandwidth, `busbw` of nccl-tests, and the last two are of a machine, where there are several. Latency
+is left out.
+
+Sources: NVIDIA/nccl-tests, doc/PERFORMANCE.md (t and B); its issue 290, where maintainers expect 46 to 48 GB/s of a NIC
+of 400 Gb/s; its issue 232, where one H100 with four such NICs reaches 50 GB/s, as much as its own link.
 """
 
 from __future__ import annotations
@@ -14,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from chunkmem.plan.machine import Machine, disk_links, host_links
 from chunkmem.types import UpdateForm
@@ -49,22 +61,15 @@ _UPDATES = MappingProxyType(
 )
 _LATENCY_S = 10e-6
 _DISK_LATENCY_S = 1e-4
-_RANKS_A_MACHINE = 8
+_NIC_SHARE = 0.92
+"""Of the line rate of a NIC: what rings reach."""
 _MATMUL_SHARE = 0.6
 """Of the dense peak: what large matrix products reach."""
 _CONTEXT_NBYTES, _GAPS_SHARE = 1 << 29, 0.05
 """CUDA's context, and the share of the rest that is lost between the blocks of torch's allocator."""
-_BUILD_Bps, _PIN_Bps = 0.5e9, 3e9
-"""Random initial values, which one thread draws; first touch and registration of HOST's pinned memory."""
-
-
-@dataclass(frozen=True)
-class StartUp:
-    """Times before the first step."""
-
-    build_s: float
-    """Drawing the initial weights."""
-    pin_s: float
+BUILD_Bps, PIN_Bps = 0.5e9, 3e9
+"""Before the first step: random initial values, which one thread draws; first touch and registration of HOST's pinned
+memory."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +90,18 @@ class Hardware:
     host_memory_Bps: float
     peer_Bps: float
     """Between ranks of one machine, for each of them."""
+    nic_Bps: float
+    """Line rate of one network card."""
     num_cores: int = 14
     """That update on HOST, for each accelerator."""
     eager_share: float = 0.75
     """Of the speed of its operators one by one: what an eager step reaches, with launches, casts, small operators."""
     workspace_nbytes: int = 8 << 20
     """What cuBLAS takes of the accelerator's memory."""
-    network_Bps: float = 25e9
-    """Between ranks of several machines, for each of them."""
+    ranks_a_machine: int = 8
+    """Those that reach each other at `peer_Bps`."""
+    nics: int = 8
+    """Of a machine, for traffic between accelerators alone."""
     disk_read_Bps: float = 6e9
     """Of a rank's own file on an NVMe drive."""
     disk_write_Bps: float = 4e9
@@ -100,8 +109,14 @@ class Hardware:
     """False: DEVICE is a part of RAM, whose cap covers chunks alone, and chunks are exchanged point to point."""
 
     def exchange_Bps(self, world: int) -> float:
-        """Return the speed of exchanges between `world` ranks; up to 8 are taken to be in one machine."""
-        return self.peer_Bps if world <= _RANKS_A_MACHINE else min(self.peer_Bps, self.network_Bps)
+        """Return the bus bandwidth of exchanges between `world` ranks: see [Note: Two levels of network]."""
+        if world <= self.ranks_a_machine:
+            return self.peer_Bps
+        return min(self.peer_Bps, _NIC_SHARE * self.nics * self.nic_Bps, self.ranks_a_machine * self.link_Bps)
+
+    def send_Bps(self, world: int) -> float:
+        """Return the speed of a rank that sends to the next one of `world`: out of a machine, by one NIC."""
+        return replace(self, nics=1).exchange_Bps(world)
 
     def flop_rate(self, dtype: torch.dtype) -> float:
         """Return the operations a second in `dtype`."""
@@ -111,10 +126,6 @@ class Hardware:
     def usable_nbytes(self) -> int:
         """The largest cap on DEVICE: what CUDA's context, cuBLAS's workspace and the allocator's gaps leave."""
         return int((1 - _GAPS_SHARE) * (self.device_nbytes - _CONTEXT_NBYTES - self.workspace_nbytes))
-
-    def start_up(self, *, num_params: int, host_nbytes: int) -> StartUp:
-        """Return the times before a first step with so many fp32 parameters to build, and bytes of HOST to pin."""
-        return StartUp(4 * num_params / _BUILD_Bps, host_nbytes / _PIN_Bps)
 
     def scaled(self, *, eager: float, host: float, link: float, disk: float) -> Hardware:
         """Return hardware that is so many times as fast; operators one by one stay as fast."""
@@ -166,8 +177,9 @@ def _of(
     host_GBps: float,
     peer_GBps: float,
     eager: float,
+    nic_Gbps: float = 400,
     workspace_mib: int = 8,
-    num_cores: int = 14,
+    **more: Any,
 ) -> Hardware:
     # Data sheets name peaks; matrix products reach about 60 % of them, streams 80 %. `eager` is of the peak, too.
     return Hardware(
@@ -179,34 +191,45 @@ def _of(
         duplex_Bps=1.6e9 * link_GBps,
         host_memory_Bps=1e9 * host_GBps,
         peer_Bps=0.8e9 * peer_GBps,
-        num_cores=num_cores,
         eager_share=eager / _MATMUL_SHARE,
+        nic_Bps=125e6 * nic_Gbps,
         workspace_nbytes=workspace_mib << 20,
+        **more,
     )
 
 
 HARDWARE = MappingProxyType(
     {
-        "v100": _of(31.7, 125, 15.7, memory_GBps=900, link_GBps=12, host_GBps=80, peer_GBps=150, eager=0.55),
-        "a100": _of(79.2, 312, 19.5, memory_GBps=2039, link_GBps=25, host_GBps=100, peer_GBps=300, eager=0.5),
-        "a100-40": _of(39.4, 312, 19.5, memory_GBps=1555, link_GBps=25, host_GBps=100, peer_GBps=300, eager=0.5),
+        # Machines: DGX-1, DGX A100, AWS p4d, DGX H100 and DGX H200.
+        "v100": _of(31.7, 125, 15.7, memory_GBps=900, link_GBps=12, host_GBps=80, peer_GBps=150, eager=0.55,
+                    nics=4, nic_Gbps=100),
+        "a100": _of(79.2, 312, 19.5, memory_GBps=2039, link_GBps=25, host_GBps=100, peer_GBps=300, eager=0.5,
+                    nic_Gbps=200),
+        "a100-40": _of(39.4, 312, 19.5, memory_GBps=1555, link_GBps=25, host_GBps=100, peer_GBps=300, eager=0.5,
+                       nics=4, nic_Gbps=100),
         "h100": _of(79.2, 989, 67, memory_GBps=3350, link_GBps=55, host_GBps=130, peer_GBps=450, eager=0.45,
                     workspace_mib=32),
         "h200": _of(139.8, 989, 67, memory_GBps=4800, link_GBps=55, host_GBps=130, peer_GBps=450, eager=0.45,
                     workspace_mib=32),
-        # GH200 Grace Hopper Superchip data sheet (96 GB, 480 GB of LPDDR5X).
+        # GH200 Grace Hopper Superchip data sheet (96 GB, 480 GB of LPDDR5X); nodes of Alps (CSCS): 4 with a NIC each.
         "gh200": _of(94.5, 989, 67, memory_GBps=4000, link_GBps=300, host_GBps=300, peer_GBps=450, eager=0.45,
-                     workspace_mib=32, num_cores=70),
-        # GB200 NVL72 data sheet, of which each GPU has a 72nd.
+                     nics=4, nic_Gbps=200, ranks_a_machine=4, workspace_mib=32, num_cores=70),
+        # GB200 NVL72 data sheet, of which each GPU has a 72nd; NVLink and a NIC for each of them, too.
         "gb200": _of(184, 2500, 80, memory_GBps=8000, link_GBps=150, host_GBps=190, peer_GBps=900, eager=0.4,
-                     workspace_mib=32, num_cores=34),
-        # Ampere GA102, Ada and RTX Blackwell architecture white papers: bf16 with sums in fp32.
-        "rtx3090": _of(23.6, 71, 35.6, memory_GBps=936, link_GBps=25, host_GBps=60, peer_GBps=25, eager=0.5),
-        "rtx4090": _of(23.6, 165, 82.6, memory_GBps=1008, link_GBps=25, host_GBps=60, peer_GBps=25, eager=0.5),
-        "rtx5090": _of(31.4, 209.5, 104.8, memory_GBps=1792, link_GBps=50, host_GBps=60, peer_GBps=50, eager=0.5),
-        # L40S data sheet.
-        "l40s": _of(44.4, 362, 91.6, memory_GBps=864, link_GBps=25, host_GBps=100, peer_GBps=25, eager=0.4),
-        # AMD Instinct MI300X data sheet: bf16 of its matrix cores, fp32 of its vectors, 7 links of Infinity Fabric.
+                     nics=72, ranks_a_machine=72, workspace_mib=32, num_cores=34),
+        # Ampere GA102, Ada and RTX Blackwell architecture white papers: bf16 with sums in fp32. Machines differ: one
+        # NIC of 25 Gb/s is what a server has at least.
+        "rtx3090": _of(23.6, 71, 35.6, memory_GBps=936, link_GBps=25, host_GBps=60, peer_GBps=25, eager=0.5,
+                       nics=1, nic_Gbps=25),
+        "rtx4090": _of(23.6, 165, 82.6, memory_GBps=1008, link_GBps=25, host_GBps=60, peer_GBps=25, eager=0.5,
+                       nics=1, nic_Gbps=25),
+        "rtx5090": _of(31.4, 209.5, 104.8, memory_GBps=1792, link_GBps=50, host_GBps=60, peer_GBps=50, eager=0.5,
+                       nics=1, nic_Gbps=25),
+        # L40S data sheet; AWS g6e.48xlarge: 400 Gb/s for 8 of them.
+        "l40s": _of(44.4, 362, 91.6, memory_GBps=864, link_GBps=25, host_GBps=100, peer_GBps=25, eager=0.4,
+                    nics=1),
+        # AMD Instinct MI300X data sheet: bf16 of its matrix cores, fp32 of its vectors, 7 links of Infinity Fabric;
+        # Azure ND MI300X v5: a NIC for each of 8.
         "mi300x": _of(191.6, 1307, 163.4, memory_GBps=5300, link_GBps=50, host_GBps=130, peer_GBps=448, eager=0.33,
                       workspace_mib=32),
     }

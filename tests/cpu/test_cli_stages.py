@@ -195,6 +195,7 @@ def test_a_stage_has_to_fit(ask: Ask) -> None:
         (("--picture", "x.png"), "--picture is about a pipeline; give --stages, too"),
         (("--stages", 2, "--picture", "nowhere/x.png"), "name another directory with --picture"),
         (("--stages", 2, "--world", 2), "--stages cannot be given with --world"),
+        (("--stages", 3, "--nnodes", 2), "3 ranks (--world or --stages) on 2 machines"),
         (("--stages", 9), "9 stages, and the model has 6 blocks"),
     ],
 )

@@ -297,6 +297,52 @@ def test_ranks_share_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert shared["lower_bounds"]["network_s"] > 0 == alone["lower_bounds"]["network_s"]
 
 
+@pytest.mark.parametrize("name", HARDWARE)
+def test_exchanges_are_as_fast_as_the_slowest_of_what_they_cross(name: str) -> None:
+    usual = HARDWARE[name]
+    within, world = usual.ranks_a_machine, 4 * usual.ranks_a_machine
+    assert usual.exchange_Bps(within) == usual.send_Bps(within) == usual.peer_Bps
+    assert 0 < usual.send_Bps(world) <= usual.exchange_Bps(world) == usual.exchange_Bps(2 * world) <= usual.peer_Bps
+    speeds = [replace(usual, nics=nics, nic_Bps=1e9).exchange_Bps(world) for nics in (1, 2, 2000)]
+    assert speeds == [0.92e9, 1.84e9, min(usual.peer_Bps, within * usual.link_Bps)]
+    assert replace(usual, ranks_a_machine=1, nics=2000).exchange_Bps(2) == min(usual.peer_Bps, usual.link_Bps)
+
+
+@pytest.mark.parametrize(
+    ("words", "GBps", "says"),
+    [
+        ("--world 8", 360, r"network 360 GB/s a rank$"),
+        ("--world 1024", 360, r"a rank, over 128 machines of 8 ranks and 8 NICs of 400 Gb/s \(--nnodes"),
+        ("--world 16 --hardware rtx4090", 2.875, r"2.88 GB/s a rank, over 2 machines of 8 ranks and 1 NIC of 25 Gb/s"),
+        (
+            "--world 12 --nnodes 3 --nics 2 --nic-speed 100Gb/s",
+            23,
+            r"over 3 machines of 4 ranks and 2 NICs of 100 Gb/s",
+        ),
+        ("--world 12 --nnodes 12 --nic-speed 400Gbps", 55, r"over 12 machines of 1 rank and 8 NICs of 400 Gb/s"),
+        ("--world 12 --nnodes 1", 360, r"network 360 GB/s a rank$"),
+        ("--world 12 --network 50GB/s", 50, r"network 50 GB/s a rank$"),
+    ],
+)
+def test_networks_of_machines(words: str, GBps: float, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = (MLP, "--chunk-size", "4160", *words.split())
+    said = asked(capsys, *ask)
+    assert said["assumed"]["network_Bps"] == pytest.approx(1e9 * GBps)
+    sent_nbytes = max(said["exchanged"]["sent_nbytes"], said["exchanged"]["received_nbytes"])
+    assert said["lower_bounds"]["network_s"] == pytest.approx(sent_nbytes / (1e9 * GBps))
+    assert main(["estimate", *ask]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("assumed: "))
+    assert re.search(says, line), line
+
+
+def test_more_ranks_are_spread_evenly_over_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [MLP, "--chunk-size", "4160", "--batch", "4", "--accumulate", "--device", "130KiB", "--host", "50KiB"]
+    words += ["--world", "3", "--nnodes", "3"]
+    options = [change["options"] for change in asked(capsys, *words, status=1)["changes"]]
+    assert ["--world", "6"] in options
+    assert asked(capsys, *words, "--world", "6")["fits"] is True
+
+
 def test_a_first_step_that_reduces_everything_at_its_end_needs_more() -> None:
     asked = question(world=6, batch=1)
     rehearsal = asked.rehearse()
@@ -357,11 +403,21 @@ WRONG = {
     "no bytes": ([MLP, "--host", "0"], r"--host is 0 bytes; give at least 1"),
     "updates in backward over ranks": ([MLP, "--in-backward", "--world", "2"], r"--in-backward is for one process"),
     "no speed": ([MLP, "--link", "fast"], r"--link: 'fast' is not a size"),
+    "bits of nothing": ([MLP, "--nic-speed", "0Gb/s"], r"--nic-speed is 0 bytes; give at least 1"),
+    "machines of unlike sizes": ([MLP, "--world", "12", "--nnodes", "8"], r"12 ranks.* 8 machines.* such as 16 rank"),
+    "more machines than ranks": ([MLP, "--nnodes", "2"], r"1 rank .* 2 machines .* such as 2 ranks"),
+    "cards of no machine": ([MLP, "--world", "16", "--nics", "4"], r"--nics and --nic-speed .*; give --nnodes, too"),
+    "two networks": (
+        [MLP, "--world", "4", "--nnodes", "2", "--network", "9GB/s"],
+        r"--network .*leave one of them out",
+    ),
 }
 REFUSED = {
     "no model": [],
     "half a sample": [MLP, "--batch", "0.5"],
     "no samples": [MLP, "--batch", "0"],
+    "no machine": [MLP, "--nnodes", "0"],
+    "fewer than no cards": [MLP, "--nnodes", "1", "--nics", "-1"],
     "too many ranks": [MLP, "--world", str(2**40)],
     "unknown hardware": [MLP, "--hardware", "abacus"],
     "unknown precision": [MLP, "--precision", "int3"],
