@@ -101,8 +101,9 @@ def test_each_kind_of_step_is_recorded_once(every: int, policy: str | None, devi
     assert set(steps) <= {"planned", "recorded", "on demand"}
     assert steps[-2:] == ["planned"] * 2
     assert steps.count("recorded") <= 5 + 3 * (policy == "auto")
-    # Where gathers are begun ahead, it takes a step to see what is exchanged.
-    assert steps.count("on demand") <= 5
+    # It takes a step of each of five kinds to see what is exchanged, and the first of all does not tell how many
+    # backwards a step has.
+    assert steps.count("on demand") <= 6
     assert all("planned" not in (here, after) for here, after in pairwise(steps) if here == "on demand")
     theirs = pair.run(train, every, policy, device_nbytes, False)
     for found in (ours[1], *theirs):
