@@ -27,6 +27,8 @@ from chunkmem.comm.failure_detector import named
 
 _NOTHING = 1 << 62
 """Larger than any hash, rank or flag."""
+_RANKS = 1 << 32
+"""More than there are of them."""
 _TAG = (1 << 30) - 64
 """Tag of the messages of the first round; later rounds have the tags after it."""
 _NEXT = (
@@ -50,7 +52,7 @@ class Operation:
     can: bool = True
     """False: this rank would, but has no room for it."""
     count: int = 0
-    """A number of which all learn the largest over ranks."""
+    """A number of which all learn the smallest and the largest over ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,12 @@ class Verdict:
     """If all wait: the first rank that has not joined in what others did since it last came to the end of a step."""
     one_joined: bool
     """If all wait: at least one rank has joined in what others did since its last end of a step."""
+    least: int
+    """The smallest `Operation.count`."""
     most: int
-    """The largest `Operation.count`."""
+    """The largest one."""
+    fullest: int
+    """The first rank that has it."""
 
 
 @dataclass(frozen=True)
@@ -102,20 +108,32 @@ def numbers_of(operation: Operation, rank: int, *, facts: str, has_joined: bool)
         int(operation.waits or operation.joinable is not None),
         rank if operation.waits and not has_joined else _NOTHING,
         -int(has_joined),
-        -operation.count,
+        operation.count,
+        rank - operation.count * _RANKS,
     ]
 
 
 def verdict(smallest: Sequence[int]) -> Verdict:
     """Return what follows from the smallest of each number over ranks."""
     busy, minus_busy, waiting, minus_waiting, source, minus_waits, can, joinable, complete, *others = smallest
-    minus_joined, minus_most = others
+    minus_joined, least, fullest = others
     all_wait, one_waits = source == _NOTHING, minus_waits < 0
     if all_wait:
         is_same = waiting == -minus_waiting
     else:
         is_same = busy == -minus_busy and (joinable == 1 or not one_waits)
-    return Verdict(is_same, can == 1, all_wait, one_waits, source, complete, minus_joined < 0, -minus_most)
+    return Verdict(
+        is_same,
+        can == 1,
+        all_wait,
+        one_waits,
+        source,
+        complete,
+        minus_joined < 0,
+        least,
+        -(fullest // _RANKS),
+        fullest % _RANKS,
+    )
 
 
 def over_ranks(

@@ -192,13 +192,15 @@ class Connection:
             self._has_joined = True
             return self.send_object(None, label, found.source)
         self._most = found.most
-        if found.one_joined:  # all have, if they took turns
+        if found.least < found.most:
+            self._complete = found.fullest
+        elif found.one_joined:  # all have, if they took turns
             self._complete = found.complete if found.complete < self.size else 0
         return None
 
     def end_step(self) -> tuple[int | None, int]:
-        """The step is over on all ranks. Return the first rank that had all of it, if one joined in what others did,
-        and the most backwards of a rank."""
+        """The step is over on all ranks. Return the first rank that had all of it, if others had less or joined in what
+        others did, and the most backwards of a rank."""
         found = self._complete, self._most
         self._complete, self._most, self._has_joined = None, 0, False
         return found

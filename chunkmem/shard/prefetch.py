@@ -51,7 +51,7 @@ class PrefetchSchedule:
         self._shards = shards
         self._reduction = reduction
         self._log: Schedule = []
-        """What was gathered since the last step, but for units that had stayed: what ranks need not agree on."""
+        """What was gathered since the last step."""
         self._schedule: Schedule = []
         """What was gathered in the step before."""
         self._ahead: list[Groups] = []
@@ -113,17 +113,14 @@ class PrefetchSchedule:
             following = self._following() if is_part else []
             if len(following) > 1 and following[0] == groups and groups in self.staying:
                 self._begin_ahead(following, str(reader), can=can)
-        has_stayed = groups in self.staying and self._shards.has(groups)
         if self._ahead[:1] == [groups]:
             self._shards.release_spare(self._ahead.pop(0))
-            has_stayed = False
         if not self._shards.gather(groups, reader=reader, can=can):
             return False
         if is_part:
-            if not has_stayed:
-                self._log.append(groups)
-                at = len(self._log)
-                self._is_alike = self._is_alike and self._schedule[at - 1 : at] == [groups]
+            self._log.append(groups)
+            at = len(self._log)
+            self._is_alike = self._is_alike and self._schedule[at - 1 : at] == [groups]
             self._look_ahead(f"{reader}, gathering ahead")
         return True
 

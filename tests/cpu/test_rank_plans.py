@@ -486,6 +486,28 @@ def test_a_rank_that_finds_no_room_has_all_units_come_and_go(teams: dict[int, Te
         assert counts[4:] == [2 * NUM_BLOCKS - is_ahead] * 3
 
 
+def train_unevenly(rank: int) -> list[tuple[int, ...]]:
+    """Train a stack of blocks whose units stay, with micro-batches that rank 1 alone has; return the schedule."""
+    values = {"default_chunk_size": BLOCK_NUMEL, "memory": {"device": 1 << 20, "host": 8 << 20}}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
+        with manager.init():
+            model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        for counts in ((1, 1), (1, 1), (0, 3), (1, 2)):  # fewer than there were: nothing is reduced before the step
+            for _ in range(counts[rank]):
+                manager.backward(model(torch.ones(3, 16)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        prefetch = manager.runtime.sharding.units.prefetch
+        assert prefetch is not None
+        return prefetch._schedule
+
+
+def test_ranks_have_one_schedule_whatever_micro_batches_they_have(teams: dict[int, Team]) -> None:
+    one, other = teams[2].run(train_unevenly)
+    assert one == other
+
+
 def train_averaged_later(rank: int, device_nbytes: int) -> list[int]:
     """Train a stack of blocks, from step 3 on with averages; return how many groups were gathered in each step."""
     values = {"default_chunk_size": BLOCK_NUMEL, "memory": {"device": device_nbytes, "host": 8 << 20}}
