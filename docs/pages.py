@@ -6,8 +6,10 @@ page, and a link to a file that is no page, such as a test or an example, is its
 
 from __future__ import annotations
 
+import ast
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,28 @@ PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 LINK = re.compile(r"`[^`\n]*`|(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 """Or code, which has no links: its groups are None."""
 HAS_SCHEME = re.compile(r"[a-z]+:")
+ARCHITECTURE = "architecture.md"
+
+
+def files_table(room: str = "") -> str:
+    """Return a table of the files of the package, or of one of its rooms, and what each is for.
+
+    Raises:
+        SystemExit: there is no such room.
+    """
+    package = ROOT / "chunkmem"
+    found = sorted(path for path in (package / room).rglob("*.py") if path.name != "__init__.py")
+    if not found:
+        rooms = ", ".join(sorted(path.parent.name for path in package.glob("*/__init__.py")))
+        raise SystemExit(f"chunkmem/{room} has no files; there are {rooms}")
+    rows = [f"| `{path.relative_to(package)}` | {_first_sentence(path)} |" for path in found]
+    return "\n".join(("| file | what it is for |", "|---|---|", *rows, ""))
+
+
+def _first_sentence(path: Path) -> str:
+    document = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    assert document, f"{path} does not say what it is for"
+    return " ".join(document.split("\n\n")[0].split()).replace("|", "\\|")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -42,8 +66,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links between files of the repository into links between pages of the site."""
+    """Turn links between files of the repository into links between pages of the site; add the table of files."""
     site_path = page.file.src_uri
+    if site_path == ARCHITECTURE:
+        markdown += "\n" + files_table()
     source = "README.md" if site_path == "index.md" else site_path
     folder = posixpath.dirname(source if (ROOT / source).exists() else f"docs/{source}")
 
@@ -76,3 +102,7 @@ def _benchmarks() -> list[Any]:
 def _site_path(path: str) -> str:
     """Return where a file of the repository is on the site."""
     return "index.md" if path == "README.md" else path.removeprefix("docs/")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(files_table(*sys.argv[1:2]))

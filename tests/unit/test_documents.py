@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+PACKAGE = ROOT / "chunkmem"
 MOST_WORDS = 26_000
 """Of README.md and docs/*.md, as `wc -w` counts them: who adds a paragraph looks for one that says the same."""
 
@@ -80,3 +81,17 @@ def test_links_of_the_repository_become_links_of_the_site() -> None:
     assert on_site("adr/README.md", "[a](../../benchmarks/adam/README.md)") == "[a](../benchmarks/adam/README.md)"
     assert on_site("tuning.md", "[lost](nowhere.md)") == "[lost](nowhere.md)", "mkdocs says so"
     assert on_site("tuning.md", "```\n[a](../tests/smoke.py)\n```") == "```\n[a](../tests/smoke.py)\n```"
+
+
+def test_the_architecture_page_has_a_row_for_every_file() -> None:
+    files = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="architecture.md"))
+    shown = hooks().on_page_markdown("# Architecture\n", page=page, config=None, files=None)
+    rows = re.findall(r"^\| `(\S+)` \| (\S.*\.) \|$", shown, re.MULTILINE)
+    assert sorted(name for name, _ in rows) == sorted(files)
+
+
+def test_files_of_a_room_are_listed() -> None:
+    assert hooks().files_table("layout").count("layout/") == 2
+    with pytest.raises(SystemExit, match=r"chunkmem/layot has no files; there are assembly, .*layout"):
+        hooks().files_table("layot")

@@ -82,22 +82,6 @@ OPTIONS = {
 """What each command takes, beside `--help` and `--json`."""
 
 
-def listed_files(document: str) -> list[str]:
-    """The ``.py`` paths in backticks in the first column of each table whose first column is headed "file"."""
-    found: list[str] = []
-    in_table = False
-    for line in document.splitlines():
-        if not line.startswith("|"):
-            in_table = False
-            continue
-        first = line.strip("|").split("|")[0].strip()
-        if first.lower() in ("file", "files"):
-            in_table = True
-        elif in_table:
-            found += re.findall(r"`([\w./]+\.py)`", first)
-    return found
-
-
 def test_the_public_names() -> None:
     assert set(chunkmem.__all__) == PUBLIC_NAMES
     assert len(chunkmem.__all__) == len(PUBLIC_NAMES)
@@ -139,25 +123,10 @@ def test_the_options_of_the_command_line() -> None:
     assert found == {name: everywhere | set(words.split()) for name, words in OPTIONS.items()}
 
 
-def test_the_architecture_document_lists_every_file() -> None:
-    listed = listed_files((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
-    files = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
-    assert sorted(listed) == sorted(files)
-
-
 def test_what_is_installed_lists_every_folder() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     folders = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("*.py")}
     assert set(project["tool"]["setuptools"]["packages"]) == {*folders, "chunkmem.csrc"}
-
-
-def test_the_file_table_is_read() -> None:
-    document = (
-        "| layer | what |\n|---|---|\n| `no.py` | x |\n\n"
-        "| file | does |\n|---|---|\n| `types.py` `errors.py` | see `other.py` |\n| `layout/spec.py` | y |\n\n"
-        "`text.py`\n| `orphan.py` |\n"
-    )
-    assert listed_files(document) == ["types.py", "errors.py", "layout/spec.py"]
 
 
 def test_a_release_has_one_version() -> None:
