@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--cpu-embedding", action="store_true", help="embeddings compute on HOST: use_cpu_embedding")
     add("--world", type=count, default=1, metavar="N", help="ranks, each with its own batch (default: 1)")
+    add("--replicas", type=count, default=1, metavar="R", help="of the weights, each sharded over N / R of the ranks")
     add("--stages", type=count, metavar="N", help="a pipeline over N devices, of as many stages or more")
     add("--micro-batches", type=count, metavar="M", help="of the batch, for --stages (default: 4 for each stage)")
     add("--picture", type=Path, metavar="FILE.png", help="draw the schedules of --stages")
@@ -155,6 +156,11 @@ def _question(options: argparse.Namespace) -> Question:
         )
     if options.activations and options.checkpointing:
         raise ConfigError("--checkpointing and --activations are two ways to recompute blocks; leave one of them out")
+    if options.world % options.replicas or options.world == options.replicas > 1:
+        raise ConfigError(
+            f"{counted(options.world, 'rank')} (--world) and {counted(options.replicas, 'replica')} (--replicas): each "
+            f"replica is sharded over equally many, two or more; give a multiple, such as {2 * options.replicas} ranks"
+        )
     hardware = _hardware(options)
     if options.disk is not None and options.host is None:
         raise ConfigError("--disk is below HOST, and takes what that has no room for; give --host, too")

@@ -66,7 +66,7 @@ def _why(beyond: TooLarge) -> str:
     )
 
 
-_SAID = ("precision", "checkpointing", "cpu_embedding", "tile_numel", "activations", "world", "optimizer")
+_SAID = ("precision", "checkpointing", "cpu_embedding", "tile_numel", "activations", "world", "replicas", "optimizer")
 """Of a question, in the answer."""
 
 
@@ -93,6 +93,7 @@ def yes(
         "disk": disk_data(question, finding),
         "exchanged": {"sent_nbytes": finding.exchanged.sent_nbytes,
                       "received_nbytes": finding.exchanged.received_nbytes,
+                      "across_nbytes": finding.across_nbytes,
                       "buffered_nbytes": finding.exchanged.peak_buffered_nbytes},
         "updated_on_device": updated[Tier.DEVICE],
         "updated_on_host": updated[Tier.HOST],
@@ -111,9 +112,11 @@ def yes(
         *disk_lines(data["disk"]),
     ]
     if question.world > 1:
+        across = finding.across_nbytes
+        beside = f", and {format_nbytes(across)} each from replica to replica" if across else ""
         lines.append(
             f"each step, a rank sends {format_nbytes(finding.exchanged.sent_nbytes)} and receives "
-            f"{format_nbytes(finding.exchanged.received_nbytes)}; these are figures of the rank that owns most"
+            f"{format_nbytes(finding.exchanged.received_nbytes)}{beside}; these are figures of the rank that owns most"
         )
     if finding.first_host_nbytes > peaks[Tier.HOST]:
         is_sparing = question.is_accumulating or question.world == 1
@@ -228,7 +231,7 @@ def _subject(question: Question, rehearsal: Rehearsal, other_nbytes: int | None,
         "need": {"device_nbytes": need.nbytes, "moment": need.moment, "first_step_nbytes": need.first_nbytes,
                  "planned_nbytes": need.planned_nbytes},
         "assumed": {name: getattr(hardware, name) for name in _ASSUMED} | {
-            "flop_per_s": hardware.flop_rate(question.dtype), "network_Bps": hardware.exchange_Bps(question.world)},
+            "flop_per_s": hardware.flop_rate(question.dtype), "network_Bps": hardware.exchange_Bps(question.shards)},
     }  # fmt: skip
 
 
@@ -253,7 +256,7 @@ def _subject_text(question: Question, rehearsal: Rehearsal, other_nbytes: int | 
     if other_nbytes is not None:
         way = "without" if question.checkpointing else "with"
         rows.append((f"  {way} checkpointing", format_nbytes(other_nbytes), ""))
-    scope = "over all ranks" if question.world > 1 else ""
+    scope = "" if question.world == 1 else "over all ranks" if question.replicas == 1 else "of each replica"
     assumed = "\n".join(assumption_lines(question))
     return f"{subject}\n{assumed}\n\n{table((scope, 'bytes', 'a parameter'), rows)}"
 
@@ -261,6 +264,7 @@ def _subject_text(question: Question, rehearsal: Rehearsal, other_nbytes: int | 
 def _subject_line(question: Question, rehearsal: Rehearsal) -> str:
     batch = f"{rehearsal.tokens:,} tokens" if rehearsal.tokens else f"a batch of {question.batch}"
     ranks = f", {question.world} ranks" if question.world > 1 else ""
+    ranks += f" in {question.replicas} replicas" if question.replicas > 1 else ""
     recomputing = ", recomputing blocks" if question.checkpointing else ""
     if question.activations is not None:
         recomputing = f", activations: {question.activations}"

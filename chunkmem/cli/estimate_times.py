@@ -111,7 +111,9 @@ def assumption_lines(question: Question) -> Iterator[str]:
             f"; disk {hardware.disk_read_Bps / 1e9:.2g} GB/s reading, {hardware.disk_write_Bps / 1e9:.2g} writing"
         )
     if question.world > 1:
-        assumed += f"; network {hardware.exchange_Bps(question.world) / 1e9:.3g} GB/s a rank"
+        assumed += f"; network {hardware.exchange_Bps(question.shards) / 1e9:.3g} GB/s a rank"
+    if question.replicas > 1:
+        assumed += f" of a replica, {hardware.across_Bps(question.world) / 1e9:.3g} GB/s to other replicas"
     if question.world > hardware.ranks_a_machine:
         assumed += (
             f", over {-(-question.world // hardware.ranks_a_machine)} machines of "

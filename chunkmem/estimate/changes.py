@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from math import lcm
 from types import MappingProxyType
 from typing import Any
 
@@ -207,12 +208,12 @@ def _more_ranks(question: Question, rehearse: Rehearse) -> Iterator[Question]:
     """Find the fewest ranks, each with the same batch; a batch that is too large for one stays too large.
 
     They are looked for with the chunks of one rehearsal, and those found are tried with chunks of their own.
-    They are spread evenly over as many machines as before.
+    They are spread evenly over as many machines and replicas as before.
     """
-    nnodes = -(-question.world // question.hardware.ranks_a_machine)
+    parts = lcm(-(-question.world // question.hardware.ranks_a_machine), question.replicas)
 
     def over(world: int) -> Question:
-        return replace(question, world=-(-world // nnodes) * nnodes)
+        return replace(question, world=-(-world // parts) * parts)
 
     def has_room(world: int) -> bool:
         return fits(over(world), rehearsal)
@@ -221,7 +222,9 @@ def _more_ranks(question: Question, rehearse: Rehearse) -> Iterator[Question]:
     rehearsal = rehearse(over(high))
     if device_need(over(high), rehearsal).nbytes > question.device_nbytes:  # a unit does not shrink with more ranks
         return
-    most = max(high, len(rehearsal.layout.groups))  # beyond as many ranks as groups, none keeps less
+    most = max(
+        high, question.replicas * len(rehearsal.layout.groups)
+    )  # beyond as many ranks as groups, none keeps less
     while not has_room(high):
         high *= 2
         if high > most:

@@ -14,7 +14,7 @@ an all-gather or reduce-scatter of S bytes over W ranks takes
     t = S (W - 1) / (W B),    B = min(rank to rank within a machine, _NIC_SHARE x NICs x line rate, ranks x PCIe link)
 
 where B is the bus bandwidth, `busbw` of nccl-tests, and the last two are of a machine, where there are several. Latency
-is left out.
+is left out. From replica to replica, all ranks of a machine sum their parts at a time, and share its NICs.
 
 Sources: NVIDIA/nccl-tests, doc/PERFORMANCE.md (t and B); its issue 290, where maintainers expect 46 to 48 GB/s of a NIC
 of 400 Gb/s; its issue 232, where one H100 with four such NICs reaches 50 GB/s, as much as its own link.
@@ -118,6 +118,20 @@ class Hardware:
         """Return the speed of a rank that sends to the next one of `world`: out of a machine, by one NIC."""
         return replace(self, nics=1).exchange_Bps(world)
 
+    def across_Bps(self, world: int) -> float:
+        """Return the speed at which each of `world` ranks sends to a peer in another replica, all at a time."""
+        if world <= self.ranks_a_machine:
+            return self.peer_Bps
+        return min(self.peer_Bps, _NIC_SHARE * self.nics * self.nic_Bps / self.ranks_a_machine, self.link_Bps)
+
+    def _reduce_Bps(self, world: int, replicas: int, itemsize: int) -> float:
+        """Return the bytes of gradients a second that are summed in fp32, as the library and replicas do."""
+        if replicas == 1 and not self.is_accelerator:
+            return inf
+        shards = world // replicas
+        within_s = (shards - 1) / shards / self.exchange_Bps(shards)
+        return itemsize / 4 / (within_s + across_share(world, replicas) / self.across_Bps(world))
+
     def flop_rate(self, dtype: torch.dtype) -> float:
         """Return the operations a second in `dtype`."""
         return self.fp32_flop_per_s if dtype.itemsize == 4 else self.flop_per_s
@@ -144,8 +158,18 @@ class Hardware:
         update = _UPDATES[form]
         return update.held_nbytes / max(update.moved_nbytes / self.host_memory_Bps, update.core_s / self.num_cores)
 
-    def machine(self, device_nbytes: int, host_nbytes: int, *, disk_nbytes: int = 0, world: int = 1) -> Machine:
-        """Return what plans of one of `world` ranks are made for, under these caps."""
+    def machine(
+        self,
+        device_nbytes: int,
+        host_nbytes: int,
+        *,
+        disk_nbytes: int = 0,
+        world: int = 1,
+        replicas: int = 1,
+        itemsize: int = 4,
+    ) -> Machine:
+        """Return what plans of one of `world` ranks are made for, under these caps; a gradient has `itemsize` bytes."""
+        shards = world // replicas
         links = host_links(h2d_Bps=self.link_Bps, d2h_Bps=self.link_Bps, latency_s=_LATENCY_S)
         if disk_nbytes:
             links |= disk_links(read_Bps=self.disk_read_Bps, write_Bps=self.disk_write_Bps, latency_s=_DISK_LATENCY_S)
@@ -160,11 +184,17 @@ class Hardware:
             one_processor=False,
             shadow_nbytes=host_nbytes if self.is_accelerator else 0,
             # Of a chunk, all but the part of its owner passes each rank.
-            exchange_Bps=self.exchange_Bps(world) * world / (world - 1) if world > 1 else inf,
+            exchange_Bps=self.exchange_Bps(shards) * shards / (shards - 1) if shards > 1 else inf,
+            reduce_Bps=self._reduce_Bps(world, replicas, itemsize) if shards > 1 else inf,
             host_memory_Bps=self.host_memory_Bps,
             duplex_Bps=self.duplex_Bps,
             disk_nbytes=disk_nbytes,
         )
+
+
+def across_share(world: int, replicas: int) -> float:
+    """Return the share of the gradients that a rank sends to other replicas: all ranks all-reduce a part each."""
+    return 2 * (replicas - 1) / world
 
 
 def _of(

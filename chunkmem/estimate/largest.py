@@ -30,7 +30,7 @@ class Tried:
     @property
     def nbytes(self) -> int:
         """Bytes of chunks and activations on the tiers of all ranks."""
-        activations_nbytes = self.question.world * self.rehearsal.activation_nbytes
+        activations_nbytes = self.question.shards * self.rehearsal.activation_nbytes
         return sum(self.rehearsal.role_nbytes.values()) + activations_nbytes
 
     @property
@@ -72,7 +72,7 @@ def largest(family: Family, question: Question, *, note: Callable[[Fitting | Too
         note: called after each try.
     """
     assert question.host_nbytes is not None
-    total_nbytes = question.world * (question.device_nbytes + question.host_nbytes + question.disk_nbytes)
+    total_nbytes = question.shards * (question.device_nbytes + question.host_nbytes + question.disk_nbytes)
     num_tried = 0
 
     def tried(width: int, layers: int) -> Fitting | TooLarge:
@@ -106,7 +106,7 @@ def largest(family: Family, question: Question, *, note: Callable[[Fitting | Too
             fitting, guess, stride = found, found.layers + stride, 2 * stride
         else:
             beyond, stride = found, 1
-            each_nbytes = on_device_nbytes if found.shortage.tier is Tier.DEVICE else layer_nbytes // question.world
+            each_nbytes = on_device_nbytes if found.shortage.tier is Tier.DEVICE else layer_nbytes // question.shards
             # How many layers the shortage is, if each takes so many bytes of the tier that binds.
             short_nbytes = found.shortage.needed_nbytes - found.shortage.cap_nbytes
             guess = found.layers - max(1, -(-short_nbytes // max(1, each_nbytes)))

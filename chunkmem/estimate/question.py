@@ -11,7 +11,7 @@ from typing import Any
 
 from chunkmem.comm.exchange import Traffic
 from chunkmem.errors import CapacityError
-from chunkmem.estimate.hardware import FASTER, SLOWER
+from chunkmem.estimate.hardware import FASTER, SLOWER, across_share
 from chunkmem.estimate.lower_bounds import LowerBounds, lower_bounds_of
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.needs import DeviceNeed, least_on_device, least_on_host, least_over_disk
@@ -30,7 +30,7 @@ from chunkmem.report.regions import RegionPolicy, region_policies
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.trace.model import Trace
 from chunkmem.trace.shared import kept_nbytes
-from chunkmem.types import PLACE, Tier
+from chunkmem.types import PLACE, Role, Tier
 
 UNLIMITED_NBYTES = 2**60
 """A HOST that nobody has said the size of."""
@@ -58,9 +58,9 @@ class Question(Setting):
         """Of the model."""
         return self.model(self.batch).name
 
-    def rehearse(self) -> Rehearsal:
+    def rehearse(self, *, kept: frozenset[int] = frozenset()) -> Rehearsal:
         """Return the step of one rank, of whatever number of them; under "auto", all but `kept` is recomputed."""
-        return rehearse(self.model(self.batch), self)
+        return rehearse(self.model(self.batch), self, kept=kept)
 
 
 Rehearse = Callable[[Question], Rehearsal]
@@ -94,6 +94,8 @@ class Finding:
     """What modules that compute on HOST take there."""
     first_host_nbytes: int
     """What the first step needs on HOST, where gradients may wait for the optimizer's step."""
+    across_nbytes: int
+    """What a rank sends to other replicas, and receives from them; not in `exchanged`."""
 
     @property
     def regions(self) -> tuple[RegionPolicy, ...]:
@@ -156,17 +158,21 @@ def find(question: Question, rehearsal: Rehearsal) -> Finding:
     _require_steps(question, rehearsal)
     step, plan, timeline = _planned(question, rehearsal)
     most_nbytes = max(step.exchanged.sent_nbytes, step.exchanged.received_nbytes)
-    exchange_s = most_nbytes / question.hardware.exchange_Bps(question.world)
+    exchange_s = most_nbytes / question.hardware.exchange_Bps(question.shards)
+    gradients = sum(nbytes for chunk, nbytes in step.trace.chunk_nbytes.items() if chunk.role is Role.GRAD)
+    summed_nbytes = 4 * gradients // question.dtype.itemsize
+    across_nbytes = int(across_share(question.world, question.replicas) * summed_nbytes)
+    exchange_s += across_nbytes / question.hardware.across_Bps(question.world)
     lower_bounds = lower_bounds_of(plan, step.trace, question.hardware, exchange_s=exchange_s)
     least, taken = _least_on_host(question, steps), step.on_host_nbytes.total()
-    return Finding(step.trace, plan, timeline, lower_bounds, step.exchanged, taken, least)
+    return Finding(step.trace, plan, timeline, lower_bounds, step.exchanged, taken, least, across_nbytes)
 
 
 def find_chosen(question: Question, rehearsal: Rehearsal, finding: Finding) -> tuple[Rehearsal, Finding]:
     """Return the step that training would choose, if it fits; given is one that recomputes all, and its plan."""
     if rehearsal.step.regions and (kept := _kept(question, rehearsal)):
         with contextlib.suppress(CapacityError):
-            chosen = replace(question, kept=kept).rehearse()
+            chosen = question.rehearse(kept=kept)
             return chosen, find(question, chosen)
     return rehearsal, finding
 
@@ -241,8 +247,8 @@ def _kept(question: Question, rehearsal: Rehearsal) -> frozenset[int]:
 def _steps(question: Question, rehearsal: Rehearsal) -> RankSteps:
     beside_nbytes = rehearsal.activation_nbytes if question.hardware.is_accelerator else 0
     return rehearsal.over(
-        question.world,
-        rank=rehearsal.fullest_ranks(question.world)[0],
+        question.shards,
+        rank=rehearsal.fullest_ranks(question.shards)[0],
         is_accelerator=question.hardware.is_accelerator,
         is_accumulating=question.is_accumulating,
         device_nbytes=max(1, question.device_nbytes - beside_nbytes),
@@ -275,6 +281,8 @@ def _machine(question: Question, step: Step | None = None) -> Machine:
         max(0, _host_nbytes(question) - taken_nbytes),
         disk_nbytes=question.disk_nbytes,
         world=question.world,
+        replicas=question.replicas,
+        itemsize=question.dtype.itemsize,
     )
 
 
@@ -303,7 +311,7 @@ def require_room(question: Question, rehearsal: Rehearsal) -> None:
     beside_nbytes = rehearsal.activation_nbytes if question.hardware.is_accelerator else 0
     device_nbytes = question.device_nbytes
     # Ranks with equally many bytes differ in what lies where, so a few are looked at.
-    for rank in rehearsal.fullest_ranks(question.world)[:_NUM_TRIED]:
+    for rank in rehearsal.fullest_ranks(question.shards)[:_NUM_TRIED]:
         ledgers = [
             Ledger(Tier.DEVICE, max(0, device_nbytes - beside_nbytes), device_nbytes),
             Ledger(Tier.HOST, host_nbytes, host_nbytes),
@@ -314,7 +322,7 @@ def require_room(question: Question, rehearsal: Rehearsal) -> None:
             stage = RankStage(
                 rehearsal.step,
                 rank,
-                question.world,
+                question.shards,
                 counted_memory(ledgers),
                 is_accelerator=False,
                 is_accumulating=question.is_accumulating,
@@ -327,7 +335,7 @@ def require_room(question: Question, rehearsal: Rehearsal) -> None:
             tier, cap_nbytes = Tier.HOST, host_nbytes
             if question.disk_nbytes > 0 and least_nbytes <= host_nbytes:
                 tier, cap_nbytes = Tier.DISK, question.disk_nbytes
-            where = f"rank {rank}: " if question.world > 1 else ""
+            where = f"rank {rank}: " if question.shards > 1 else ""
             raise CapacityError(
                 f"{where}{error}",
                 needed_nbytes=cap_nbytes + error.needed_nbytes - error.cap_nbytes,

@@ -99,8 +99,6 @@ class Setting:
     """Recompute each block in backward, by torch's checkpoint."""
     activations: str | None = None
     """`activations.policy` of the configuration."""
-    kept: frozenset[int] = frozenset()
-    """Under the policy "auto", the calls that are not recomputed, by number."""
     chunk_numel: int | None = None
     """`default_chunk_size`, in elements; None searches the size that wastes least."""
     tile_numel: int | None = None
@@ -108,7 +106,14 @@ class Setting:
     cpu_embedding: bool = False
     """`use_cpu_embedding` of the configuration."""
     world: int = 1
-    """Ranks that train together. With several, the model has units; the search for a chunk size looks at them, too."""
+    """Ranks that train together."""
+    replicas: int = 1
+    """Of the weights; each is sharded over `world / replicas` ranks."""
+
+    @property
+    def shards(self) -> int:
+        """Ranks of a replica. With several, the model has units; the search for a chunk size looks at them, too."""
+        return self.world // self.replicas
 
     @property
     def dtype(self) -> torch.dtype:
@@ -209,8 +214,10 @@ class Rehearsal:
         return {role: found[role] for role in sorted(found, key=lambda role: role.order)}
 
 
-def rehearse(model: Model, setting: Setting) -> Rehearsal:
+def rehearse(model: Model, setting: Setting, *, kept: frozenset[int] = frozenset()) -> Rehearsal:
     """Return the trace, the layout and the arithmetic of one training step of `model`.
+
+    Under the activations policy "auto", `kept` are the calls that are not recomputed, by number.
 
     Raises:
         LayoutError: the model has no parameters, or none that can be packed.
@@ -226,7 +233,7 @@ def rehearse(model: Model, setting: Setting) -> Rehearsal:
     try:
         with fake:
             module = _build(model, setting)
-        stage = _Stage(module, setting, clock)
+        stage = _Stage(module, setting, clock, kept)
         with fake, stage:
             loss = model.loss(module)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -296,17 +303,17 @@ class _Stage(TorchDispatchMode):
         """Spare every operator a wrapper that keeps torch's compiler out, which never comes here."""
         return False
 
-    def __init__(self, module: nn.Module, setting: Setting, clock: OperatorClock) -> None:
+    def __init__(self, module: nn.Module, setting: Setting, clock: OperatorClock, kept: frozenset[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._clock = clock
         self._host_clock = OperatorClock(flop_per_s=inf, memory_Bps=setting.hardware.host_memory_Bps)
         self._module, self._setting, self._log = module, setting, CallLog(self._measure)
         ledgers = uncapped(setting.device_nbytes, has_host=setting.cpu_embedding)
         memory = counted_memory(ledgers)
-        self._units = LoggedUnits(self._log, is_alone=setting.world == 1)
+        self._units = LoggedUnits(self._log, is_alone=setting.shards == 1)
         gradients, sharding, self._updater = make_training(
             memory,
-            Ranks(Unison(0, setting.world)),
+            Ranks(Unison(0, setting.shards)),
             (),
             make_update_parts(memory.store, memory.compute, BlockingLanes(memory.compute)),
             make_slots=partial(LoggedSlots, self._log),
@@ -330,7 +337,7 @@ class _Stage(TorchDispatchMode):
         self._probe = LiveStorageProbe({managed.storage_id for managed in parameters}.__contains__)
         memory.pager.events.activation_taken.append(self._probe.leave_out)
         memory.pager.policy = LoggedEvents(self._log)
-        self._modules.regions.begin_iteration(setting.kept, lambda: len(self._log.calls))
+        self._modules.regions.begin_iteration(kept, lambda: len(self._log.calls))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # three of four calls, all from torch itself

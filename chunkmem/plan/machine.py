@@ -52,7 +52,7 @@ def cap_key(tier: Tier) -> str:
 
 _CAPS = {tier: f"{tier.value}_nbytes" for tier in TIERS}
 """The field that has the cap of a tier."""
-_SPEEDS = ("device_update_Bps", "host_update_Bps", "exchange_Bps", "host_memory_Bps", "duplex_Bps")
+_SPEEDS = ("device_update_Bps", "host_update_Bps", "exchange_Bps", "reduce_Bps", "host_memory_Bps", "duplex_Bps")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Machine(
     name="chunkmem machine",
     error=PlanError,
     again="save it again with this one",
-    optional=("host_memory_Bps", "duplex_Bps", "disk_nbytes", "host_form_Bps"),
+    optional=("host_memory_Bps", "duplex_Bps", "disk_nbytes", "host_form_Bps", "reduce_Bps"),
 ):
     """Caps and speeds. Every field may be given by hand; `runtime.measure` measures them."""
 
@@ -90,6 +90,9 @@ class Machine(
     """Cap on DISK; 0: there is none."""
     host_form_Bps: tuple[tuple[UpdateForm, Speed], ...] = ()
     """`host_update_Bps` of other forms than fp32, whose arithmetic may take longer; the same for those not here."""
+    reduce_Bps: Speed = inf
+    """Bytes of gradients that ranks reduce in a second, if that is slower than `exchange_Bps`: summed in a wider dtype,
+    or over replicas, too."""
 
     def __post_init__(self) -> None:
         speeds = {name: getattr(self, name) for name in _SPEEDS}

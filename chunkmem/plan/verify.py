@@ -322,7 +322,8 @@ class Reader:
         nbytes = self._trace.chunk_nbytes[chunk]
         self._entries.append(Await(COLLECTIVE, COMPUTE, self.num_issued[COMPUTE]))
         replicas = (device,)
-        duration_s = nbytes / self.machine.exchange_Bps
+        Bps = self.machine.exchange_Bps
+        duration_s = nbytes / (Bps if chunk.role.kind.is_weights else min(Bps, self.machine.reduce_Bps))
         self._issue(COLLECTIVE, () if writes else replicas, replicas if writes else (), duration_s, chunk, nbytes)
         self._exchanges[device] = self.num_issued[COLLECTIVE]
 

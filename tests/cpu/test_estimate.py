@@ -335,6 +335,29 @@ def test_networks_of_machines(words: str, GBps: float, says: str, capsys: pytest
     assert re.search(says, line), line
 
 
+def test_replicas_are_sharded_over_a_part_of_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    ask = [MLP, "--chunk-size", "4160", "--precision", "bf16"]
+    network = ["--nnodes", "2", "--nics", "1", "--nic-speed", "0.1Gb/s"]
+    one = asked(capsys, *ask, "--world", "2")
+    both = asked(capsys, *ask, "--world", "4", "--replicas", "2", *network)
+    assert (both["world"], both["replicas"]) == (4, 2)
+    for key in ("device", "host"):
+        assert both[key]["peak_nbytes"] == one[key]["peak_nbytes"]  # each replica is as if it were alone
+    assert both["assumed"]["network_Bps"] == one["assumed"]["network_Bps"]  # within a machine
+    assert both["exchanged"] == one["exchanged"] | {"across_nbytes": both["exchanged"]["across_nbytes"]}
+    # Two ranks of each replica all-reduce half of the gradients each, in fp32, and a machine's two share its card.
+    gradients_nbytes = 2 * both["role_nbytes"]["grad"]
+    assert both["exchanged"]["across_nbytes"] == gradients_nbytes / 2
+    across_s = gradients_nbytes / 2 / (0.92 * 0.1e9 / 8 / 2)
+    assert both["lower_bounds"]["network_s"] == pytest.approx(one["lower_bounds"]["network_s"] + across_s)
+    assert both["step_s"] >= across_s > 2 * one["step_s"]
+    assert main(["estimate", *ask, "--world", "4", "--replicas", "2", *network]) == 0
+    said = capsys.readouterr().out
+    assert "4 ranks in 2 replicas" in said
+    assert "a rank of a replica, 0.00575 GB/s to other replicas, over 2 machines" in said
+    assert re.search(r"KiB, and \S+ KiB each from replica to replica", said)
+
+
 def test_more_ranks_are_spread_evenly_over_machines(capsys: pytest.CaptureFixture[str]) -> None:
     words = [MLP, "--chunk-size", "4160", "--batch", "4", "--accumulate", "--device", "130KiB", "--host", "50KiB"]
     words += ["--world", "3", "--nnodes", "3"]
@@ -404,6 +427,8 @@ WRONG = {
     "updates in backward over ranks": ([MLP, "--in-backward", "--world", "2"], r"--in-backward is for one process"),
     "no speed": ([MLP, "--link", "fast"], r"--link: 'fast' is not a size"),
     "bits of nothing": ([MLP, "--nic-speed", "0Gb/s"], r"--nic-speed is 0 bytes; give at least 1"),
+    "replicas of unlike sizes": ([MLP, "--world", "6", "--replicas", "4"], r"6 ranks.*4 replicas.*such as 8 ranks"),
+    "replicas of one rank": ([MLP, "--world", "4", "--replicas", "4"], r"4 ranks.*4 replicas.*such as 8 ranks"),
     "machines of unlike sizes": ([MLP, "--world", "12", "--nnodes", "8"], r"12 ranks.* 8 machines.* such as 16 rank"),
     "more machines than ranks": ([MLP, "--nnodes", "2"], r"1 rank .* 2 machines .* such as 2 ranks"),
     "cards of no machine": ([MLP, "--world", "16", "--nics", "4"], r"--nics and --nic-speed .*; give --nnodes, too"),

@@ -42,7 +42,7 @@ def manager_of(policy: str, device_nbytes: int) -> chunkmem.ChunkManager:
 
 @functools.cache
 def estimated(policy: str, kept: frozenset[int] = frozenset()) -> Rehearsal:
-    return rehearse(as_model(), Setting(chunk_numel=GPT.chunk_numel, activations=policy, kept=kept))
+    return rehearse(as_model(), Setting(chunk_numel=GPT.chunk_numel, activations=policy), kept=kept)
 
 
 @functools.cache

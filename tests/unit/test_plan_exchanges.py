@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -131,6 +132,14 @@ def test_an_exchange_takes_its_time_and_hides_behind_what_is_computed() -> None:
     assert lazy.moved_nbytes == {Lane.H2D: 0, Lane.D2H: 0}
     spans = [span for span in lazy.spans if span.lane is Lane.COLLECTIVE]
     assert sum(span.end_s - span.start_s for span in spans) == pytest.approx(exchanges)
+
+
+def test_gradients_are_reduced_no_faster_than_they_can_be() -> None:
+    trace = step(ahead=False)
+    usual = simulate(make_plan(trace, machine(20)), trace)
+    for reduce_Bps, more_s in ((NBYTES / GATHER_S / 3, 2 * 4 * GATHER_S), (NBYTES / GATHER_S * 3, 0.0)):
+        slow = simulate(make_plan(trace, replace(machine(20), reduce_Bps=reduce_Bps)), trace)
+        assert slow.step_s == pytest.approx(usual.step_s + more_s)
 
 
 @pytest.mark.parametrize("slabs", [4, 5])
