@@ -36,7 +36,7 @@ from chunkmem.nn.values import MODULE_FIELDS, storage_id
 _SMALL_NBYTES = 64 * 1024
 """Buffers up to this size are kept as they were, whatever their version says."""
 _MAX_ITEMS = 1024
-"""Of longer containers only the length is compared: a vocabulary is not a cache."""
+"""Longer containers are copied, too, but not looked into: a vocabulary is not a cache."""
 _OBJECT_DEPTH = 3
 """Objects of other people's classes are looked into so deep."""
 _OPAQUE = (type, ModuleType, str, bytes, int, float, complex, torch.dtype, torch.device)
@@ -77,8 +77,6 @@ class CallState:
         values."""
         self._seen: set[int] = set()
         self._containers: list[_Container] = []
-        self._lengths: list[_Container] = []
-        """Long containers; their content is a length."""
         self._tensors: dict[int, _Known] = {}
         """Those that must not be written to."""
         self.generators: dict[int, Generator] = {}
@@ -110,13 +108,6 @@ class CallState:
                     f"{name} is to be recomputed in backward, but wrote to {known.name} in place "
                     f"({_shape(known.tensor)}), so that it would begin with another value. Give it a copy "
                     "(.clone()), use the operator that is not in place, or do not recompute this module"
-                )
-        for container in self._lengths:
-            if len(container.value) != container.content:
-                raise StateError(
-                    f"{name} is to be recomputed in backward, but changed {container.name}, which has more than "
-                    f"{_MAX_ITEMS} items (now {len(container.value)}, before {container.content}): clear it between "
-                    "steps, turn off the cache (use_cache=False), or do not recompute this module"
                 )
         for key, known in list(self._buffers.items()):
             if not is_small(known.tensor) and _version(known.tensor) == known.version:
@@ -157,8 +148,7 @@ class CallState:
                 self._buffers[key].tensor.copy_(copy)
         lost = [known for key, known in self._buffers.items() if key not in self._copies]
         lost += [*self._inputs.values(), *self._tensors.values()]
-        written = [known.name for known in lost if _version(known.tensor) != known.version]
-        return written + [each.name for each in self._lengths if len(each.value) != each.content]
+        return [known.name for known in lost if _version(known.tensor) != known.version]
 
     def _add_input(self, value: object, name: str) -> None:
         """Visit an argument. Tensors in tuples are inputs, as those on their own."""
@@ -202,11 +192,10 @@ class CallState:
                 if type(item) not in _PLAIN:
                     self._visit(item, f"{name}[{index}]", depth=depth)
             return
-        if not isinstance(value, Slots) and len(value) > _MAX_ITEMS:
-            self._lengths.append(_Container(value, name, len(value)))
-            return
         content = content_of(value)
         self._containers.append(_Container(value, name, content))
+        if len(content) > _MAX_ITEMS:
+            return
         items = content.items() if isinstance(content, dict) else enumerate(content)
         for key, item in items:
             if type(item) not in _PLAIN:
