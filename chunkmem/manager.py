@@ -85,6 +85,10 @@ class ChunkManager(ModelBuilding, Reporting):
         self._saver = CheckpointSaver()
         self._pipelines: WeakSet[Any] = WeakSet()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChunkManager:
+        """Return the manager itself: what holds it, such as a LightningModule, is copied with its models."""
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError("a manager cannot be copied or pickled: make another from its config")
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Set
 
 import torch
 from torch import nn
+from torch.jit._script import RecursiveScriptModule
 from torch.nn.parameter import is_lazy
 
 from chunkmem.errors import LayoutError, StateError
@@ -15,6 +16,10 @@ from chunkmem.nn.parameter_reads import is_managed, own_parameters
 from chunkmem.nn.values import storage_id
 from chunkmem.packing.built import Built
 
+_LAZY = (
+    "is lazy, its shape is not known yet; build the model outside manager.init(), run one batch through it first, then "
+    "call manager.wrap(model)"
+)
 _OF_PYTHON = 1
 """References to a storage that has been looked at: torch keeps its Python object."""
 
@@ -31,7 +36,8 @@ def named_parameters_of(
         known: identities of parameters that have a slot already, or get one as another model's.
 
     Raises:
-        LayoutError: a parameter cannot be packed (lazy, meta, not a plain tensor, in a chunk of another manager).
+        LayoutError: a parameter cannot be packed (lazy, meta, not a plain tensor, in a chunk of another manager), or a
+            module is scripted by torch.jit, or lazy.
         StateError: a module under `root` is managed already.
     """
     skipped = own_parameters(excluded).union(known)
@@ -41,6 +47,14 @@ def named_parameters_of(
                 f"module {name or type(root).__name__} is managed already; a module can be built in one "
                 "manager.init() or given to one manager.wrap() only"
             )
+        if isinstance(module, RecursiveScriptModule):
+            raise LayoutError(
+                f"module {name or type(root).__name__} is scripted by torch.jit, so nothing can be called around it: "
+                "train the module that it was made of, which torch.compile makes as fast, and script it afterwards"
+            )
+    for name, buffer in root.named_buffers():
+        if is_lazy(buffer):
+            raise LayoutError(f"buffer {name} {_LAZY}")
     found = [(name, param) for name, param in root.named_parameters() if id(param) not in skipped]
     for name, param in found:
         if serves_itself(param) or not built.is_released(param):
@@ -55,10 +69,7 @@ def _check(name: str, param: nn.Parameter, built: Built) -> None:
             "manager only"
         )
     if is_lazy(param):
-        raise LayoutError(
-            f"parameter {name} is lazy, its shape is not known yet; build the model outside manager.init(), run one "
-            "batch through it first, then call manager.wrap(model)"
-        )
+        raise LayoutError(f"parameter {name} {_LAZY}")
     if param.is_meta and not built.comes_later(param):
         raise LayoutError(
             f"parameter {name} {tuple(param.shape)} is on the meta device and has no values; materialise it first "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 _WRITABLE_BY_OTHERS = 0o022
@@ -20,12 +21,16 @@ def own_folder(folder: Path) -> Path:
     """Return a folder with links followed; it is made for the user alone if it is not there.
 
     Raises:
-        OSError: it cannot be made, belongs to somebody else, or others may write to it.
+        OSError: it cannot be made, belongs to somebody else, or others may write to it, or put another in its place.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     real = folder.resolve(strict=True)  # a link of somebody else's could lead elsewhere between two looks
     require_own(real)
+    for parent in real.parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:  # as /tmp has it, where only owners rename
+            raise PermissionError(errno.EPERM, f"others may rename what is in it (mode {mode & 0o7777:o})", str(parent))
     return real
 
 

@@ -58,10 +58,18 @@ def test_three_stages(three: Team, task: AsynchronousTask) -> None:
         pytest.param(AsynchronousTask(model="frozen"), marks=pytest.mark.full),
         AsynchronousTask(model="pairs", batch=5),
         AsynchronousTask(model="ends in a norm", steps=4),
+        AsynchronousTask(model="ends in a layer", steps=4),
         pytest.param(AsynchronousTask(model="in place", checkpoint="never"), marks=pytest.mark.full),
         AsynchronousTask(precision="bf16", scheduled=False),
     ],
-    ids=["a frozen stage", "tuples and a shorter last micro-batch", "a norm in the end", "in-place inputs", "bf16"],
+    ids=[
+        "a frozen stage",
+        "tuples and a shorter last micro-batch",
+        "a norm in the end",
+        "a layer in the end",
+        "in-place inputs",
+        "bf16",
+    ],
 )
 def test_other_models(pair: Team, task: AsynchronousTask) -> None:
     assert different(stashed(task), pair.run(train, task)) == []

@@ -212,6 +212,26 @@ def test_a_disk_that_stays_down(
             assert lost <= needed, "what is on other tiers, and was not to be saved, is not lost"
 
 
+@cpu_only
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_the_last_checkpoint_is_loaded_after_a_disk_that_was_down(
+    call: str, tmp_path: Path, plain: list[list[torch.Tensor]]
+) -> None:
+    disk = FaultyDisk()
+    with training_on(disk, tmp_path) as training:
+        training.step(0)
+        training.manager.save(tmp_path / "last", training.optimizer)
+        disk.faults = (Fault(FaultKind.ERROR, call, at=disk.num_calls[call] + 2, times=math.inf, number=errno.EIO),)
+        with pytest.raises(TierIOError):
+            for step in range(1, NUM_STEPS):
+                training.step(step)
+        disk.faults = ()
+        training.manager.load(tmp_path / "last", training.optimizer)
+        for step in range(1, NUM_STEPS):
+            training.step(step)
+        assert same(training.weights(), plain[NUM_STEPS])
+
+
 def continue_or_say_lost(training: Training, step: int, plain: list[list[torch.Tensor]]) -> None:
     """What a half step needs is there, and it continues; or it is lost, and says so."""
     try:

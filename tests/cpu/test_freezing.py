@@ -53,7 +53,8 @@ class Training:
 
     def freeze(self, modules: Sequence[nn.Module], *, keep_states: bool = False) -> None:
         if isinstance(self.side, Chunked):
-            self.side.manager.freeze(modules, keep_states=keep_states)
+            report = self.side.manager.freeze(modules, keep_states=keep_states)
+            self.forgotten_nbytes = report.freed_nbytes + report.left_nbytes
             audit(self.side.manager)
             return
         for param in (param for module in modules for param in module.parameters()):
@@ -143,6 +144,8 @@ def forgotten_later(training: Training) -> Any:
     training.freeze(model.blocks[:3], keep_states=True)
     yield from training.steps(3)
     training.freeze([model.inner, *model.blocks[:3]])
+    if isinstance(training.side, Chunked):
+        assert training.forgotten_nbytes > 0
     yield from training.steps(3)
     training.unfreeze([model])
     yield from training.steps(4)

@@ -52,6 +52,16 @@ def lazy(manager: chunkmem.ChunkManager, made: list[nn.Module]) -> None:
         made += [Blocks(), nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))]
 
 
+def lazy_buffer(manager: chunkmem.ChunkManager, made: list[nn.Module]) -> None:
+    with manager.init():
+        made += [Blocks(), nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(affine=False))]
+
+
+def scripted(manager: chunkmem.ChunkManager, made: list[nn.Module]) -> None:
+    with manager.init():
+        made += [Blocks(), nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.ReLU()))]
+
+
 def meta(manager: chunkmem.ChunkManager, made: list[nn.Module]) -> None:
     with manager.init():
         made += [Blocks(), nn.ParameterList([nn.Parameter(torch.empty(3, 2, device="meta"))])]
@@ -96,6 +106,8 @@ FAILURES: dict[Callable[..., None], tuple[type[BaseException], str]] = {
     interrupted_inside: (KeyboardInterrupt, "^$"),
     nested: (chunkmem.StateError, r"^manager.init\(\) inside manager.init\(\): build all modules in one block"),
     lazy: (chunkmem.LayoutError, r"^parameter 1.weight is lazy.* run one batch .* then call manager.wrap\(model\)$"),
+    lazy_buffer: (chunkmem.LayoutError, r"^buffer 1.running_mean is lazy.* then call manager.wrap\(model\)$"),
+    scripted: (chunkmem.LayoutError, r"^module 1 is scripted by torch.jit, .* train the module that it was made of"),
     meta: (chunkmem.LayoutError, r"^parameter 0 \(3, 2\) is on the meta device .* has no reset_parameters\(\)"),
     meta_half: (chunkmem.LayoutError, r"^buffer 0.mask \(4,\) of a model on the meta device has no values, or not all"),
     sparse: (chunkmem.LayoutError, r"^parameter 0 is a Parameter of torch.sparse_coo; only plain dense tensors"),

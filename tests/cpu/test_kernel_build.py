@@ -213,13 +213,24 @@ def test_what_others_may_write_to_is_not_loaded(
 def test_what_is_built_is_the_users_alone_under_any_umask(tmp_path: Path, compiler: Callable[..., str]) -> None:
     before = os.umask(0)
     try:
-        recipe = cpu_recipe(compiler(WORKS))
-        path = ensure_library(recipe, tmp_path / "cache")
-        assert ensure_library(recipe, tmp_path / "cache") == path
+        recipe, cache = cpu_recipe(compiler(WORKS)), tmp_path / "chunkmem" / "cache"
+        path = ensure_library(recipe, cache)
+        assert ensure_library(recipe, cache) == path
     finally:
         os.umask(before)
-    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+    assert [folder.stat().st_mode & 0o777 for folder in (cache.parent, cache)] == [0o700, 0o700]
     assert path.stat().st_mode & 0o022 == 0
+
+
+def test_a_folder_in_whose_place_others_may_put_another(tmp_path: Path, compiler: Callable[..., str]) -> None:
+    recipe, cache = cpu_recipe(compiler(WORKS)), tmp_path / "everybody's" / "mine" / "cache"
+    path = ensure_library(recipe, cache)
+    shared = tmp_path / "everybody's"
+    shared.chmod(0o777)
+    with pytest.raises(BuildError, match=r"others may rename what is in it \(mode 777\): .*everybody's"):
+        ensure_library(recipe, cache)
+    shared.chmod(0o1777)  # like /tmp
+    assert ensure_library(recipe, cache) == path
 
 
 def test_a_link_to_the_folder_of_somebody_else(tmp_path: Path, compiler: Callable[..., str]) -> None:

@@ -121,11 +121,26 @@ def test_printing_a_model_reads_nothing() -> None:
 def test_the_optimizer_and_the_manager_cannot_be_copied() -> None:
     with chunkmem.ChunkManager(config(SMALL_NBYTES)) as manager:
         twin = Twin(manager, Blocks)
-        for value in (twin.optimizer, manager):
-            for use in (copy.deepcopy, pickle.dumps):
-                with pytest.raises(chunkmem.StateError, match="cannot be copied or pickled"):
-                    use(value)
+        for use, value in ((copy.deepcopy, twin.optimizer), (pickle.dumps, twin.optimizer), (pickle.dumps, manager)):
+            with pytest.raises(chunkmem.StateError, match="cannot be copied or pickled"):
+                use(value)
         twin.steps(0)
+
+
+def test_a_copy_of_what_holds_the_manager_holds_it_too() -> None:
+    """As a LightningModule, which callbacks that average weights copy."""
+    with chunkmem.ChunkManager(config(SMALL_NBYTES)) as manager:
+        twin = Twin(manager, Blocks)
+        holder = nn.Module()
+        holder.manager, holder.model = manager, twin.model
+        twin.steps(0)
+        copied = copy.deepcopy(holder)
+        assert copied.manager is manager
+        same_weights = dict(manager.state_dict(twin.model))
+        for name, param in copied.model.named_parameters():
+            assert type(param) is nn.Parameter
+            assert torch.equal(param, same_weights[name])
+        twin.steps(1)
 
 
 AFTER: dict[str, Callable[[Twin, torch.Tensor, Any], Any]] = {

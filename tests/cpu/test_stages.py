@@ -303,6 +303,8 @@ def refuse(rank: int) -> None:
         with pytest.raises(chunkmem.StateError, match=r"one model; build all of it in one manager\.init"):
             manager.wrap(Net())
         pipe = pipeline()
+        with pytest.raises(chunkmem.StateError, match=r"manager.unwrap\(\) of a model over pipeline stages, .* build"):
+            manager.unwrap(model)
         with pytest.raises(chunkmem.StateError, match="packs the model that was built"):
             pipeline()
         away = model.words if rank == 1 else model.head

@@ -64,6 +64,17 @@ class SavesWeight(Block):
         return self.norm(super().forward(x))  # type: ignore[no-any-return]
 
 
+class EndsInLinear(Block):
+    """The same, of a layer, whose last node has saved it as a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(super().forward(x))  # type: ignore[no-any-return]
+
+
 class LooksAtValues(Block):
     """What it returns in addition has as many rows as values say."""
 
@@ -83,7 +94,7 @@ class Net(nn.Module):
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
         kinds = {"pairs": Pair, "in place": InPlace, "saves its output": SavesOutput, "ends in a norm": SavesWeight}
-        kinds["looks at values"] = LooksAtValues
+        kinds |= {"looks at values": LooksAtValues, "ends in a layer": EndsInLinear}
         block = kinds.get(kind, Block)
         self.blocks = nn.ModuleList(block() for _ in range(4))
         if kind == "hot":

@@ -116,6 +116,21 @@ def test_the_model_may_be_handed_over_in_any_of_these_places(place: str) -> None
     same(scenario)
 
 
+@pytest.mark.parametrize("name", ["EMAWeightAveraging", "StochasticWeightAveraging"])
+def test_averages_of_weights(name: str) -> None:
+    """They begin with a copy of the module, and are put into the model at the end."""
+
+    def scenario(side: Side) -> Any:
+        options = (
+            {"swa_lrs": 1e-2, "swa_epoch_start": 1, "annealing_epochs": 1} if name.startswith("St") else {"decay": 0.5}
+        )
+        module = Module(side)
+        fit(module, max_epochs=3, callbacks=[getattr(lightning.pytorch.callbacks, name)(**options)])
+        return result_of(module)
+
+    same(scenario)
+
+
 def test_manual_optimization() -> None:
     def scenario(side: Side) -> Any:
         module = Module(side, is_manual=True)
