@@ -115,7 +115,7 @@ def test_a_manager_that_is_closed_ends_what_was_made_for_it(pair: Team) -> None:
         assert max(after[at] - before[at] for at in range(2)) < 2
 
 
-@pytest.mark.full
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "dimension"),
     [

@@ -241,3 +241,20 @@ def test_copies_and_pickles_are_equal() -> None:
     assert copy.deepcopy(config) == config
     assert pickle.loads(pickle.dumps(config)) == config
     assert dataclasses.replace(config, gradient_clipping=1.0).gradient_clipping == 1.0
+
+
+def test_the_defaults_that_migrating_tells() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    table = page.partition("| key | PatrickStar | chunkmem |\n")[2].partition("\n\n")[0]
+    told = dict(re.findall(r"^\| `([\w.]+)`[^|]* \|[^|]*\| `?([^|`,]*)`?[^|]* \|$", table, re.MULTILINE))
+    values = Config().to_dict()
+    said = {"AdamW": "AdamW", "false": False, "the size that wastes least": "auto", "the faster of both": None}
+    checked = 0
+    for key, text in told.items():
+        value: Any = values
+        for part in key.split("."):
+            value = value[part]
+        if key != "fp16.hysteresis":
+            assert value == (said[text] if text in said else float(text)), key
+            checked += 1
+    assert checked == 7
