@@ -117,6 +117,8 @@ class PlanExecutor(PlanActions):
         self.first_plan_miss = ""
         """First plan miss of this step, as text: the event that came and the one that was expected; empty: none."""
         self._cursor = 0
+        self._is_over = False
+        """Every moment has come, and the plan was left for what is read between two steps."""
         self._num_outdated = 0
         """The store's count of outdated replicas, as far as the plan accounts for it."""
         self._tries = _Tries()
@@ -142,7 +144,7 @@ class PlanExecutor(PlanActions):
     @property
     def is_at_end(self) -> bool:
         """Every moment of the iteration has come."""
-        return self._on_plan and self._cursor == len(self.trace.moments)
+        return self._is_over or (self._on_plan and self._cursor == len(self.trace.moments))
 
     @property
     def was_followed(self) -> bool:
@@ -172,7 +174,7 @@ class PlanExecutor(PlanActions):
         Args:
             times_moments: see `StepLog`.
         """
-        was_complete, was_exact = self.is_at_end, self._order.is_exact
+        was_complete, was_exact = self._on_plan and self.is_at_end, self._order.is_exact
         self._begin_step_log(times_moments=times_moments)
         self._order.begin_iteration()
         self._ahead_numbers.clear()
@@ -209,7 +211,7 @@ class PlanExecutor(PlanActions):
     def _begin_step_log(self, *, times_moments: bool) -> None:
         self.step_log = self._order.step_log = StepLog(self._store.clock, times_moments=times_moments)
         self.left_out.spans, self.first_plan_miss = [], ""
-        self._cursor = 0
+        self._cursor, self._is_over = 0, False
 
     def came(self) -> list[Said]:
         """Return the events of this step so far, as the moments they began. It has not departed."""
@@ -332,15 +334,17 @@ class PlanExecutor(PlanActions):
     # Plan misses and the way back.
 
     def before_demand(self) -> None:
-        """Leave the plan; see `depart`."""
+        """Leave the plan; see `depart`. At its end that is no plan miss: what is read then is no part of a step."""
+        self._is_over = self.is_at_end
         self.depart()
 
     def depart(self) -> None:
         """Leave the plan: every copy is over when this returns, and nothing more is issued before a `_resume`."""
         if self._on_plan:
-            self._note_departure("an access on demand")
             self._on_plan = False
-            self.step_log.plan_misses += 1
+            if not self._is_over:
+                self._note_departure("an access on demand")
+                self.step_log.plan_misses += 1
             try:
                 self.drain()
             finally:
@@ -376,7 +380,7 @@ class PlanExecutor(PlanActions):
         self._way_back.reserve_shadow_buffers(on_host)
         self._order.resume(self._facts.copies_before[moment])
         self._ahead_numbers.clear()
-        self._cursor = moment
+        self._cursor, self._is_over = moment, False
         self._on_plan = True
         self._order.is_exact = self._has(wanted)
         self._num_outdated = self._store.num_outdated

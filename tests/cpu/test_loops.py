@@ -47,7 +47,15 @@ def test_every_loop_settles_on_plans(name: str) -> None:
     assert settled == [0] * len(settled), plan_misses
 
 
-LATE = ("GAN", "max_norm", "LayerDrop, shared chunks", "experts", "second optimizer 1:2", "one in three is given up")
+LATE = (
+    "GAN",
+    "max_norm",
+    "averages by hand",
+    "LayerDrop, shared chunks",
+    "experts",
+    "second optimizer 1:2",
+    "one in three is given up",
+)
 
 
 @pytest.mark.few(4)

@@ -291,6 +291,21 @@ def given_up_now_and_then(side: Side) -> Iterator[None]:
             yield
 
 
+def averaged_by_hand(side: Side) -> Iterator[None]:
+    """All weights are read, one after the other, and some are written to, between two steps."""
+    with side.building():
+        model = mlp(6)
+    optimizer = side.optimizer(model)
+    averages = [torch.zeros(param.shape) for param in model.parameters()]
+    while True:
+        side.step(model(side.batch()).square().mean(), optimizer)
+        with torch.no_grad():
+            for average, param in zip(averages, model.parameters(), strict=True):
+                average.lerp_(param, 0.1)
+            next(model.parameters()).lerp_(averages[0], 0.1)
+        yield
+
+
 LOOPS: dict[str, Loop] = {
     "steady": trained(lambda _: mlp(6)),
     "GAN": discriminator_and_generator,
@@ -309,4 +324,5 @@ LOOPS: dict[str, Loop] = {
     "micro-batches": accumulated,
     "one in four is larger": larger_now_and_then,
     "one in three is given up": given_up_now_and_then,
+    "averages by hand": averaged_by_hand,
 }
