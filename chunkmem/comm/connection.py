@@ -11,7 +11,6 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -131,7 +130,8 @@ class Connection:
         assert self._store is not None
         timeout = timedelta(seconds=self.timeout_s - self._detection_s)
         store, rank, size = within(self._store, name), members.index(self.rank), len(members)
-        with self.waiting("opening the process groups"), _few_requests() if size > _MANY else contextlib.nullcontext():
+        asks = _few_requests(store, timeout) if size > _MANY else contextlib.nullcontext()
+        with self.waiting("opening the process groups"), asks:
             # By itself, not as part of a group of several backends; it is used in the same way.
             group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
             self._opened.append((group, members, listener_of(store, rank)))
@@ -187,6 +187,10 @@ class Connection:
         if found.one_waits and found.all_can:
             self.send_object(operation.joinable, operation.label, found.source)
         return found.all_can
+
+    def least(self, label: str, count: int) -> int:
+        """Return the smallest number that a rank passes, each below 2**31, once all are here; raises as `begin` does."""
+        return self._agreed(Operation(label, count=count)).least
 
     def wait_for_others(self, label: str, *, count: int = 0) -> Any:
         """Return what the others are about to do, which this rank has to join in; None if they all wait here, too.
@@ -392,12 +396,20 @@ class Connection:
         return self._numbers
 
 
-def _few_requests() -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def _few_requests(store: Store, timeout: timedelta) -> Iterator[None]:
     """Have gloo read the addresses of a group's ranks 128 at a time, and number connections by rank.
 
-    It reads them one by one else, each with a number for every rank: of 1 024 ranks, 2 million requests and 9 GB.
+    It reads them one by one else, each with a number for every rank: of 1 024 ranks, 2 million requests and 9 GB. It
+    waits for several as long as the store does by itself, which is `timeout` meanwhile.
     """
-    return environment(GLOO_ENABLE_STORE_V2_API="1", GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER="1")
+    before: timedelta = store.timeout  # type: ignore[attr-defined]
+    store.set_timeout(timeout)
+    try:
+        with environment(GLOO_ENABLE_STORE_V2_API="1", GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER="1"):
+            yield
+    finally:
+        store.set_timeout(before)
 
 
 def _padded(data: bytes, length: int) -> torch.Tensor:

@@ -305,9 +305,7 @@ class Ranks:
         """
         found = text
         if self.size > 1:
-            self.connection.begin(Operation(label))
-            own = torch.tensor(self.rank if text else self.size, device="cpu")
-            first = int(self.connection.over_ranks(own, torch.minimum, label))
+            first = self.connection.least(label, self.rank if text else self.size)
             found = self.connection.send_object(text, label, first) if first < self.size else ""
         return found if self.stages is None else self.stages.any_text(found, label=label)
 

@@ -39,7 +39,7 @@ TIMEOUT_S = 12.0
 CONFIG = {"distributed": {"timeout_s": TIMEOUT_S}, "client": {"opts": {"with_mem_saving_comm": False}}}
 SLACK = 1.05
 """Numbers of ranks have more digits."""
-ROUNDS = {"start": 20, "step": 4, "save": 41}
+ROUNDS = {"start": 20, "step": 4, "save": 32}
 """Times that all ranks hear of each other until a model is there, in a step that follows a plan, and in a save.
 
 In a step: the gather of all units, which stay, the reduction, the options of the step, and who has gradients.
@@ -290,7 +290,7 @@ def groups_over(store: dist.Store, size: int) -> list[dist.ProcessGroup]:
 @pytest.mark.parametrize("is_told", [False, True], ids=["by itself", "told to ask seldom"])
 def test_gloo_asks_the_store_as_simulated(is_told: bool) -> None:
     size, store = 6, CountedStore()
-    with connection._few_requests() if is_told else nullcontext():
+    with connection._few_requests(store, timedelta(seconds=TIMEOUT_S)) if is_told else nullcontext():
         groups_over(store, size)
         expected = rendezvous(size, host=socket.gethostname())
     assert sum(store.asked.values()) == size * sum(count for count, _, _ in expected)

@@ -261,6 +261,7 @@ class SimulatedStore:
 
     def __init__(self, simulation: Simulation, content: _Content, prefix: str = "") -> None:
         self.prefix = prefix
+        self.timeout = timedelta(minutes=5)
         self._simulation = simulation
         self._content = content
 
@@ -269,6 +270,9 @@ class SimulatedStore:
 
     def has_extended_api(self) -> bool:
         return True
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
 
     def ask(self, *, num_keys: int = 1, answered: int = 0, count: int = 1, is_gloo: bool = False) -> None:
         """Pass the time that so many requests take, of so many keys and bytes that are answered, each."""
