@@ -189,7 +189,7 @@ class Connection:
         return found.all_can
 
     def least(self, label: str, count: int) -> int:
-        """Return the smallest number that a rank passes, each below 2**31, once all are here; raises as `begin` does."""
+        """Return the smallest number that a rank passes, below 2**31, once all are here; raises what `begin` does."""
         return self._agreed(Operation(label, count=count)).least
 
     def wait_for_others(self, label: str, *, count: int = 0) -> Any:
