@@ -101,7 +101,7 @@ class _Statuses:
                         closed.append(str(other))
                     listed |= self.closed
                 if not is_over:
-                    time.sleep(poll_s(size))
+                    time.sleep(min(poll_s(size), max(_POLL_S, deadline_s - time.monotonic())))
                     before, num_answers = num_answers, store.add("answers", 0)
             if not missing:
                 texts = _values(store, [f"answer {other}" for other in range(size)])
