@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal, Self
@@ -373,6 +374,21 @@ def num_processes_said() -> int:
     """Return how many processes there are of this program, as torchrun tells each of them in WORLD_SIZE; else 1."""
     said = os.environ.get("WORLD_SIZE", "")
     return int(said) if said.isdecimal() else 1
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Have variables of the environment for what runs inside and reads them, as libraries do; those that are set stay.
+
+    Other threads see them, too, until the first that has set them is done.
+    """
+    own = values.keys() - os.environ.keys()
+    os.environ.update({name: values[name] for name in own})
+    try:
+        yield
+    finally:
+        for name in own:
+            os.environ.pop(name, None)
 
 
 def flattened(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:

@@ -171,6 +171,25 @@ def over_ranks(
     return known
 
 
+def rows_of_ranks(group: dist.ProcessGroup, rank: int, size: int, mine: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of all ranks, in ceil(log2 size) messages each: each round, a rank hands on all it knows.
+
+    Arguments and errors are those of `over_ranks`.
+    """
+    known = mine.new_empty((size, *mine.shape))
+    known[0] = mine  # row i is that of the rank i before this one
+    distance = 1
+    while distance < size:
+        count = min(distance, size - distance)
+        tag = _TAG + distance.bit_length()
+        receive = group.recv([known[distance : distance + count]], (rank - distance) % size, tag)
+        send = group.send([known[:count]], (rank + distance) % size, tag)
+        receive.wait()
+        send.wait()
+        distance *= 2
+    return [known[(rank - other) % size] for other in range(size)]
+
+
 def packed(operation: Operation, raised: str, facts: Collection[str]) -> bytes:
     """Return a rank's statement as bytes."""
     label = f"{operation.label} ({operation.detail})" if operation.detail else operation.label

@@ -24,12 +24,21 @@ from chunkmem.comm.agreement import (
     numbers_of,
     over_ranks,
     packed,
+    rows_of_ranks,
     unpacked,
     verdict,
 )
-from chunkmem.comm.failure_detector import RankStatus, collect_statuses, hang_up, said_by_torch, tell_raised
+from chunkmem.comm.failure_detector import (
+    RankStatus,
+    collect_statuses,
+    hang_up,
+    listener_of,
+    said_by_torch,
+    tell_raised,
+)
 from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.same_code import require_same_code
+from chunkmem.config import environment
 from chunkmem.errors import ChunkmemError, ConfigError, RankError, StateError, said
 
 if TYPE_CHECKING:
@@ -41,6 +50,10 @@ _DETECTION_SHARE = 0.25
 """Share of the timeout for failure detection; an exchange may take the rest."""
 _LINGER_SHARE = 0.1
 """Share of the failure detection for lingering."""
+_MANY = 32
+"""Ranks of a group above which gloo is told to ask the store seldom."""
+_HEAD_NBYTES = 8
+"""Bytes of the length of a row, in front of it."""
 
 
 class Connection:
@@ -83,8 +96,8 @@ class Connection:
         self.process_group = group
         """The given process group, or the default one; None: this process alone, or `close` was called."""
         self._numbers: dist.ProcessGroup | None = None
-        self._opened: list[tuple[dist.ProcessGroup, Sequence[int]]] = []
-        """Groups over gloo that nothing else uses, and who are in each."""
+        self._opened: list[tuple[dist.ProcessGroup, Sequence[int], tuple[str, int] | None]] = []
+        """Groups over gloo that nothing else uses, who are in each, and where this rank listens for the others."""
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._failure: RankError | None = None
@@ -116,11 +129,13 @@ class Connection:
         """Return a new group over `members`, who all call it."""
         assert self._store is not None
         timeout = timedelta(seconds=self.timeout_s - self._detection_s)
-        with self.waiting("opening the process groups"):
-            group = dist.ProcessGroupGloo(within(self._store, name), members.index(self.rank), len(members), timeout)
-        # By itself, not as part of a group of several backends; it is used in the same way.
-        self._opened.append((cast(dist.ProcessGroup, group), members))
-        return self._opened[-1][0]
+        store, rank, size = within(self._store, name), members.index(self.rank), len(members)
+        asks = _few_requests(store, timeout) if size > _MANY else contextlib.nullcontext()
+        with self.waiting("opening the process groups"), asks:
+            # By itself, not as part of a group of several backends; it is used in the same way.
+            group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
+            self._opened.append((group, members, listener_of(store, rank)))
+        return group
 
     def part(self, name: str, members: Sequence[int], elsewhere: dist.ProcessGroup | None) -> RankGroup:
         """Return some of these ranks, this one included, as a group of their own; all of them call it.
@@ -172,6 +187,10 @@ class Connection:
         if found.one_waits and found.all_can:
             self.send_object(operation.joinable, operation.label, found.source)
         return found.all_can
+
+    def least(self, label: str, count: int) -> int:
+        """Return the smallest number that a rank passes, below 2**31, once all are here; raises what `begin` does."""
+        return self._agreed(Operation(label, count=count)).least
 
     def wait_for_others(self, label: str, *, count: int = 0) -> Any:
         """Return what the others are about to do, which this rank has to join in; None if they all wait here, too.
@@ -283,8 +302,9 @@ class Connection:
         """Close this rank's connections; return the ranks whose connections to it were closed before."""
         time.sleep(_LINGER_SHARE * self._detection_s)
         closed = set()
-        for group, members in self._opened:
-            closed |= {members[peer] for peer in hang_up(group, members.index(self.rank), len(members))}
+        for group, members, listener in self._opened:
+            found = hang_up(group, members.index(self.rank), len(members), listener)
+            closed |= {members[peer] for peer in found}
         return closed
 
     def _give_up(self, label: str, waited_s: float, error: Exception) -> RankError:
@@ -293,10 +313,12 @@ class Connection:
             if self._failure is None:
                 assert self._store is not None
                 closed = self._hang_up()
-                answer = RankStatus(label, waited_s, said_by_torch(error), sorted(closed))
+                answer = RankStatus(label, waited_s, said_by_torch(error))
                 # Stores may take longer to run out of time than they are told.
                 limit_s = min(self._detection_s, self.timeout_s - waited_s) - _LINGER_SHARE * self._detection_s
-                self._failure = collect_statuses(self._store, self.rank, self.names, answer, limit_s=limit_s)
+                self._failure = collect_statuses(
+                    self._store, self.rank, self.names, answer, closed=closed, limit_s=limit_s
+                )
             return self._failure
 
     # Bytes, once all have agreed.
@@ -318,30 +340,38 @@ class Connection:
         return tensor
 
     def all_bytes(self, data: bytes, label: str) -> list[bytes]:
-        lengths = self._lengths(data, label)
-        return _cut(self.exchange(_padded(data, max(lengths)), label), lengths)
+        return _cut(self.exchange(_padded(data, self._longest(data, label)), label))
 
-    def _lengths(self, data: bytes, label: str) -> list[int]:
-        """Return how many bytes each rank passes."""
-        return [int(row) for row in self.exchange(torch.tensor([len(data)], device="cpu"), label)]
+    def _longest(self, data: bytes, label: str) -> int:
+        """Return the most bytes that a rank passes."""
+        return int(self.over_ranks(torch.tensor(len(data), device="cpu"), torch.maximum, label))
+
+    def count_alike(self, text: str, label: str) -> int:
+        """Return how many ranks pass this text; a rank calls it once for a label."""
+        key = f"{label}: {text}"
+        assert self._store is not None
+        with self.waiting(label):
+            self._store.add(key, 1)
+        self.begin(Operation(label))
+        with self.waiting(label):
+            return self._store.add(key, 0)
 
     def gather(self, data: bytes, label: str) -> list[bytes]:
         """Return what all ranks pass, on rank 0; elsewhere nothing."""
-        lengths = self._lengths(data, label)
-        mine = _padded(data, max(lengths))
-        rows = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else []
+        mine = _padded(data, self._longest(data, label))
+        rows = [torch.empty_like(mine) for _ in self.names] if self.rank == 0 else []
         with self.waiting(label):
             self._open_numbers(label).gather([rows] if rows else [], [mine], dist.GatherOptions()).wait()
-        return _cut(rows, lengths)
+        return _cut(rows)
 
     def scatter(self, parts: Sequence[bytes], label: str) -> bytes:
         """Return this rank's part of what rank 0 passes."""
-        lengths = self.broadcast(torch.tensor([*map(len, parts)] or [0] * self.size, device="cpu"), 0, label).tolist()
-        mine = torch.empty(max(1, *lengths), dtype=torch.uint8, device="cpu")
-        rows = [_padded(part, len(mine)) for part in parts]
+        length = int(self.broadcast(torch.tensor(max(map(len, parts), default=0), device="cpu"), 0, label))
+        rows = [_padded(part, length) for part in parts]
+        mine = torch.empty_like(_padded(b"", length))
         with self.waiting(label):
             self._open_numbers(label).scatter([mine], [rows] if rows else [], dist.ScatterOptions()).wait()
-        return mine[: lengths[self.rank]].numpy().tobytes()
+        return _cut([mine])[0]
 
     def over_ranks(
         self, mine: torch.Tensor, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], label: str
@@ -356,10 +386,9 @@ class Connection:
     def exchange(self, mine: torch.Tensor, label: str) -> list[torch.Tensor]:
         if self.size == 1:
             return [mine]
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        numbers = self._open_numbers(label)
         with self.waiting(label):
-            self._open_numbers(label).allgather([rows], [mine]).wait()
-        return rows
+            return rows_of_ranks(numbers, self.rank, self.size, mine)
 
     def _open_numbers(self, label: str) -> dist.ProcessGroup:
         if self._numbers is None:
@@ -367,12 +396,35 @@ class Connection:
         return self._numbers
 
 
+@contextlib.contextmanager
+def _few_requests(store: Store, timeout: timedelta) -> Iterator[None]:
+    """Have gloo read the addresses of a group's ranks 128 at a time, and number connections by rank.
+
+    It reads them one by one else, each with a number for every rank: of 1 024 ranks, 2 million requests and 9 GB. It
+    waits for several as long as the store does by itself, which is `timeout` meanwhile.
+    """
+    before: timedelta = store.timeout  # type: ignore[attr-defined]
+    store.set_timeout(timeout)
+    try:
+        with environment(GLOO_ENABLE_STORE_V2_API="1", GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER="1"):
+            yield
+    finally:
+        store.set_timeout(before)
+
+
 def _padded(data: bytes, length: int) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data.ljust(max(1, length), b"\0")), dtype=torch.uint8)
+    """Return bytes as a row for `_cut`: how many they are, then they, then zeros up to `length` bytes."""
+    head = len(data).to_bytes(_HEAD_NBYTES, "little")
+    return torch.frombuffer(bytearray(head + data.ljust(length, b"\0")), dtype=torch.uint8)
 
 
-def _cut(rows: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[bytes]:
-    return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=False)]
+def _cut(rows: Sequence[torch.Tensor]) -> list[bytes]:
+    def content(row: Any) -> bytes:
+        length = int.from_bytes(row[:_HEAD_NBYTES].tobytes(), "little")
+        found: bytes = row[_HEAD_NBYTES : _HEAD_NBYTES + length].tobytes()
+        return found
+
+    return [content(row.numpy()) for row in rows]
 
 
 def group_of(process_group: Any) -> dist.ProcessGroup | None:

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from chunkmem.comm.failure_detector import said_by_torch
+from chunkmem.comm.failure_detector import poll_s, said_by_torch
 from chunkmem.errors import RankError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_POLL_S = 0.02
 _SIGN_SHARE = 0.25
 """Of the time after which a rank is lost: how often it says that it lives."""
 
@@ -102,7 +101,7 @@ class Notes:
             if is_late and sign == before:
                 raise RankError(f"{name}: no word of rank {of} for {limit_s:.0f} s", (of,))
             deadline_s += limit_s if is_late else 0.0
-            time.sleep(_POLL_S)
+            time.sleep(poll_s(self.size))
 
 
 def _sign_of(rank: int) -> str:

@@ -64,8 +64,8 @@ class Ranks:
         self.num_local = 1
         """Number of ranks on this machine, including those of other stages and this one."""
         if self.size > 1:
-            here = socket.gethostname().encode()
-            self.num_local = self._all_bytes(here, "looking for ranks on the same machine").count(here)
+            here = socket.gethostname()
+            self.num_local = connection.count_alike(here, "looking for ranks on the same machine")
             self.agree("the mesh of the ranks", str(() if mesh is None else mesh.rows))
         if mesh is not None:
             self._divide(mesh)
@@ -303,7 +303,10 @@ class Ranks:
         Raises:
             RankError: a rank did not come.
         """
-        found = next((each.decode() for each in self._all_bytes(text.encode(), label) if each), "")
+        found = text
+        if self.size > 1:
+            first = self.connection.least(label, self.rank if text else self.size)
+            found = self.connection.send_object(text, label, first) if first < self.size else ""
         return found if self.stages is None else self.stages.any_text(found, label=label)
 
     def texts_of_all(self, text: str, *, label: str) -> tuple[list[str], int]:

@@ -44,13 +44,17 @@ def require_same_code(store: Store, rank: int, names: Sequence[int], *, timeout_
         RankError: they do not; on all ranks that check it.
         RuntimeError: a rank did not come in time.
     """
-    keys = [f"code of rank {other}" for other in range(len(names))]
-    store.set(keys[rank], code_digest())
-    store.wait(keys, timedelta(seconds=timeout_s))
-    ranks_of: dict[str, list[int]] = {}
-    for name, key in zip(names, keys, strict=True):
-        ranks_of.setdefault(store.get(key).decode(), []).append(name)
-    if len(ranks_of) > 1:
+    own = code_digest()
+    store.set(f"code of rank {rank}", own)
+    if store.compare_set("code", "", own).decode() != own:
+        store.set("codes differ", "1")
+    if store.add("ranks that came", 1) == len(names):
+        store.set("all came", "codes differ" if store.check(["codes differ"]) else "one code")
+    store.wait(["all came"], timedelta(seconds=timeout_s))
+    if store.get("all came") == b"codes differ":
+        ranks_of: dict[str, list[int]] = {}
+        for other, name in enumerate(names):
+            ranks_of.setdefault(store.get(f"code of rank {other}").decode(), []).append(name)
         found = "; ".join(
             f"{digest} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
             for digest, ranks in ranks_of.items()

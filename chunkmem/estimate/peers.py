@@ -37,6 +37,10 @@ class Unison(Connection):
     def exchange(self, mine: torch.Tensor, label: str) -> list[torch.Tensor]:
         return [mine]
 
+    def count_alike(self, text: str, label: str) -> int:
+        """Return how many ranks are known to say the same of their machines: this one."""
+        return 1
+
     def broadcast(self, tensor: torch.Tensor, source: int, label: str) -> torch.Tensor:
         return tensor
 

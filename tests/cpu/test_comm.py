@@ -347,6 +347,19 @@ def test_a_rank_of_another_version_is_named(team: Team) -> None:
         assert ranks == (2,)
 
 
+def be_many(rank: int) -> tuple[list[str], list[str]]:
+    """Open groups as one of many ranks does."""
+    with patch.object(connection, "_MANY", 2):
+        ranks = open_ranks(timeout_s=TIMEOUT_S)
+    found, _ = ranks.texts_of_all(str(rank), label="who is there")
+    ranks.close()
+    return found, [name for name in os.environ if name.startswith("GLOO_ENABLE")]
+
+
+def test_groups_of_many_ranks_are_opened_with_few_requests(team: Team) -> None:
+    assert team.run(be_many) == [(["0", "1", "2", "3"], [])] * 4
+
+
 # Numbers.
 
 

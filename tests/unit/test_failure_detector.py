@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, cast
 
 import pytest
@@ -13,6 +11,8 @@ import pytest
 from chunkmem.comm import failure_detector
 from chunkmem.comm.failure_detector import RankStatus, collect_statuses, tell_raised
 from chunkmem.errors import RankError
+
+STATUS = RankStatus("unit blocks.0: gather", 3.0, "Connection closed by peer")
 
 
 class CountedStore:
@@ -57,8 +57,7 @@ class CountedStore:
 
 def ask(store: CountedStore, rank: int, size: int, closed: Sequence[int] = ()) -> RankError:
     store.asking = rank
-    status = RankStatus("unit blocks.0: gather", 3.0, "Connection closed by peer", closed)
-    return collect_statuses(cast(Any, store), rank, range(size), status, limit_s=0.5)
+    return collect_statuses(cast(Any, store), rank, range(size), STATUS, closed=closed, limit_s=0.5)
 
 
 @pytest.mark.parametrize("is_extended", [True, False])
@@ -70,19 +69,18 @@ def test_the_last_to_ask_names_the_dead_rank_in_a_few_requests(size: int, is_ext
     living = [rank for rank in range(size) if rank != dead]
     for rank in living[:-1]:
         store.asking = rank
-        answer = RankStatus("unit blocks.0: gather", 3.0, "Connection closed by peer", [dead])
-        written(store, rank, answer)
+        written(store, rank)
     error = ask(store, living[-1], size, closed=[rank for rank in range(size) if rank != living[-1]])
     assert error.ranks == (dead,)
     assert f"rank {dead} does not answer" in str(error)
-    most = 40 if is_extended else 40 + size
-    assert store.requests[living[-1]] <= most, "polls included"
-    assert len(store.values[f"answer {size - 1}"]) < 200, "what has answered is not told again"
+    assert store.requests[living[-1]] <= 40, "polls and the bits of 62 ranks each included"
+    assert store.answered_nbytes[living[-1]] <= 4, "what has answered is not told again"
+    assert failure_detector._List(cast(Any, store), "closed").new() == [str(dead)]
 
 
-def written(store: CountedStore, rank: int, answer: RankStatus) -> None:
+def written(store: CountedStore, rank: int) -> None:
     """Have a rank's answer in the store as it writes it, without the time that it waits for others."""
-    failure_detector._List(cast(Any, store), "answer").append(json.dumps([rank, asdict(answer)]))
+    failure_detector.tell_status(cast(Any, store), rank, STATUS)
 
 
 def test_what_a_silent_rank_raised_is_told() -> None:
@@ -91,8 +89,8 @@ def test_what_a_silent_rank_raised_is_told() -> None:
     tell_raised(cast(Any, store), 3, "ValueError: another")
     tell_raised(cast(Any, store), 3, "")  # and went on
     tell_raised(cast(Any, store), 2, "KeyError: 'x'")
-    written(store, 3, RankStatus("unit blocks.0: gather", 3.0, "Connection closed by peer"))
-    written(store, 0, RankStatus("unit blocks.0: gather", 3.0, "Connection closed by peer"))
+    written(store, 3)
+    written(store, 0)
     error = ask(store, 1, 4)
     assert error.ranks == (2,)
     assert str(error).endswith("rank 2 raised KeyError: 'x'")
@@ -100,5 +98,5 @@ def test_what_a_silent_rank_raised_is_told() -> None:
 
 def test_a_rank_that_dies_while_it_writes_is_silent() -> None:
     store = CountedStore()
-    store.add("answer", 1)  # counted, and no text
+    store.set("answer 0", "{}")  # a text, and not counted
     assert ask(store, 1, 3).ranks == (0, 2)
