@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--cpu-embedding", action="store_true", help="embeddings compute on HOST: use_cpu_embedding")
     add("--world", type=count, default=1, metavar="N", help="ranks, each with its own batch (default: 1)")
+    add("--reduce-dtype", choices=("fp32", "bf16"), default="fp32", help="distributed.reduce_dtype (default: fp32)")
     add("--stages", type=count, metavar="N", help="a pipeline over N devices, of as many stages or more")
     add("--micro-batches", type=count, metavar="M", help="of the batch, for --stages (default: 4 for each stage)")
     add("--picture", type=Path, metavar="FILE.png", help="draw the schedules of --stages")
@@ -167,7 +168,7 @@ def _question(options: argparse.Namespace) -> Question:
         "device_nbytes": options.device or int(_DEVICE_SHARE * hardware.device_nbytes),
         "host_nbytes": options.host,
         "disk_nbytes": options.disk or 0,
-        "master_weights": not options.no_master_weights,
+        "master": "weights" if options.no_master_weights and options.master == "fp32" else options.master,
         "is_accumulating": options.accumulate,
         "chunk_numel": options.chunk_size,
         "tile_numel": options.tile,

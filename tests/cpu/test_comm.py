@@ -191,6 +191,38 @@ def test_after_a_reduction_the_owner_has_the_mean(
     team.run(reduce_all, way, world, num_chunks, dtype)
 
 
+def reduce_in_bf16(rank: int, way: str, dtype: torch.dtype) -> None:
+    members = MEMBERS[2]
+    group = dist.new_group(list(members))
+    if rank not in members:
+        return
+    ranks = open_ranks(group, timeout_s=TIMEOUT_S)
+    exchange = WAYS[way](ranks.shard)
+    exchange.reduce_dtype = torch.bfloat16
+    shards = shards_of(ranks, range(3), dtype)
+    expected = [shard.flat.to(torch.bfloat16, copy=True) for shard in shards]
+    exchange.reduce(shards, label="reduce").wait()
+    for shard, total in zip(shards, expected, strict=True):
+        dist.all_reduce(total, group=group)
+        if shard.owner == ranks.rank:
+            assert same_bits(shard.flat, (total / 2).to(dtype)), "torch's own sum of bf16 tensors"
+    owned = len([shard for shard in shards if shard.owner == ranks.rank])
+    assert exchange.traffic.sent_nbytes == (3 - owned) * NUMEL * 2
+    assert exchange.traffic.received_nbytes == owned * NUMEL * 2
+    copies = 0 if dtype == torch.bfloat16 else 3
+    received = owned if way == "point to point" else 0
+    assert exchange.traffic.peak_buffered_nbytes == (copies + received) * NUMEL * 2
+    assert exchange.traffic.buffered_nbytes == 0
+    ranks.close()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_summed_in_bf16_where_asked_for(team: Team, way: str, dtype: torch.dtype) -> None:
+    team.run(reduce_in_bf16, way, dtype)
+
+
 # Several at once.
 
 

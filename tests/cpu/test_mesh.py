@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import chunkmem
 from chunkmem.comm.exchange import Shard
 from chunkmem.comm.mesh import mesh_of
-from chunkmem.comm.methods import PointToPoint, Replicated
+from chunkmem.comm.methods import possible_exchanges
 from chunkmem.comm.ranks import open_ranks
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Net, Task, batch_of, loss_of, make_config, open_manager, serial
@@ -237,22 +237,23 @@ def content(index: int, rank: int) -> Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(10 * index + rank))
 
 
-def exchange_replicated(rank: int, dtype: torch.dtype) -> None:
+def exchange_replicated(rank: int, dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
     ranks = open_ranks(mesh=mesh_of(mesh), timeout_s=60.0)
     shard, replicate = ranks.shard, ranks.replicate
     assert replicate is not None
     assert (shard.rank, replicate.rank) == (rank % 2, rank // 2)
-    exchange = Replicated(PointToPoint(shard), PointToPoint(replicate), ranks)
+    (exchange,) = possible_exchanges(ranks, torch.device("cpu"), memory_saving=None, reduce_dtype=reduce_dtype)
     shards = [Shard(index, index % 2, content(index, rank).to(dtype)) for index in range(4)]
     exchange.reduce(shards, label="reduce").wait()
     for one in shards:
         a, b, c, d = (content(one.index, other).to(dtype).float() for other in range(4))
         if one.owner == shard.rank:
-            assert torch.equal(one.flat, (((a + b) / 2 + (c + d) / 2) / 2).to(dtype)), "rounded once"
+            means = [((x + y) / 2).to(reduce_dtype).float() for x, y in ((a, b), (c, d))]
+            assert torch.equal(one.flat, (sum(means) / 2).to(dtype)), "rounded once, or to bf16 where asked for"
     # 2 of 4 chunks go to their owners, and of those that are owned one goes across, and the mean of the other back.
-    assert exchange.traffic.sent_nbytes == (2 + 2) * NUMEL * 4
-    assert exchange.traffic.received_nbytes == (2 + 2) * NUMEL * 4
+    assert exchange.traffic.sent_nbytes == (2 + 2) * NUMEL * reduce_dtype.itemsize
+    assert exchange.traffic.received_nbytes == (2 + 2) * NUMEL * reduce_dtype.itemsize
     assert exchange.traffic.buffered_nbytes == 0 < exchange.traffic.peak_buffered_nbytes
     shards = [Shard(index, index % 2, content(index, rank % 2).to(dtype)) for index in range(4)]
     exchange.gather(shards, label="gather").wait()
@@ -263,9 +264,15 @@ def exchange_replicated(rank: int, dtype: torch.dtype) -> None:
         exchange.gather(shards, label="gather")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_owners_in_all_replicas_have_the_mean_over_all_ranks(team: Team, dtype: torch.dtype) -> None:
-    team.run(exchange_replicated, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "reduce_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+    ids=str,
+)
+def test_owners_in_all_replicas_have_the_mean_over_all_ranks(
+    team: Team, dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> None:
+    team.run(exchange_replicated, dtype, reduce_dtype)
 
 
 def train_a_stage(rank: int) -> tuple[tuple[int, int], dict[str, Tensor]]:
