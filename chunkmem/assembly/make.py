@@ -186,7 +186,9 @@ def _agreed_exchanges(
         return ()
     ranks.agree("the exchange method", "chunkmem's" if own is None else f"{own.__module__}.{own.__qualname__}")
     saving, reduce_dtype = config.client.opts.with_mem_saving_comm, DTYPES[config.distributed.reduce_dtype]
-    return possible_exchanges(ranks, compute.device, memory_saving=saving, reduce_dtype=reduce_dtype, own=own)
+    return possible_exchanges(
+        ranks, compute.device, memory_saving=saving, reduce_dtype=reduce_dtype, overlap=compute.overlap, own=own
+    )
 
 
 def _make_controller(

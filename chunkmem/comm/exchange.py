@@ -14,6 +14,7 @@ one: whatever an exchange sends or receives was issued with it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -64,11 +65,18 @@ class Traffic:
     buffered_nbytes: int = 0
     """Non-model memory of the reductions under way; that inside of a library is not known."""
     peak_buffered_nbytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+
+    def count(self, **more: int) -> None:
+        """Add to fields, in any thread."""
+        with self._lock:
+            for name, number in more.items():
+                setattr(self, name, getattr(self, name) + number)
+            self.peak_buffered_nbytes = max(self.peak_buffered_nbytes, self.buffered_nbytes)
 
     def buffer(self, nbytes: int) -> None:
         """Count `nbytes` more of such memory, or fewer."""
-        self.buffered_nbytes += nbytes
-        self.peak_buffered_nbytes = max(self.peak_buffered_nbytes, self.buffered_nbytes)
+        self.count(buffered_nbytes=nbytes)
 
 
 class Work(Protocol):
@@ -140,7 +148,7 @@ class PendingWork:
     _over: bool = field(default=False, init=False)
 
     def done(self) -> bool:
-        return self._over or all(transfer.is_completed() for transfer in self.transfers)
+        return self._over or (bool(self.transfers) and all(transfer.is_completed() for transfer in self.transfers))
 
     def wait(self) -> None:
         if self._over:

@@ -26,7 +26,8 @@ chunk. So it is not the sum in the order of the ranks that one process has, if R
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
@@ -48,17 +49,42 @@ from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import ConfigError, StateError
 
+Overlap = Callable[[Callable[[], None]], Callable[[], None]]
+"""Does what it is given after all it was given before, overlapped with computing; returns what waits for it."""
+
 
 class Replicated:
-    """An exchange over replicas, made of one within each and one across them."""
+    """An exchange over replicas, made of one within each and one across them, both overlapped with computing.
 
-    def __init__(self, within: ExchangeMethod, across: ExchangeMethod, ranks: Ranks) -> None:
+    What goes across can be issued only once what goes within has arrived. If each rank did that where it waits, one
+    that waits early, since a gradient of its own is touched, would wait for others to issue it too; they do where they
+    wait, which may be behind an operation that the early one has to join. So nobody issues it where it waits, but
+    `overlap` does: in RAM a thread that does nothing else, on accelerators a stream.
+
+        trains    reduce 1 | backward | wait 1, reduce 2 | backward | wait 2 ...
+        within         1 --------->            2 --------->
+        across                1 ------>               2 ------>
+
+    No rank holds up another. `reduce` issues what goes within, among gathers, in the one order that all ranks have.
+    What goes across only `overlap` issues, in the order of the reductions, in a group that nothing else uses. It waits
+    for nothing but the same reduction: within, which all ranks of a row have issued, and across, which each rank of a
+    column issues after the reductions before it. So by induction over reductions each is over some time after all ranks
+    have issued it, whatever the threads that train do meanwhile: wait early, late, or for another rank in another
+    operation. To issue it, no rank waits for another: all have just agreed on it. On accelerators no host waits at all,
+    and every rank issues the same to each communicator in the same order.
+    """
+
+    def __init__(
+        self, within: Exchange, across: Exchange, ranks: Ranks, *, reduce_dtype: torch.dtype, overlap: Overlap
+    ) -> None:
         """Exchange `within` a replica, and `across` replicas; count both as one."""
         assert ranks.replicate is not None
         self._within = within
         self._across = across
         self._shard = ranks.shard
         self._num_replicas = ranks.replicate.size
+        self._reduce_dtype = reduce_dtype
+        self._overlap = overlap
         self.traffic = across.traffic = within.traffic
 
     def gather(self, shards: Sequence[Shard], *, label: str) -> Work:
@@ -66,27 +92,29 @@ class Replicated:
         return self._within.gather(shards, label=label)
 
     def reduce(self, shards: Sequence[Shard], *, label: str) -> Work:
-        """See `Exchange`; returns when it is over.
-
-        What goes across is issued when what goes within has arrived. If the ranks did that when they wait, one that
-        waits early would block another that has not come to it: see `chunkmem.comm.exchange`.
-        """
-        wide = [shard.to(sum_dtype(shard.flat.dtype, self._within.reduce_dtype)) for shard in shards]
-        pairs = list(zip(shards, wide, strict=True))
-        nbytes = sum(copy.flat.nbytes for shard, copy in pairs if copy is not shard)
+        """See `Exchange`."""
+        summed = [shard.to(sum_dtype(shard.flat.dtype, self._reduce_dtype)) for shard in shards]
+        nbytes = sum(copy.flat.nbytes for shard, copy in zip(shards, summed, strict=True) if copy is not shard)
         self.traffic.buffer(nbytes)
-        try:
-            self._within.reduce(wide, label=label).wait()
-            own = [(shard, copy) for shard, copy in pairs if shard.owner == self._shard.rank]
-            parts = [Shard(s.index, at % self._num_replicas, s.flat) for at, (_, s) in enumerate(own)]
-            self._across.reduce(parts, label=label).wait()
-            self._across.gather(parts, label=label).wait()
-            for shard, copy in own:
-                if copy is not shard:
-                    shard.flat.copy_(copy.flat)
-        finally:
+        within = self._within.reduce(summed, label=label)
+        wait = self._overlap(partial(self._average, shards, summed, within, label))
+
+        def finish() -> None:
+            wait()
             self.traffic.buffer(-nbytes)
-        return PendingWork(self._shard, label, [])
+
+        return PendingWork(self._shard, label, [], finish=finish, held=summed)
+
+    def _average(self, shards: Sequence[Shard], summed: Sequence[Shard], within: Work, label: str) -> None:
+        """Have the mean over all ranks in own shards, which are `summed` within a replica in copies, or as they are."""
+        within.wait()
+        own = [pair for pair in zip(shards, summed, strict=True) if pair[0].owner == self._shard.rank]
+        parts = [Shard(s.index, at % self._num_replicas, s.flat) for at, (_, s) in enumerate(own)]
+        self._across.reduce(parts, label=label).wait()
+        self._across.gather(parts, label=label).wait()
+        for shard, copy in own:
+            if copy is not shard:
+                shard.flat.copy_(copy.flat)
 
 
 _O = TypeVar("_O", "dist.BroadcastOptions", "dist.ReduceOptions")
@@ -158,7 +186,7 @@ class ExchangeMethod(ABC):
         """See `Exchange`."""
         require_exchangeable(shards, self._ranks, label)
         shards = [shard.to_copy() for shard in shards]
-        self.traffic.num_gathers += 1
+        self.traffic.count(num_gathers=1)
         if self.size == 1 or not shards:
             return PendingWork(self._ranks, label, [])
         with self._ranks.waiting(label):
@@ -170,7 +198,7 @@ class ExchangeMethod(ABC):
     def reduce(self, shards: Sequence[Shard], *, label: str) -> Work:
         """See `Exchange`."""
         require_exchangeable(shards, self._ranks, label, is_copied=False)
-        self.traffic.num_reductions += 1
+        self.traffic.count(num_reductions=1)
         if self.size == 1 or not shards:
             return PendingWork(self._ranks, label, [])
         with self._ranks.waiting(label, is_own=True):  # if there is no memory for it, no other rank is to blame
@@ -203,9 +231,7 @@ class ExchangeMethod(ABC):
         return owned_nbytes, sum(nbytes) - owned_nbytes
 
     def _count(self, transfers: Sequence[dist.Work], *, sent: int, received: int) -> None:
-        self.traffic.num_operations += len(transfers)
-        self.traffic.sent_nbytes += sent
-        self.traffic.received_nbytes += received
+        self.traffic.count(num_operations=len(transfers), sent_nbytes=sent, received_nbytes=received)
 
 
 class PointToPoint(ExchangeMethod):
@@ -311,6 +337,7 @@ def possible_exchanges(
     *,
     memory_saving: bool | None,
     reduce_dtype: torch.dtype = torch.float32,
+    overlap: Overlap,
     own: type[ExchangeMethod] | None = None,
 ) -> list[Exchange]:
     """Return the exchanges that a configuration leaves to choose from, the usual one first.
@@ -321,6 +348,7 @@ def possible_exchanges(
         memory_saving: `with_mem_saving_comm`: true is chunk by chunk, false is over groups. None is point to point in
             RAM, where that is faster and means have the same bits at every run; elsewhere it is one of the two others.
         reduce_dtype: float32 or bfloat16, see `ExchangeMethod.reduce_dtype`.
+        overlap: overlaps exchanges across replicas with computing.
         own: the user's, which then is the only one.
     """
 
@@ -337,4 +365,5 @@ def possible_exchanges(
         methods = [Grouped, Chunkwise] if memory_saving is None else [(Grouped, Chunkwise)[memory_saving]]
     if ranks.replicate is None:
         return [made(method, ranks.shard) for method in methods]
-    return [Replicated(made(method, ranks.shard), made(method, ranks.replicate), ranks) for method in methods]
+    pairs = [(made(method, ranks.shard), made(method, ranks.replicate)) for method in methods]
+    return [Replicated(*pair, ranks, reduce_dtype=reduce_dtype, overlap=overlap) for pair in pairs]

@@ -22,6 +22,7 @@ from chunkmem.comm.exchange import Shard, mean_in_order
 from chunkmem.comm.methods import Chunkwise, Grouped, PointToPoint, possible_exchanges
 from chunkmem.comm.ranks import Ranks, open_ranks
 from chunkmem.errors import ConfigError, RankError, StateError
+from chunkmem.runtime.device import ComputeDevice
 from tests.helpers.ranks import Team
 
 MEMBERS = {1: (2,), 2: (1, 3), 3: (0, 1, 3), 4: (0, 1, 2, 3)}
@@ -689,5 +690,6 @@ def test_a_sum_beyond_fp16_has_a_mean() -> None:
 )
 def test_the_ways_that_a_configuration_leaves(device: str, memory_saving: bool | None, ways: list[type]) -> None:
     ranks = open_ranks(timeout_s=TIMEOUT_S)
-    found = possible_exchanges(ranks, torch.device(device), memory_saving=memory_saving)
+    overlap = ComputeDevice(torch.device("cpu")).overlap
+    found = possible_exchanges(ranks, torch.device(device), memory_saving=memory_saving, overlap=overlap)
     assert [type(way) for way in found] == ways
