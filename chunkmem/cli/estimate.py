@@ -151,8 +151,7 @@ def _question(options: argparse.Namespace) -> Question:
             )
     if options.in_backward and (options.world > 1 or options.precision == "fp16"):
         raise ConfigError(
-            "--in-backward is for one process, in fp32 or bf16: over ranks gradients are divided already, and in fp16 "
-            "a step may be skipped; leave it out"
+            "--in-backward is estimated for one process, in fp32 or bf16 (in fp16 a step may be skipped); leave it out"
         )
     if options.activations and options.checkpointing:
         raise ConfigError("--checkpointing and --activations are two ways to recompute blocks; leave one of them out")

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,6 +144,12 @@ def assert_alike(outcomes: list[tuple[dict[str, Tensor], Any, int]]) -> None:
 
 
 SIZES = [(2, 2), (4, 1), (1, 4)]
+
+
+def test_replicas_update_inside_backward_to_the_bit(team: Team) -> None:
+    task = Task("tied", steps=5, device_nbytes=26 << 10)
+    outcomes = team.run(train, (2, 2), replace(task, config={"optimizer": {"params": {"in_backward": True}}}), 0.0)
+    assert_alike([*team.run(train, (2, 2), task, 0.0), *outcomes])
 
 
 @pytest.mark.few(1)
