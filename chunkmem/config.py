@@ -173,6 +173,11 @@ class DistributedConfig(Section, at="distributed"):
     """Data parallelism."""
 
     timeout_s: float = option(_ABOVE_ZERO, 600.0, about="Seconds after which a rank that does not answer is an error.")
+    reduce_dtype: Literal["fp32", "bf16"] = option(
+        one_of("fp32", "bf16"),
+        "fp32",
+        about="What gradients are sent and summed in over ranks; bf16 halves the bytes.",
+    )
 
 
 @dataclass(frozen=True)

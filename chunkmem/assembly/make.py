@@ -71,7 +71,7 @@ def build_runtime(origin: Origin, *, before: Runtime | None = None) -> Runtime:
     store = ChunkStore(tiers.pools, compute.clock)
     update_parts = make_update_parts(store, compute, tiers.lanes, num_threads=opts.update_threads)
     memory = _make_memory(tiers, store, update_parts.ahead, backend, interrupts)
-    exchanges = _agreed_exchanges(ranks, compute, opts.with_mem_saving_comm, origin.exchange)
+    exchanges = _agreed_exchanges(ranks, compute, config, origin.exchange)
     gradients, sharding, updater = make_training(
         memory, ranks, exchanges, update_parts, margin_use_ratio=margin_use_ratio(config)
     )
@@ -179,13 +179,16 @@ def _make_memory(
 
 
 def _agreed_exchanges(
-    ranks: Ranks, compute: ComputeDevice, saving: bool | None, own: type[ExchangeMethod] | None
+    ranks: Ranks, compute: ComputeDevice, config: Config, own: type[ExchangeMethod] | None
 ) -> Sequence[Exchange]:
     """Return the ways to exchange chunks, the same on all ranks; none with one rank."""
     if ranks.size == 1:
         return ()
     ranks.agree("the exchange method", "chunkmem's" if own is None else f"{own.__module__}.{own.__qualname__}")
-    return possible_exchanges(ranks, compute.device, memory_saving=saving, own=own)
+    saving, reduce_dtype = config.client.opts.with_mem_saving_comm, DTYPES[config.distributed.reduce_dtype]
+    return possible_exchanges(
+        ranks, compute.device, memory_saving=saving, reduce_dtype=reduce_dtype, overlap=compute.overlap, own=own
+    )
 
 
 def _make_controller(

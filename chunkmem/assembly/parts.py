@@ -321,10 +321,17 @@ def make_training(
         is_of_stage=ranks.stages is not None,
     )
     gradients = GradientBook(pager, slots, values)
-    reduction = None if shards is None else Reduction(shards, slots, pager, show=gradients.show_mean)
+
+    def show(managed: ManagedParameter) -> None:
+        updater.in_backward.before_mean(managed)
+        gradients.show_mean(managed)
+
+    reduction = None if shards is None else Reduction(shards, slots, pager, show=show)
     units = Units(shards, reduction) if units is None else units
     sharding = Sharding(ranks, shards, reduction, units, OrdinaryGradients(shards))
-    return gradients, sharding, GroupUpdater(pager, gradients, places=places, parts=parts)
+    backwards = None if shards is None else units.backwards
+    updater = GroupUpdater(pager, gradients, places=places, parts=parts, backwards=backwards)
+    return gradients, sharding, updater
 
 
 def make_modules(

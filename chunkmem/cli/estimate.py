@@ -75,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cpu-embedding", action="store_true", help="embeddings compute on HOST: use_cpu_embedding")
     add("--world", type=count, default=1, metavar="N", help="ranks, each with its own batch (default: 1)")
     add("--replicas", type=count, default=1, metavar="R", help="of the weights, each sharded over N / R of the ranks")
+    add("--reduce-dtype", choices=("fp32", "bf16"), default="fp32", help="distributed.reduce_dtype (default: fp32)")
     add("--stages", type=count, metavar="N", help="a pipeline over N devices, of as many stages or more")
     add("--micro-batches", type=count, metavar="M", help="of the batch, for --stages (default: 4 for each stage)")
     add("--picture", type=Path, metavar="FILE.png", help="draw the schedules of --stages")
@@ -151,8 +152,7 @@ def _question(options: argparse.Namespace) -> Question:
             )
     if options.in_backward and (options.world > 1 or options.precision == "fp16"):
         raise ConfigError(
-            "--in-backward is for one process, in fp32 or bf16: over ranks gradients are divided already, and in fp16 "
-            "a step may be skipped; leave it out"
+            "--in-backward is estimated for one process, in fp32 or bf16 (in fp16 a step may be skipped); leave it out"
         )
     if options.activations and options.checkpointing:
         raise ConfigError("--checkpointing and --activations are two ways to recompute blocks; leave one of them out")
@@ -173,7 +173,7 @@ def _question(options: argparse.Namespace) -> Question:
         "device_nbytes": options.device or int(_DEVICE_SHARE * hardware.device_nbytes),
         "host_nbytes": options.host,
         "disk_nbytes": options.disk or 0,
-        "master_weights": not options.no_master_weights,
+        "master": "weights" if options.no_master_weights and options.master == "fp32" else options.master,
         "is_accumulating": options.accumulate,
         "chunk_numel": options.chunk_size,
         "tile_numel": options.tile,

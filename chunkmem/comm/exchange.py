@@ -5,7 +5,8 @@ this rank. After a gather every rank has the owner's content; after a reduction 
 
 A mean is a sum in fp32 (float64 for float64), divided once by the number of ranks, rounded once to the dtype of the
 chunk. Point to point, the sum begins with rank 0's and continues in the order of the ranks: the bits depend on the
-values alone, and a single process can repeat them. The libraries add in an order of their own.
+values alone, and a single process can repeat them. The libraries add in an order of their own. Where a user asks for it
+(`distributed.reduce_dtype`), gradients are sent in bf16, and the libraries' sums are rounded to it, too.
 
 Every rank issues the same exchanges in the same order. They may be waited for in any order, on each rank in another
 one: whatever an exchange sends or receives was issued with it.
@@ -13,6 +14,7 @@ one: whatever an exchange sends or receives was issued with it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -42,6 +44,10 @@ class Shard:
         """Return the shard as it is copied: integers and booleans as bytes, since libraries do not have all dtypes."""
         return self if self.flat.is_floating_point() else Shard(self.index, self.owner, self.flat.view(torch.uint8))
 
+    def to(self, dtype: torch.dtype) -> Shard:
+        """Return the shard if it has a dtype, else one with a copy of its content in that dtype."""
+        return self if self.flat.dtype == dtype else Shard(self.index, self.owner, self.flat.to(dtype))
+
 
 @dataclass(slots=True)
 class Traffic:
@@ -59,11 +65,18 @@ class Traffic:
     buffered_nbytes: int = 0
     """Non-model memory of the reductions under way; that inside of a library is not known."""
     peak_buffered_nbytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+
+    def count(self, **more: int) -> None:
+        """Add to fields, in any thread."""
+        with self._lock:
+            for name, number in more.items():
+                setattr(self, name, getattr(self, name) + number)
+            self.peak_buffered_nbytes = max(self.peak_buffered_nbytes, self.buffered_nbytes)
 
     def buffer(self, nbytes: int) -> None:
         """Count `nbytes` more of such memory, or fewer."""
-        self.buffered_nbytes += nbytes
-        self.peak_buffered_nbytes = max(self.peak_buffered_nbytes, self.buffered_nbytes)
+        self.count(buffered_nbytes=nbytes)
 
 
 class Work(Protocol):
@@ -135,7 +148,7 @@ class PendingWork:
     _over: bool = field(default=False, init=False)
 
     def done(self) -> bool:
-        return self._over or all(transfer.is_completed() for transfer in self.transfers)
+        return self._over or (bool(self.transfers) and all(transfer.is_completed() for transfer in self.transfers))
 
     def wait(self) -> None:
         if self._over:
@@ -195,9 +208,9 @@ def hand_over(ranks: RankGroup, shard: Shard, to: int, *, label: str) -> Work:
     return PendingWork(ranks, label, [transfer], held=[shard])
 
 
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a mean is summed in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype = torch.float32) -> torch.dtype:
+    """Return the dtype that a mean is summed in: `reduce_dtype`, unless it is of float64."""
+    return dtype if dtype == torch.float64 else reduce_dtype
 
 
 def mean_in_order(target: torch.Tensor, contributions: Sequence[torch.Tensor]) -> None:

@@ -11,8 +11,9 @@ way              gather                   reduce                   extra memory,
 
 Libraries sum in the dtype that they are given. So that bf16 and fp16 are rounded once, and a sum whose mean is small
 does not overflow, `Grouped` and `Chunkwise` give them fp32 copies: 4 bytes an element of all shards until the reduction
-was waited for, and twice the bytes on the way. Who wants less passes fewer shards at a time. `PointToPoint` sends what
-there is, and needs no such copies.
+was waited for, and twice the bytes on the way. Who wants less passes fewer shards at a time, or has `reduce_dtype` be
+bf16: then gradients in bf16 are summed as they are, and others in copies of that dtype, as FSDP2 does.
+`PointToPoint` sums in fp32 whatever it sends, so it needs copies only of gradients that are not in bf16 then.
 
 A gradient is reduced to its owner in each replica, and the owners of the same chunk average what they have: each of
 them a part of the chunks, which it then sends to the others. So all replicas get the same bits, and only 1 / S of the
@@ -25,8 +26,9 @@ chunk. So it is not the sum in the order of the ranks that one process has, if R
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from operator import itemgetter
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -47,17 +49,42 @@ from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import ConfigError, StateError
 
+Overlap = Callable[[Callable[[], None]], Callable[[], None]]
+"""Does what it is given after all it was given before, overlapped with computing; returns what waits for it."""
+
 
 class Replicated:
-    """An exchange over replicas, made of one within each and one across them."""
+    """An exchange over replicas, made of one within each and one across them, both overlapped with computing.
 
-    def __init__(self, within: Exchange, across: Exchange, ranks: Ranks) -> None:
+    What goes across can be issued only once what goes within has arrived. If each rank did that where it waits, one
+    that waits early, since a gradient of its own is touched, would wait for others to issue it too; they do where they
+    wait, which may be behind an operation that the early one has to join. So nobody issues it where it waits, but
+    `overlap` does: in RAM a thread that does nothing else, on accelerators a stream.
+
+        trains    reduce 1 | backward | wait 1, reduce 2 | backward | wait 2 ...
+        within         1 --------->            2 --------->
+        across                1 ------>               2 ------>
+
+    No rank holds up another. `reduce` issues what goes within, among gathers, in the one order that all ranks have.
+    What goes across only `overlap` issues, in the order of the reductions, in a group that nothing else uses. It waits
+    for nothing but the same reduction: within, which all ranks of a row have issued, and across, which each rank of a
+    column issues after the reductions before it. So by induction over reductions each is over some time after all ranks
+    have issued it, whatever the threads that train do meanwhile: wait early, late, or for another rank in another
+    operation. To issue it, no rank waits for another: all have just agreed on it. On accelerators no host waits at all,
+    and every rank issues the same to each communicator in the same order.
+    """
+
+    def __init__(
+        self, within: Exchange, across: Exchange, ranks: Ranks, *, reduce_dtype: torch.dtype, overlap: Overlap
+    ) -> None:
         """Exchange `within` a replica, and `across` replicas; count both as one."""
         assert ranks.replicate is not None
         self._within = within
         self._across = across
         self._shard = ranks.shard
         self._num_replicas = ranks.replicate.size
+        self._reduce_dtype = reduce_dtype
+        self._overlap = overlap
         self.traffic = across.traffic = within.traffic
 
     def gather(self, shards: Sequence[Shard], *, label: str) -> Work:
@@ -65,27 +92,29 @@ class Replicated:
         return self._within.gather(shards, label=label)
 
     def reduce(self, shards: Sequence[Shard], *, label: str) -> Work:
-        """See `Exchange`; returns when it is over.
-
-        What goes across is issued when what goes within has arrived. If the ranks did that when they wait, one that
-        waits early would block another that has not come to it: see `chunkmem.comm.exchange`.
-        """
-        wide = [Shard(shard.index, shard.owner, shard.flat.to(sum_dtype(shard.flat.dtype))) for shard in shards]
-        pairs = list(zip(shards, wide, strict=True))
-        nbytes = sum(copy.flat.nbytes for shard, copy in pairs if copy.flat is not shard.flat)
+        """See `Exchange`."""
+        summed = [shard.to(sum_dtype(shard.flat.dtype, self._reduce_dtype)) for shard in shards]
+        nbytes = sum(copy.flat.nbytes for shard, copy in zip(shards, summed, strict=True) if copy is not shard)
         self.traffic.buffer(nbytes)
-        try:
-            self._within.reduce(wide, label=label).wait()
-            own = [(shard, copy) for shard, copy in pairs if shard.owner == self._shard.rank]
-            parts = [Shard(s.index, at % self._num_replicas, s.flat) for at, (_, s) in enumerate(own)]
-            self._across.reduce(parts, label=label).wait()
-            self._across.gather(parts, label=label).wait()
-            for shard, copy in own:
-                if copy.flat is not shard.flat:
-                    shard.flat.copy_(copy.flat)
-        finally:
+        within = self._within.reduce(summed, label=label)
+        wait = self._overlap(partial(self._average, shards, summed, within, label))
+
+        def finish() -> None:
+            wait()
             self.traffic.buffer(-nbytes)
-        return PendingWork(self._shard, label, [])
+
+        return PendingWork(self._shard, label, [], finish=finish, held=summed)
+
+    def _average(self, shards: Sequence[Shard], summed: Sequence[Shard], within: Work, label: str) -> None:
+        """Have the mean over all ranks in own shards, which are `summed` within a replica in copies, or as they are."""
+        within.wait()
+        own = [pair for pair in zip(shards, summed, strict=True) if pair[0].owner == self._shard.rank]
+        parts = [Shard(s.index, at % self._num_replicas, s.flat) for at, (_, s) in enumerate(own)]
+        self._across.reduce(parts, label=label).wait()
+        self._across.gather(parts, label=label).wait()
+        for shard, copy in own:
+            if copy is not shard:
+                shard.flat.copy_(copy.flat)
 
 
 _O = TypeVar("_O", "dist.BroadcastOptions", "dist.ReduceOptions")
@@ -102,6 +131,9 @@ class ExchangeMethod(ABC):
     Every rank issues the same calls in one order. Several may be under way, and each rank waits for them in an order of
     its own: whatever a call sends or receives has to be issued in it.
     """
+
+    reduce_dtype = torch.float32
+    """What `distributed.reduce_dtype` says. If it is bf16, `reduce_scatter` and `finish` get shards in bf16."""
 
     def __init__(self, ranks: RankGroup) -> None:
         """Exchange between `ranks`."""
@@ -154,7 +186,7 @@ class ExchangeMethod(ABC):
         """See `Exchange`."""
         require_exchangeable(shards, self._ranks, label)
         shards = [shard.to_copy() for shard in shards]
-        self.traffic.num_gathers += 1
+        self.traffic.count(num_gathers=1)
         if self.size == 1 or not shards:
             return PendingWork(self._ranks, label, [])
         with self._ranks.waiting(label):
@@ -166,23 +198,32 @@ class ExchangeMethod(ABC):
     def reduce(self, shards: Sequence[Shard], *, label: str) -> Work:
         """See `Exchange`."""
         require_exchangeable(shards, self._ranks, label, is_copied=False)
-        self.traffic.num_reductions += 1
+        self.traffic.count(num_reductions=1)
         if self.size == 1 or not shards:
             return PendingWork(self._ranks, label, [])
         with self._ranks.waiting(label, is_own=True):  # if there is no memory for it, no other rank is to blame
-            buffers = self.buffers(shards)
+            summed = [shard.to(self._sum_dtype(shard.flat.dtype)) for shard in shards]
+            buffers = self.buffers(summed)
         with self._ranks.waiting(label):
-            transfers = self.reduce_scatter(shards, buffers)
-        owned_nbytes, other_nbytes = self._by_owner(shards, list(map(self.sent_nbytes, shards)))
+            transfers = self.reduce_scatter(summed, buffers)
+        owned_nbytes, other_nbytes = self._by_owner(summed, list(map(self.sent_nbytes, summed)))
         self._count(transfers, sent=other_nbytes, received=owned_nbytes * (self.size - 1))
-        nbytes = sum(buffer.nbytes for buffer in buffers)
+        copies = [(shard, copy.flat) for shard, copy in zip(shards, summed, strict=True) if copy is not shard]
+        nbytes = sum(memory.nbytes for memory in (*buffers, *(copy for _, copy in copies)))
         self.traffic.buffer(nbytes)
 
         def finish() -> None:
-            self.finish(shards, buffers)
+            self.finish(summed, buffers)
+            for shard, copy in copies:
+                if self.owns(shard):
+                    shard.flat.copy_(copy)
             self.traffic.buffer(-nbytes)
 
-        return PendingWork(self._ranks, label, transfers, finish=finish, held=shards)
+        return PendingWork(self._ranks, label, transfers, finish=finish, held=summed)
+
+    def _sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype that chunks of a dtype are reduced in."""
+        return dtype if self.reduce_dtype == torch.float32 else sum_dtype(dtype, self.reduce_dtype)
 
     def _by_owner(self, shards: Sequence[Shard], nbytes: Sequence[int]) -> tuple[int, int]:
         """Return the bytes of the shards that this rank owns, and of the others."""
@@ -190,9 +231,7 @@ class ExchangeMethod(ABC):
         return owned_nbytes, sum(nbytes) - owned_nbytes
 
     def _count(self, transfers: Sequence[dist.Work], *, sent: int, received: int) -> None:
-        self.traffic.num_operations += len(transfers)
-        self.traffic.sent_nbytes += sent
-        self.traffic.received_nbytes += received
+        self.traffic.count(num_operations=len(transfers), sent_nbytes=sent, received_nbytes=received)
 
 
 class PointToPoint(ExchangeMethod):
@@ -244,23 +283,15 @@ class Chunkwise(ExchangeMethod):
         options = [_rooted(dist.BroadcastOptions(), shard.owner) for shard in shards]
         return [self.group(s.flat.device).broadcast([s.flat], o) for s, o in zip(shards, options, strict=True)]
 
-    def buffers(self, shards: Sequence[Shard]) -> list[torch.Tensor]:
-        """Return copies in fp32 of the chunks in other dtypes, whose means the library would round more than once."""
-        return [copy for shard in shards if (copy := shard.flat.to(sum_dtype(shard.flat.dtype))) is not shard.flat]
-
-    def sent_nbytes(self, shard: Shard) -> int:
-        return shard.flat.numel() * sum_dtype(shard.flat.dtype).itemsize
-
     def reduce_scatter(self, shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> list[dist.Work]:
-        totals = zip(shards, _summed(shards, buffers), strict=True)
-        return [self.group(s.flat.device).reduce([t], _rooted(dist.ReduceOptions(), s.owner)) for s, t in totals]
+        return [self.group(s.flat.device).reduce([s.flat], _rooted(dist.ReduceOptions(), s.owner)) for s in shards]
 
     def finish(self, shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> None:
-        for shard, total in zip(shards, _summed(shards, buffers), strict=True):
-            if self.owns(shard):
-                total.div_(self.size)
-                if total is not shard.flat:
-                    shard.flat.copy_(total)
+        for shard in filter(self.owns, shards):
+            shard.flat.div_(self.size)
+
+    def _sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return sum_dtype(dtype, self.reduce_dtype)
 
 
 class Grouped(Chunkwise):
@@ -269,7 +300,7 @@ class Grouped(Chunkwise):
     def all_gather(self, shards: Sequence[Shard]) -> list[dist.Work]:
         if not has_one_of_each(shards, self.size):
             return super().all_gather(shards)
-        flats = _by_rank(shards, [shard.flat for shard in shards])
+        flats = _by_rank(shards)
         options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
         options.asyncOp = True
         return [self.group(flats[0].device).allgather([flats], [flats[self.rank]], options)]
@@ -277,21 +308,14 @@ class Grouped(Chunkwise):
     def reduce_scatter(self, shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> list[dist.Work]:
         if not has_one_of_each(shards, self.size):
             return super().reduce_scatter(shards, buffers)
-        totals = _by_rank(shards, _summed(shards, buffers))
+        totals = _by_rank(shards)
         options = dist.ReduceScatterOptions()
         options.asyncOp = True
         return [self.group(totals[0].device).reduce_scatter([totals[self.rank]], [totals], options)]
 
 
-def _summed(shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what the library sums, by shard: the chunks themselves, or copies of them in fp32."""
-    copies = iter(buffers)
-    return [s.flat if s.flat.dtype == sum_dtype(s.flat.dtype) else next(copies) for s in shards]
-
-
-def _by_rank(shards: Sequence[Shard], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    owners = [shard.owner for shard in shards]
-    return [tensor for _, tensor in sorted(zip(owners, tensors, strict=True), key=itemgetter(0))]
+def _by_rank(shards: Sequence[Shard]) -> list[torch.Tensor]:
+    return [shard.flat for shard in sorted(shards, key=attrgetter("owner"))]
 
 
 def _rooted(options: _O, owner: int) -> _O:
@@ -308,7 +332,13 @@ def require_method(own: object) -> None:
 
 
 def possible_exchanges(
-    ranks: Ranks, device: torch.device, *, memory_saving: bool | None, own: type[ExchangeMethod] | None = None
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    memory_saving: bool | None,
+    reduce_dtype: torch.dtype = torch.float32,
+    overlap: Overlap,
+    own: type[ExchangeMethod] | None = None,
 ) -> list[Exchange]:
     """Return the exchanges that a configuration leaves to choose from, the usual one first.
 
@@ -317,8 +347,16 @@ def possible_exchanges(
         device: where the tensors are.
         memory_saving: `with_mem_saving_comm`: true is chunk by chunk, false is over groups. None is point to point in
             RAM, where that is faster and means have the same bits at every run; elsewhere it is one of the two others.
+        reduce_dtype: float32 or bfloat16, see `ExchangeMethod.reduce_dtype`.
+        overlap: overlaps exchanges across replicas with computing.
         own: the user's, which then is the only one.
     """
+
+    def made(method: type[ExchangeMethod], group: RankGroup) -> ExchangeMethod:
+        exchange = method(group)
+        exchange.reduce_dtype = reduce_dtype
+        return exchange
+
     if own is not None:
         methods: list[type[ExchangeMethod]] = [own]
     elif memory_saving is None and device.type == "cpu":
@@ -326,5 +364,6 @@ def possible_exchanges(
     else:
         methods = [Grouped, Chunkwise] if memory_saving is None else [(Grouped, Chunkwise)[memory_saving]]
     if ranks.replicate is None:
-        return [method(ranks.shard) for method in methods]
-    return [Replicated(method(ranks.shard), method(ranks.replicate), ranks) for method in methods]
+        return [made(method, ranks.shard) for method in methods]
+    pairs = [(made(method, ranks.shard), made(method, ranks.replicate)) for method in methods]
+    return [Replicated(*pair, ranks, reduce_dtype=reduce_dtype, overlap=overlap) for pair in pairs]

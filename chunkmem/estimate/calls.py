@@ -68,6 +68,8 @@ class StepCalls:
     """That the optimizer keeps."""
     in_backward: bool
     """The optimizer updates inside backward."""
+    reduce_dtype: torch.dtype
+    """See `ExchangeMethod`."""
 
     @property
     def activations(self) -> dict[ChunkId, Chunk]:

@@ -124,13 +124,13 @@ class Hardware:
             return self.peer_Bps
         return min(self.peer_Bps, _NIC_SHARE * self.nics * self.nic_Bps / self.ranks_a_machine, self.link_Bps)
 
-    def _reduce_Bps(self, world: int, replicas: int, itemsize: int) -> float:
-        """Return the bytes of gradients a second that are summed in fp32, as the library and replicas do."""
+    def _reduce_Bps(self, world: int, replicas: int, sent_share: float) -> float:
+        """Return the bytes of gradients a second that are summed by the library and by replicas."""
         if replicas == 1 and not self.is_accelerator:
             return inf
         shards = world // replicas
         within_s = (shards - 1) / shards / self.exchange_Bps(shards)
-        return itemsize / 4 / (within_s + across_share(world, replicas) / self.across_Bps(world))
+        return 1 / sent_share / (within_s + across_share(world, replicas) / self.across_Bps(world))
 
     def flop_rate(self, dtype: torch.dtype) -> float:
         """Return the operations a second in `dtype`."""
@@ -166,9 +166,9 @@ class Hardware:
         disk_nbytes: int = 0,
         world: int = 1,
         replicas: int = 1,
-        itemsize: int = 4,
+        sent_share: float = 1.0,
     ) -> Machine:
-        """Return what plans of one of `world` ranks are made for, under these caps; a gradient has `itemsize` bytes."""
+        """Return what plans of one of `world` ranks are made for, under these caps; `sent_share`: see `Setting`."""
         shards = world // replicas
         links = host_links(h2d_Bps=self.link_Bps, d2h_Bps=self.link_Bps, latency_s=_LATENCY_S)
         if disk_nbytes:
@@ -185,7 +185,7 @@ class Hardware:
             shadow_nbytes=host_nbytes if self.is_accelerator else 0,
             # Of a chunk, all but the part of its owner passes each rank.
             exchange_Bps=self.exchange_Bps(shards) * shards / (shards - 1) if shards > 1 else inf,
-            reduce_Bps=self._reduce_Bps(world, replicas, itemsize) if shards > 1 else inf,
+            reduce_Bps=self._reduce_Bps(world, replicas, sent_share) if shards > 1 else inf,
             host_memory_Bps=self.host_memory_Bps,
             duplex_Bps=self.duplex_Bps,
             disk_nbytes=disk_nbytes,

@@ -160,8 +160,7 @@ def find(question: Question, rehearsal: Rehearsal) -> Finding:
     most_nbytes = max(step.exchanged.sent_nbytes, step.exchanged.received_nbytes)
     exchange_s = most_nbytes / question.hardware.exchange_Bps(question.shards)
     gradients = sum(nbytes for chunk, nbytes in step.trace.chunk_nbytes.items() if chunk.role is Role.GRAD)
-    summed_nbytes = 4 * gradients // question.dtype.itemsize
-    across_nbytes = int(across_share(question.world, question.replicas) * summed_nbytes)
+    across_nbytes = int(across_share(question.world, question.replicas) * question.sent_share * gradients)
     exchange_s += across_nbytes / question.hardware.across_Bps(question.world)
     lower_bounds = lower_bounds_of(plan, step.trace, question.hardware, exchange_s=exchange_s)
     least, taken = _least_on_host(question, steps), step.on_host_nbytes.total()
@@ -282,7 +281,7 @@ def _machine(question: Question, step: Step | None = None) -> Machine:
         disk_nbytes=question.disk_nbytes,
         world=question.world,
         replicas=question.replicas,
-        itemsize=question.dtype.itemsize,
+        sent_share=question.sent_share,
     )
 
 

@@ -128,6 +128,7 @@ class RankStage:
         self._memory, self._pager, self._store = memory, memory.pager, memory.store
         self._meter = _Meter()
         self._exchange = (CountedOverLibrary if is_accelerator else CountedInRam)(ranks.shard)
+        self._exchange.reduce_dtype = step.reduce_dtype
         gradients, self._sharding, self._updater = make_training(
             memory,
             ranks,

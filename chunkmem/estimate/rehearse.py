@@ -85,14 +85,14 @@ class Setting:
     """Cap on DEVICE; the search for a chunk size looks at it."""
     precision: str = "fp32"
     """Of weights and gradients; other than fp32, a float32 master copy of the weights comes with the states."""
-    master_weights: bool = True
-    """`master_weights` of the configuration: False leaves that copy out."""
     states: str = "fp32"
     """`optimizer.params.states` of the configuration."""
     master: str = "fp32"
-    """`optimizer.params.master`."""
+    """`optimizer.params.master`; "weights": that copy is left out, as by `master_weights` of the configuration."""
     in_backward: bool = False
     """`optimizer.params.in_backward`."""
+    reduce_dtype: str = "fp32"
+    """`distributed.reduce_dtype`."""
     optimizer: str = "adamw"
     """Of `BUILT_IN`, or a name of `class_named`."""
     checkpointing: bool = False
@@ -116,6 +116,11 @@ class Setting:
         return self.world // self.replicas
 
     @property
+    def sent_share(self) -> float:
+        """Bytes sent for each byte of a gradient that libraries sum."""
+        return DTYPES[self.reduce_dtype].itemsize / self.dtype.itemsize
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of weights and gradients."""
         return DTYPES[self.precision]
@@ -124,9 +129,9 @@ class Setting:
         """Return the configuration of such a training."""
         values: dict[str, Any] = {
             "precision": self.precision,
-            "master_weights": self.master_weights,
+            "master_weights": self.master != "weights",
             "use_cpu_embedding": self.cpu_embedding,
-            "optimizer": {"params": {"states": self.states, "master": self.master}},
+            "optimizer": {"params": {"states": self.states, "master": "none" if self.master == "none" else "fp32"}},
         }
         values |= {"default_chunk_size": self.chunk_numel or "auto", "activations": {"policy": self.activations}}
         return Config.from_dict(values)
@@ -375,6 +380,7 @@ class _Stage(TorchDispatchMode):
             self._modules.regions.recorded(),
             self._states(),
             self._setting.in_backward,
+            DTYPES[self._setting.reduce_dtype],
         )
 
     def _states(self) -> Mapping[ManagedParameter, Sequence[StateSpec]]:

@@ -30,6 +30,10 @@ class UpdatesInBackward(Protocol):
         """
         ...
 
+    def complete(self, group: int, graph_references: Mapping[int, int]) -> None:
+        """A group's gradients have been reduced over ranks."""
+        ...
+
     def landed_for_now(self, managed: ManagedParameter) -> None:
         """It has landed, in a backward that keeps its graph: another one may add to it."""
         ...
@@ -51,6 +55,7 @@ class GradientHooks:
         """Catch none yet; `events` tell when none need be caught, and `together` which ones land with others."""
         self._together = together
         events.resident.append(self._pause)
+        events.reduced.append(lambda group: updates.complete(group, backward.graph_references))
         self._graph_references = backward.graph_references
         self._book = book
         self._updates = updates

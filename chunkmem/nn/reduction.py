@@ -74,8 +74,8 @@ class Reduction:
         gradients.anywhere.difference_update(is_withdrawn - has_any)
         gradients.anywhere |= has_any
         for managed in params:
-            if managed in has_any and self.shards.owns(managed.group):
-                self._show(managed)
+            if managed in has_any and self.shards.owns(managed.group) and managed.group in gradients.landed:
+                self._show(managed)  # others were updated in backward
         gradients.drop_empty()
 
     def _over_ranks(self, params: Sequence[ManagedParameter], *, is_agreed: bool) -> list[set[ManagedParameter]]:
@@ -150,6 +150,9 @@ class Reduction:
             for chunk in chunks:
                 if not self.shards.owns(chunk.id.group):
                     self._gradients.give_up(chunk.id.group)
+        for chunk in (chunk for chunks, _ in under_way for chunk in chunks):
+            for listener in self._pager.events.reduced:
+                listener(chunk.id.group)
 
     def _begin(self, together: Sequence[int]) -> None:
         gradients, held = self._gradients, []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
-from weakref import ref
 
 import torch
 
@@ -67,8 +66,7 @@ class GroupwiseStep:
         """Be the optimizer of all its parameters from now on."""
         self.claim(self._members.groups())
         if self.in_backward:
-            optimizers = self._updater.in_backward.optimizers
-            optimizers.add(ref(self, optimizers.discard))
+            self._updater.in_backward.begin(self)
 
     def claim(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Have the states of parameter groups in chunks from now on; see `GroupUpdater.claim`."""

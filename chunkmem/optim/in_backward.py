@@ -12,6 +12,9 @@ more. What is left then, because a parameter took no part in the loss, or somebo
 `step()`, which ends the step as always. So there is one backward for each step, and nothing can come between them that
 looks at all gradients: clipping by their norm, skipping a step in fp16, accumulating.
 
+Over ranks, a group waits until its owner has the mean, which is reduced once backward has left all units that have a
+part in it. Every rank then counts its weights as new, as it cannot know whether the owner has left them to `step()`.
+
 From its update to `step()`, a weight is newer than in plain PyTorch. Nobody may read it there: see
 [Note: Begun steps] in `chunkmem.nn.begun`.
 """
@@ -23,18 +26,20 @@ from typing import Protocol
 from weakref import ref
 
 from chunkmem.errors import ConfigError, StateError
-from chunkmem.nn.begun import StepLedger
+from chunkmem.nn.begun import BegunStep, StepLedger
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.frames import in_backward
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.optim.speculative import Intent
 from chunkmem.runtime.pager import Pager
+from chunkmem.shard.units import Backwards
 
 
-def require_possible(max_grad_norm: float, *, scaler: object | None, num_ranks: int) -> None:
+def require_possible(max_grad_norm: float, *, scaler: object | None) -> None:
     """Raise if updates inside backward are not those that `step()` would make.
 
     Raises:
-        ConfigError: gradients are clipped, steps may be skipped, or several ranks train together.
+        ConfigError: gradients are clipped, or steps may be skipped.
     """
     if max_grad_norm > 0:
         raise ConfigError(
@@ -45,11 +50,6 @@ def require_possible(max_grad_norm: float, *, scaler: object | None, num_ranks: 
         raise ConfigError(
             "in_backward updates a group before it is known whether other gradients overflow, and in fp16 such a step "
             'is skipped: make precision "bf16", or leave out in_backward'
-        )
-    if num_ranks > 1:
-        raise ConfigError(
-            f"in_backward is for one rank, and {num_ranks} train together: leave it out; there each rank has the "
-            "gradients of its own shard alone"
         )
 
 
@@ -80,8 +80,20 @@ class BackwardUpdates:
         ledger: StepLedger,
         *,
         owner_of: Callable[[ManagedParameter], Owner | None],
+        backwards: Backwards | None,
     ) -> None:
-        """Begin with no optimizer that does so; `owner_of` returns the one of a parameter, None if it has none."""
+        """Begin with no optimizer that does so.
+
+        Args:
+            pager: of the chunks.
+            gradients: that land.
+            ledger: of the steps that have begun.
+            owner_of: returns the optimizer of a parameter, None if it has none.
+            backwards: of ranks, which reduce gradients in the last one of a step; None: this process trains alone.
+        """
+        self._backwards = backwards
+        self._elsewhere = BegunStep("", [], [])
+        """Stands for the step of an optimizer whose update of a parameter may be made by another rank."""
         self._pager = pager
         self._ledger = ledger
         self._gradients = gradients
@@ -94,13 +106,24 @@ class BackwardUpdates:
         self._unfinished: set[int] = set()
         """Groups with gradients of a backward that has kept its graph: the step updates them."""
 
+    def begin(self, optimizer: Owner) -> None:
+        """Have an optimizer update inside backward, as long as somebody has it; a step has one backward then."""
+        self.optimizers.add(ref(optimizer, self.optimizers.discard))
+        if self._backwards is not None:
+            self._backwards.declare(1)
+
     def before_landing(self, managed: ManagedParameter) -> None:
         """A gradient is about to land. Raises a `StateError` if its parameter was updated since the last step."""
         if self._unfinished:
             self.begin_again(managed.group)
         if not self._ledger.is_empty:
             self._ledger.before_gradient(managed)
-        if managed in self._ledger.begun:
+        self.before_mean(managed)
+
+    def before_mean(self, managed: ManagedParameter) -> None:
+        """A mean over ranks is about to count as a gradient. Raises what `before_landing` does."""
+        begun = self._ledger.begun.get(managed)
+        if begun is not None and managed in begun.updated:
             raise StateError(
                 f"parameter {managed.name} got a second gradient, and the first one was used by its update inside "
                 "backward already: call optimizer.step() after each backward, or make the optimizer without "
@@ -109,9 +132,17 @@ class BackwardUpdates:
 
     def landed(self, managed: ManagedParameter, graph_references: Mapping[int, int]) -> None:
         """A gradient has landed: update what is ready. `graph_references` is as for `UpdatesInBackward`."""
-        if not self.optimizers:
+        if self._backwards is None:
+            self.complete(managed.group, graph_references)
+
+    def complete(self, group: int, graph_references: Mapping[int, int]) -> None:
+        """A group may have all its gradients, over ranks as their means: update what is ready."""
+        if not self.optimizers or not in_backward():
             return
-        self._complete[managed.group] = None
+        for managed in self._gradients.slots.groups[group].trained if self._backwards is not None else ():
+            if self._is_one(self._owner_of(managed)):
+                self._ledger.begun.setdefault(managed, self._elsewhere)
+        self._complete[group] = None
         for group in list(self._complete):
             owner = self._owner(group)
             if owner is None:
@@ -119,7 +150,10 @@ class BackwardUpdates:
             elif not graph_references.get(group) and not self._is_pinned(group):
                 del self._complete[group]
                 self._pager.notice_writes(self._pager.store.weights(group))  # of modules, in forward
+                landed = set(self._gradients.slots.landed[group])
                 owner.update_in_backward(group)
+                if self._backwards is not None:  # what this rank had of the mean counts at the step, as others' does
+                    self._gradients.slots.given |= landed
 
     def landed_for_now(self, managed: ManagedParameter) -> None:
         """A gradient has landed to which another backward over the same graph may add: `step()` updates its group."""
@@ -140,7 +174,11 @@ class BackwardUpdates:
             return None
         owners = {self._owner_of(managed) for managed in self._gradients.slots.landed[group]}
         owner = owners.pop() if len(owners) == 1 else None
-        return None if owner is None or ref(owner) not in self.optimizers else owner
+        return owner if self._is_one(owner) else None
+
+    def _is_one(self, owner: Owner | None) -> bool:
+        """Tell whether an optimizer updates inside backward."""
+        return owner is not None and ref(owner) in self.optimizers
 
     def _is_pinned(self, group: int) -> bool:
         """Tell whether something in this backward uses the weights, or is going to.

@@ -63,7 +63,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             "in_backward", host.config.optimizer.params.in_backward if in_backward is None else in_backward
         )
         if in_backward:
-            require_possible(self.max_grad_norm, scaler=host.scaler, num_ranks=host.ranks.size)
+            require_possible(self.max_grad_norm, scaler=host.scaler)
         self.param_groups: list[dict[str, Any]] = []
         self._state = OptimizerState(lambda: (param for group in self.param_groups for param in group["params"]))
         self._make_parts(host, rule, in_backward=in_backward)

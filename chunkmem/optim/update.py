@@ -28,6 +28,7 @@ from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, slot_views
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.failed import lost_error
 from chunkmem.runtime.pager import Pager
+from chunkmem.shard.units import Backwards
 from chunkmem.types import ChunkId, Role, Tier
 
 
@@ -53,13 +54,16 @@ class GroupUpdater:
         *,
         places: StatePlaces,
         parts: UpdateParts,
+        backwards: Backwards | None,
     ) -> None:
         self.pager = pager
         self._store = pager.store
         self._places = places
         self.gradients = gradients
         self.native, self.claims, self.ahead, self.ledger = parts.native, parts.claims, parts.ahead, parts.ledger
-        self.in_backward = BackwardUpdates(pager, gradients, self.ledger, owner_of=self.claims.owner)
+        self.in_backward = BackwardUpdates(
+            pager, gradients, self.ledger, owner_of=self.claims.owner, backwards=backwards
+        )
         self._blank: set[ManagedParameter] = set()
         """Not updated yet, with states of zero all the same."""
         self.kept: set[ManagedParameter] = set()

@@ -8,6 +8,7 @@ import mmap
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,29 @@ class ComputeDevice:
     @cached_property
     def _stream_of_readers(self) -> torch.Stream:
         return self.stream()
+
+    @cached_property
+    def _stream_of_overlapped(self) -> torch.Stream:
+        return self.stream()
+
+    @cached_property
+    def _thread_of_overlapped(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "chunkmem overlapped")
+
+    def overlap(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Do something after all that was passed before, overlapped with computing; return what waits for it.
+
+        In RAM a thread does it, and what waits raises what it raises. On an accelerator `work` is called at once, and
+        what it issues is in order on a stream of its own, which computing waits for.
+        """
+        if not self.is_accelerator:
+            return self._thread_of_overlapped.submit(work).result
+        stream, over = self._stream_of_overlapped, self.timing_event()
+        stream.wait_stream(self.current_stream())
+        with stream:
+            work()
+            over.record(stream)
+        return lambda: over.wait(self.current_stream())
 
     def reader(self) -> Callable[[torch.Tensor, torch.Tensor], object]:
         """Return what copies to RAM in any thread, in one core's time: `read(target, source)`, both 1-D and alike.

@@ -26,6 +26,8 @@ class StepEvents:
     """A storage was part of one, and is others' now."""
     settling: list[Callable[[str], AbstractContextManager[object]]] = field(default_factory=list)
     """All ranks ask for the means of gradients before the step, by a call of this name: surrounds that."""
+    reduced: list[Callable[[int], object]] = field(default_factory=list)
+    """The reduction of a group's gradients over ranks is over: its owner has the means."""
     failed: list[Callable[[], object]] = field(default_factory=list)
     """An access that the step's policy was told of has raised an error: it has not happened."""
     hears_inside: list[Callable[[], bool]] = field(default_factory=list)

@@ -22,6 +22,7 @@ from chunkmem.comm.exchange import Shard, mean_in_order
 from chunkmem.comm.methods import Chunkwise, Grouped, PointToPoint, possible_exchanges
 from chunkmem.comm.ranks import Ranks, open_ranks
 from chunkmem.errors import ConfigError, RankError, StateError
+from chunkmem.runtime.device import ComputeDevice
 from tests.helpers.ranks import Team
 
 MEMBERS = {1: (2,), 2: (1, 3), 3: (0, 1, 3), 4: (0, 1, 2, 3)}
@@ -189,6 +190,38 @@ def test_after_a_reduction_the_owner_has_the_mean(
     team: Team, way: str, world: int, num_chunks: int, dtype: torch.dtype
 ) -> None:
     team.run(reduce_all, way, world, num_chunks, dtype)
+
+
+def reduce_in_bf16(rank: int, way: str, dtype: torch.dtype) -> None:
+    members = MEMBERS[2]
+    group = dist.new_group(list(members))
+    if rank not in members:
+        return
+    ranks = open_ranks(group, timeout_s=TIMEOUT_S)
+    exchange = WAYS[way](ranks.shard)
+    exchange.reduce_dtype = torch.bfloat16
+    shards = shards_of(ranks, range(3), dtype)
+    expected = [shard.flat.to(torch.bfloat16, copy=True) for shard in shards]
+    exchange.reduce(shards, label="reduce").wait()
+    for shard, total in zip(shards, expected, strict=True):
+        dist.all_reduce(total, group=group)
+        if shard.owner == ranks.rank:
+            assert same_bits(shard.flat, (total / 2).to(dtype)), "torch's own sum of bf16 tensors"
+    owned = len([shard for shard in shards if shard.owner == ranks.rank])
+    assert exchange.traffic.sent_nbytes == (3 - owned) * NUMEL * 2
+    assert exchange.traffic.received_nbytes == owned * NUMEL * 2
+    copies = 0 if dtype == torch.bfloat16 else 3
+    received = owned if way == "point to point" else 0
+    assert exchange.traffic.peak_buffered_nbytes == (copies + received) * NUMEL * 2
+    assert exchange.traffic.buffered_nbytes == 0
+    ranks.close()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_summed_in_bf16_where_asked_for(team: Team, way: str, dtype: torch.dtype) -> None:
+    team.run(reduce_in_bf16, way, dtype)
 
 
 # Several at once.
@@ -670,5 +703,6 @@ def test_a_sum_beyond_fp16_has_a_mean() -> None:
 )
 def test_the_ways_that_a_configuration_leaves(device: str, memory_saving: bool | None, ways: list[type]) -> None:
     ranks = open_ranks(timeout_s=TIMEOUT_S)
-    found = possible_exchanges(ranks, torch.device(device), memory_saving=memory_saving)
+    overlap = ComputeDevice(torch.device("cpu")).overlap
+    found = possible_exchanges(ranks, torch.device(device), memory_saving=memory_saving, overlap=overlap)
     assert [type(way) for way in found] == ways

@@ -424,7 +424,10 @@ WRONG = {
     "no file": (["nowhere/config.json"], r"nowhere/config.json cannot be read: No such file"),
     "a size in words": ([MLP, "--device", "much"], r"--device: 'much' is not a size in bytes"),
     "no bytes": ([MLP, "--host", "0"], r"--host is 0 bytes; give at least 1"),
-    "updates in backward over ranks": ([MLP, "--in-backward", "--world", "2"], r"--in-backward is for one process"),
+    "updates in backward over ranks": (
+        [MLP, "--in-backward", "--world", "2"],
+        r"--in-backward is estimated for one process",
+    ),
     "no speed": ([MLP, "--link", "fast"], r"--link: 'fast' is not a size"),
     "bits of nothing": ([MLP, "--nic-speed", "0Gb/s"], r"--nic-speed is 0 bytes; give at least 1"),
     "replicas of unlike sizes": ([MLP, "--world", "6", "--replicas", "4"], r"6 ranks.*4 replicas.*such as 8 ranks"),

@@ -19,7 +19,7 @@ from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.trace.model import Trace
-from chunkmem.types import Tier
+from chunkmem.types import Role, Tier
 from tests.helpers.estimated_ranks import AMPLE_NBYTES, CASES, IN_RAM, Case, Facts, train
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, make_config
@@ -92,6 +92,17 @@ def test_the_moments_of_every_rank(teams: dict[int, Team], model: str, size: int
 
 
 # Caps, peaks and traffic.
+
+
+def test_gradients_reduced_in_bf16_take_half_the_bytes_and_less_memory() -> None:
+    question, world = CASES["bf16"].question(4), 4
+    in_fp32, in_bf16 = (
+        replace(question, reduce_dtype=dtype).rehearse().over(world, is_accumulating=True).later
+        for dtype in ("fp32", "bf16")
+    )
+    nbytes = sum(n for chunk, n in in_bf16.trace.chunk_nbytes.items() if chunk.role is Role.GRAD)
+    assert in_fp32.exchanged.sent_nbytes - in_bf16.exchanged.sent_nbytes == nbytes * (world - 1) // world
+    assert in_fp32.exchanged.peak_buffered_nbytes > in_bf16.exchanged.peak_buffered_nbytes
 
 
 def runs(team: Team, case: Case, device_nbytes: int, host_nbytes: int) -> bool:

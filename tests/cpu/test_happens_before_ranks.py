@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
 from chunkmem.comm.methods import Chunkwise, ExchangeMethod, Grouped, PointToPoint
@@ -17,6 +18,7 @@ from tests.helpers import ordered_exchange
 from tests.helpers.happens_before import HappensBefore
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, open_manager, serial
+from tests.helpers.simulated import SimulatedAccelerator
 from tests.helpers.training import compute_device
 
 pytestmark = pytest.mark.skipif(compute_device().type != "cpu", reason="the accelerator is simulated in RAM")
@@ -28,13 +30,15 @@ ROOMY = 100 << 10
 
 
 def train(
-    rank: int, task: Task, method: type[ExchangeMethod], mutant: str = ""
+    rank: int, task: Task, method: type[ExchangeMethod], mutant: str = "", sizes: tuple[int, ...] = ()
 ) -> tuple[dict[str, Tensor], Kinds, int]:
     """The weights after some steps of one rank, its races, and how many exchanges there were."""
     torch.set_num_threads(1)
     with HappensBefore() as checker, pytest.MonkeyPatch.context() as patch:
         MUTANTS[mutant](patch)
-        with open_manager(rank, task, exchange=checker.exchange(method), make_lanes=checker.lanes) as manager:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")) if sizes else None
+        options = {"exchange": checker.exchange(method), "make_lanes": checker.lanes, "mesh": mesh}
+        with open_manager(rank, task, **options) as manager:
             torch.manual_seed(0)
             with manager.init():
                 model = MODELS[task.model]()
@@ -56,7 +60,22 @@ def forget_to_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ordered_exchange._OrderedWork, "wait", lambda self: self.inner.wait())
 
 
-MUTANTS: dict[str, Any] = {"": lambda patch: None, "forget to wait": forget_to_wait}
+def forget_replicas(patch: pytest.MonkeyPatch) -> None:
+    """What goes across replicas is waited for by nobody."""
+    overlap = SimulatedAccelerator.overlap
+
+    def forgetful(compute: SimulatedAccelerator, work: Callable[[], None]) -> Callable[[], None]:
+        overlap(compute, work)
+        return lambda: None
+
+    patch.setattr(SimulatedAccelerator, "overlap", forgetful)
+
+
+MUTANTS: dict[str, Any] = {
+    "": lambda patch: None,
+    "forget to wait": forget_to_wait,
+    "forget replicas": forget_replicas,
+}
 
 
 ORDINARY = (("tied", Grouped, TIGHT), ("reused", PointToPoint, TIGHT), ("checkpointed", Chunkwise, ROOMY))
@@ -86,7 +105,30 @@ def test_no_race_between_exchanges_and_all_else(
             assert [key for key, value in expected.items() if not torch.equal(value, weights[key])] == []
 
 
-@pytest.mark.parametrize("mutant", [name for name in MUTANTS if name])
-def test_mutants_are_found(pair: Team, mutant: str) -> None:
-    for _, races, _ in pair.run(train, Task(steps=3, device_nbytes=ROOMY), PointToPoint, mutant):
+@pytest.mark.parametrize(
+    ("model", "method", "device_nbytes", "sizes"),
+    [
+        ("reused", Grouped, ROOMY, (2, 1)),
+        pytest.param("reused", Grouped, ROOMY, (2, 2), marks=pytest.mark.full),
+        pytest.param("checkpointed", Chunkwise, ROOMY, (2, 2), marks=pytest.mark.full),
+        pytest.param("tied", PointToPoint, TIGHT, (2, 2), marks=pytest.mark.full),
+    ],
+)
+def test_no_race_where_replicas_are_averaged(
+    request: pytest.FixtureRequest,
+    model: str,
+    method: type[ExchangeMethod],
+    device_nbytes: int,
+    sizes: tuple[int, int],
+) -> None:
+    task = Task(model, steps=5, device_nbytes=device_nbytes, micro_batches=2)
+    team: Team = request.getfixturevalue("pair" if sizes == (2, 1) else "four")
+    for _, races, num_exchanges in team.run(train, task, method, "", sizes):
+        assert races == {}
+        assert num_exchanges > 50
+
+
+@pytest.mark.parametrize(("mutant", "sizes"), [("forget to wait", ()), ("forget replicas", (2, 1))])
+def test_mutants_are_found(pair: Team, mutant: str, sizes: tuple[int, ...]) -> None:
+    for _, races, _ in pair.run(train, Task(steps=3, device_nbytes=ROOMY), PointToPoint, mutant, sizes):
         assert races

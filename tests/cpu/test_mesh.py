@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import chunkmem
-from chunkmem.comm.exchange import Shard
+from chunkmem.comm.exchange import Exchange, PendingWork, Shard, Work
 from chunkmem.comm.mesh import mesh_of
-from chunkmem.comm.methods import PointToPoint, Replicated
-from chunkmem.comm.ranks import open_ranks
+from chunkmem.comm.methods import Replicated, possible_exchanges
+from chunkmem.comm.ranks import Ranks, open_ranks
+from chunkmem.runtime.device import ComputeDevice
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Net, Task, batch_of, loss_of, make_config, open_manager, serial
 from tests.helpers.spread import spread
@@ -143,6 +146,12 @@ def assert_alike(outcomes: list[tuple[dict[str, Tensor], Any, int]]) -> None:
 SIZES = [(2, 2), (4, 1), (1, 4)]
 
 
+def test_replicas_update_inside_backward_to_the_bit(team: Team) -> None:
+    task = Task("tied", steps=5, device_nbytes=26 << 10)
+    outcomes = team.run(train, (2, 2), replace(task, config={"optimizer": {"params": {"in_backward": True}}}), 0.0)
+    assert_alike([*team.run(train, (2, 2), task, 0.0), *outcomes])
+
+
 @pytest.mark.few(1)
 @spread(precision=("fp32", "bf16"), sizes=SIZES)
 def test_replicas_train_alike_and_as_one_process(team: Team, sizes: tuple[int, int], precision: str) -> None:
@@ -237,22 +246,30 @@ def content(index: int, rank: int) -> Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(10 * index + rank))
 
 
-def exchange_replicated(rank: int, dtype: torch.dtype) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
-    ranks = open_ranks(mesh=mesh_of(mesh), timeout_s=60.0)
+def opened(reduce_dtype: torch.dtype = torch.float32, timeout_s: float = 60.0) -> tuple[Ranks, Exchange]:
+    """Two replicas of two shards each, and their exchange in RAM."""
+    ranks = open_ranks(mesh=mesh_of(init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)), timeout_s=timeout_s)
+    cpu = torch.device("cpu")
+    overlap = ComputeDevice(cpu).overlap
+    (exchange,) = possible_exchanges(ranks, cpu, memory_saving=None, reduce_dtype=reduce_dtype, overlap=overlap)
+    return ranks, exchange
+
+
+def exchange_replicated(rank: int, dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+    ranks, exchange = opened(reduce_dtype)
     shard, replicate = ranks.shard, ranks.replicate
     assert replicate is not None
     assert (shard.rank, replicate.rank) == (rank % 2, rank // 2)
-    exchange = Replicated(PointToPoint(shard), PointToPoint(replicate), ranks)
     shards = [Shard(index, index % 2, content(index, rank).to(dtype)) for index in range(4)]
     exchange.reduce(shards, label="reduce").wait()
     for one in shards:
         a, b, c, d = (content(one.index, other).to(dtype).float() for other in range(4))
         if one.owner == shard.rank:
-            assert torch.equal(one.flat, (((a + b) / 2 + (c + d) / 2) / 2).to(dtype)), "rounded once"
+            means = [((x + y) / 2).to(reduce_dtype).float() for x, y in ((a, b), (c, d))]
+            assert torch.equal(one.flat, (sum(means) / 2).to(dtype)), "rounded once, or to bf16 where asked for"
     # 2 of 4 chunks go to their owners, and of those that are owned one goes across, and the mean of the other back.
-    assert exchange.traffic.sent_nbytes == (2 + 2) * NUMEL * 4
-    assert exchange.traffic.received_nbytes == (2 + 2) * NUMEL * 4
+    assert exchange.traffic.sent_nbytes == (2 + 2) * NUMEL * reduce_dtype.itemsize
+    assert exchange.traffic.received_nbytes == (2 + 2) * NUMEL * reduce_dtype.itemsize
     assert exchange.traffic.buffered_nbytes == 0 < exchange.traffic.peak_buffered_nbytes
     shards = [Shard(index, index % 2, content(index, rank % 2).to(dtype)) for index in range(4)]
     exchange.gather(shards, label="gather").wait()
@@ -263,9 +280,117 @@ def exchange_replicated(rank: int, dtype: torch.dtype) -> None:
         exchange.gather(shards, label="gather")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_owners_in_all_replicas_have_the_mean_over_all_ranks(team: Team, dtype: torch.dtype) -> None:
-    team.run(exchange_replicated, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "reduce_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+    ids=str,
+)
+def test_owners_in_all_replicas_have_the_mean_over_all_ranks(
+    team: Team, dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> None:
+    team.run(exchange_replicated, dtype, reduce_dtype)
+
+
+def wait_early(rank: int) -> None:
+    """Rank 0 waits for its reductions before it comes to a barrier, the others wait for theirs behind it."""
+    ranks, exchange = opened(timeout_s=20.0)
+    lists = [[Shard(index, index % 2, content(index, rank)) for index in (first, first + 1)] for first in (0, 2)]
+    works = [exchange.reduce(shards, label="reduce") for shards in lists]
+    gathered = [Shard(index, index % 2, content(index, rank)) for index in (4, 5)]
+    works.append(exchange.gather(gathered, label="gather"))
+    assert not works[0].done()
+    if rank:
+        ranks.barrier(label="barrier")
+    for work in works if rank % 2 else reversed(works):
+        work.wait()
+    if not rank:
+        ranks.barrier(label="barrier")
+    for one in lists[0] + lists[1]:
+        a, b, c, d = (content(one.index, other) for other in range(4))
+        assert one.owner != ranks.shard.rank or torch.equal(one.flat, ((a + b) / 2 + (c + d) / 2) / 2)
+    assert exchange.traffic.buffered_nbytes == 0
+    ranks.close()
+
+
+def test_a_rank_that_waits_early_waits_for_nobody_who_waits_for_it(team: Team) -> None:
+    team.run(wait_early)
+
+
+class Watched:
+    """Reductions over replicas, in which what is to overlap waits for each other, so that time decides nothing.
+
+    trains   reduce k returns | backward of the first unit ----------------| waits for k
+    across                    '> begins, is over, lets backward go on -----'
+    """
+
+    PATIENCE_S = 30.0
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.returned: list[threading.Event] = []
+        self.averaged: list[threading.Event] = []
+        self.waited: list[bool] = []
+        self.num_averaged = self.num_overlapped = 0
+        reduce, average, wait = Replicated.reduce, Replicated._average, PendingWork.wait
+        watched: dict[Work, int] = {}
+
+        def reducing(exchange: Replicated, shards: list[Shard], *, label: str) -> Work:
+            at = len(self.returned)
+            self.returned.append(threading.Event())
+            self.averaged.append(threading.Event())
+            self.waited.append(False)
+            work = reduce(exchange, shards, label=label)
+            watched[work] = at
+            self.returned[at].set()
+            return work
+
+        def averaging(*args: Any) -> None:
+            at, self.num_averaged = self.num_averaged, self.num_averaged + 1
+            assert self.returned[at].wait(self.PATIENCE_S), "a reduction returns before it goes across"
+            average(*args)
+            self.averaged[at].set()
+
+        def waiting(work: PendingWork) -> None:
+            if work in watched:
+                self.waited[watched[work]] = True
+            wait(work)
+
+        patch.setattr(Replicated, "reduce", reducing)
+        patch.setattr(Replicated, "_average", averaging)
+        patch.setattr(PendingWork, "wait", waiting)
+
+    def in_backward(self, grad: Tensor) -> None:
+        """The newest reduction comes to its end though nobody has waited for it yet."""
+        if self.returned and not self.waited[-1]:
+            self.num_overlapped += 1
+            assert self.averaged[-1].wait(self.PATIENCE_S), "what goes across needs no thread that trains"
+
+
+def train_watched(rank: int) -> tuple[int, int]:
+    """Train blocks of a unit each; return how many reductions there were, and how many a later block has seen end."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
+    config = chunkmem.Config.from_dict({"default_chunk_size": 320, "memory": {"device": "12KiB"}})
+    with pytest.MonkeyPatch.context() as patch, chunkmem.ChunkManager(config, mesh=mesh) as manager:
+        watched = Watched(patch)
+        with manager.init():
+            model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        manager.accumulate(2)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager)
+        for _ in range(3):
+            for _ in range(2):
+                x = torch.randn(4, 16, requires_grad=True)
+                between = model[0](x)
+                between.register_hook(watched.in_backward)
+                manager.backward(model[3](model[2](model[1](between))).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return len(watched.returned), watched.num_overlapped
+
+
+def test_what_goes_across_replicas_overlaps_with_backward(team: Team) -> None:
+    for num_reductions, num_overlapped in team.run(train_watched):
+        assert num_reductions == 3 * 4, "one a block and step, not one a micro-batch"
+        assert num_overlapped == 2, "those of the steps that know their last backward"
 
 
 def train_a_stage(rank: int) -> tuple[tuple[int, int], dict[str, Tensor]]:

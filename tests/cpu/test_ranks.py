@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
+from chunkmem.trace.model import Kind
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import (
     MODELS,
@@ -246,6 +247,114 @@ def test_clipping_is_by_the_norm_over_all_ranks(teams: dict[int, Team], precisio
     tolerance = 1e-5 if precision == "fp32" else 5e-2
     for rank, outcome in enumerate(run(teams, 2, task)):
         assert outcome.losses == pytest.approx(losses[rank], abs=tolerance)
+
+
+IN_BACKWARD = {"optimizer": {"params": {"in_backward": True}}}
+
+
+@pytest.mark.few(2)
+@spread(model=MODELS, way=WAYS, precision=("fp32", "bf16"), is_tight=(True, False))
+def test_updates_inside_backward_change_no_bit(
+    teams: dict[int, Team], model: str, way: str, precision: str, *, is_tight: bool
+) -> None:
+    """Also where a rank has no batch, or no backward."""
+    task = Task(
+        model,
+        steps=6,
+        config=WAYS[way] | {"precision": precision},
+        device_nbytes=LEAST_NBYTES.get(model, 26 << 10) if is_tight else 1 << 20,
+        empty=((2, 1),),
+        without_backward=((3, 0),),
+    )
+    expected = run(teams, 2, task)[0]
+    for outcome in run(teams, 2, replace(task, config=task.config | IN_BACKWARD)):
+        assert_equal(outcome, expected.weights, expected.states)
+
+
+def update_in_backward(rank: int, size: int) -> tuple[int, int, int]:
+    """Of a planned step: own groups, those updated before the last gradient begins, and plan misses."""
+    torch.set_num_threads(1)
+    task = Task("plain", device_nbytes=26 << 10, config=IN_BACKWARD)
+    with chunkmem.ChunkManager(make_config(task)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = nn.Sequential(*(Block() for _ in range(8)))
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        for step in range(5):
+            draw = torch.Generator().manual_seed(size * step + rank)
+            manager.backward(model(torch.randn(4, 16, generator=draw)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        trace, timeline, slots = manager.trace, manager.timeline(), manager.runtime.updater.gradients.slots
+        assert trace is not None
+        assert timeline is not None
+        kinds = [moment.kind for moment in trace.moments]
+        last = max(index for index, kind in enumerate(kinds) if kind is Kind.CREATE)
+        owned = [group for group in slots.groups if manager.runtime.sharding.shards.owns(group)]
+        return len(owned), kinds[:last].count(Kind.UPDATE), timeline.plan_misses
+
+
+def test_updates_come_after_each_reduction_and_are_planned(teams: dict[int, Team]) -> None:
+    for num_owned, num_early, plan_misses in teams[2].run(update_in_backward, 2):
+        assert num_owned > 2
+        assert num_early >= num_owned - 1, "all but the last"
+        assert plan_misses == 0
+
+
+def two_graphs(rank: int, keys: dict[str, Any]) -> dict[str, Tensor]:
+    """Two graphs are there before the first backward, so weights that the second has saved wait for the step."""
+    torch.set_num_threads(1)
+    task = Task(config=keys)
+    with chunkmem.ChunkManager(make_config(task)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Net()
+        manager.accumulate(1)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        for step in range(3):
+            for loss in [loss_of(model, batch_of(task, step, micro, rank)) for micro in range(2)]:
+                manager.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return manager.state_dict()
+
+
+def test_weights_that_another_graph_has_saved_are_updated_by_the_step(teams: dict[int, Team]) -> None:
+    expected = teams[2].run(two_graphs, {})
+    for weights in teams[2].run(two_graphs, IN_BACKWARD):
+        assert [key for key, value in expected[0].items() if not torch.equal(value, weights[key])] == []
+
+
+def compute_too_early(rank: int, what: str) -> None:
+    task = Task(config=IN_BACKWARD)
+    with chunkmem.ChunkManager(make_config(task)) as manager:
+        with manager.init():
+            model = Net()
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        manager.backward(loss_of(model, batch_of(task, 0, 0, rank)))
+        if what == "zero_grad":
+            optimizer.zero_grad()
+        elif what == "forward":
+            loss_of(model, batch_of(task, 1, 0, rank))
+        elif what == "options":
+            optimizer.param_groups[0]["lr"] = 1.0
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("forward", "forward reads parameter words.weight between backward and optimizer.step(): 1 parameters"),
+        ("zero_grad", "zero_grad() between backward and optimizer.step()"),
+        ("options", "the optimizer's options were changed between backward and step()"),
+    ],
+)
+def test_nothing_is_computed_with_weights_that_are_newer_than_their_step(
+    teams: dict[int, Team], what: str, words: str
+) -> None:
+    for said in teams[2].errors(compute_too_early, what):
+        assert said.startswith("chunkmem.errors.StateError: ")
+        assert words in said
 
 
 def test_each_rank_keeps_its_share(teams: dict[int, Team]) -> None:

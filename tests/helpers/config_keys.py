@@ -118,6 +118,9 @@ KEYS: Mapping[str, Key] = {
         'null, or "auto", "keep", "offload" or "recompute"',
     ),
     "distributed.timeout_s": Key(600.0, *POSITIVE),
+    "distributed.reduce_dtype": Key(
+        "fp32", same("fp32", "bf16"), ("bfloat16", "fp16", "", None, True, 16, []), '"fp32" or "bf16"'
+    ),
     "client.mem_tracer.use_async_mem_monitor": Key(True, *BOOLEAN),
     "client.mem_tracer.warmup_gpu_chunk_mem_ratio": Key(0.1, *RATIO),
     "client.mem_tracer.overall_gpu_mem_ratio": Key(0.8, *RATIO),

@@ -43,7 +43,8 @@ class Case:
             device_nbytes=AMPLE_NBYTES,
             host_nbytes=AMPLE_NBYTES,
             precision=self.config.get("precision", "fp32"),
-            master_weights=self.config.get("master_weights", True),
+            reduce_dtype=self.config.get("distributed", {}).get("reduce_dtype", "fp32"),
+            master="fp32" if self.config.get("master_weights", True) else "weights",
             checkpointing=self.checkpointing,
             world=world,
             chunk_numel=self.chunk_numel,
@@ -93,6 +94,7 @@ CASES = {
     for case in (
         Case("gpt", gpt(SMALL), gpt_loss(SMALL), 4096),
         Case("mlp", mlp, mlp_loss, 8320),
+        Case("reduced in bf16", mlp, mlp_loss, 8320, {"distributed": {"reduce_dtype": "bf16"}}),
         Case("large root", gpt(WIDE_ROOT), gpt_loss(WIDE_ROOT), 8192),
         Case("bf16", gpt(SMALL), gpt_loss(SMALL), 8192, {"precision": "bf16"}),
         Case("bf16 alone", gpt(SMALL), gpt_loss(SMALL), 8192, {"precision": "bf16", "master_weights": False}),

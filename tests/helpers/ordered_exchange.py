@@ -25,7 +25,7 @@ class _OrderedWork:
         return self.order.clocks.knows(self.order.caller, self.clock)
 
     def wait(self) -> None:
-        self.order.clocks.wait(Actor.COMPUTE, self.clock)
+        self.order.clocks.wait(self.order.computing, self.clock)
         self.inner.wait()
 
 
@@ -40,7 +40,7 @@ def ordered(method: type[ExchangeMethod], order: AccessOrder) -> type[ExchangeMe
             return self._followed(shards, shards, label, super().reduce)
 
         def _followed(self, reads: Sequence[Shard], writes: Sequence[Shard], label: str, issue: type[Work]) -> Work:
-            order.clocks.wait(Actor.COLLECTIVE, order.clocks.of(Actor.COMPUTE))
+            order.clocks.wait(Actor.COLLECTIVE, order.clocks.of(order.computing))
             operation = order.launch(Actor.COLLECTIVE, label)
             for shards, is_write in ((reads, False), (writes, True)):
                 order.memory.access(operation, [_span(shard.flat) for shard in shards], writes=is_write)

@@ -67,7 +67,7 @@ OPTIONS = {
     "estimate": "MODEL --accumulate --activations --batch --checkpointing --chunk-size --cpu-embedding --device "
     "--disk --disk-speed --hardware --host --host-memory --in-backward --largest --link --master "
     "--micro-batches --network --nic-speed --nics --nnodes --no-master-weights --optimizer --picture --precision "
-    "--replicas --seq --stages --states --tflops --tile --world",
+    "--reduce-dtype --replicas --seq --stages --states --tflops --tile --world",
     "check": "MODEL --batch --chunk-size --device --disk --host --optimizer --orders --precision --seed --seq --steps",
     "plan": "TRACE --d2h --device --disk --disk-read --disk-write --h2d --host --keep-ties --machine "
     "--margin-use-ratio --out --stages",
