@@ -16,7 +16,8 @@ and gradients to the leaves after it.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -390,7 +391,7 @@ class WholeStep(GroupwiseStep):
         self.check_claims()
         with self._host.together(f"optimizer.{method.__name__}()"):
             self._take()
-            with self._updater.ledger.updating(f"all parameters of {self._whole.name}"):
+            with self._changing():
                 result = method(*args, **kwargs)
             self._give_states()
             self._leaves.give_weights(self._members.params())
@@ -420,17 +421,23 @@ class WholeStep(GroupwiseStep):
         self._whole.take(self._members.groups(), self._entries())
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        before, ledger = self._whole.marks(), self._updater.ledger
-        try:
-            with ledger.updating(f"all parameters of {self._whole.name}"):
-                result = self._whole.step(closure)
-        except BaseException:
-            if closure is None and self._whole.marks() == before and not self._leaves.changed(self._members.params()):
-                ledger.half_updated = ""  # it has refused to step, and may be called again
-            raise
+        with self._changing(may_repeat=closure is None):
+            result = self._whole.step(closure)
         self.is_stepped = True
         self._give_states()
         return result
+
+    @contextmanager
+    def _changing(self, *, may_repeat: bool = True) -> Iterator[None]:
+        """Surround a call of the class, which may be made again if it has raised something before any change."""
+        before, ledger = self._whole.marks(), self._updater.ledger
+        try:
+            with ledger.updating(f"all parameters of {self._whole.name}"):
+                yield
+        except BaseException:
+            if may_repeat and self._whole.marks() == before and not self._leaves.changed(self._members.params()):
+                ledger.half_updated = ""
+            raise
 
     def _entries(self) -> dict[Any, Any]:
         """Return the states of all parameters."""

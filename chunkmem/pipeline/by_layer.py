@@ -225,7 +225,7 @@ class ByLayerPipeline(Pipeline):
                 self._runtime.controller.excuse_iteration()
                 raise
             finally:
-                self._is_running, access.num_calls = False, others
+                self._is_running, access.num_calls, self._pending = False, others, None
                 self._drop(batch)
         self.end_step()
 

@@ -27,7 +27,7 @@ class _Joined(torch.autograd.Function):
         ctx.batch = batch
         ctx.set_materialize_grads(False)
         joined, batch.joined = batch.joined, []  # else what is returned would keep itself
-        ctx.mark_non_differentiable(*(out for out in joined if not out.dtype.is_floating_point))
+        ctx.mark_non_differentiable(*(out for out in joined if not (out.is_floating_point() or out.is_complex())))
         return tuple(joined)
 
     @staticmethod
@@ -109,8 +109,9 @@ class JoinedBatch:
         self.joined = [torch.cat(column) for column in zip(*tensors, strict=True)]
         if backward is None:
             return structures[0].filled(self.joined)
-        anchor = torch.empty(0, requires_grad=True)
-        return structures[0].filled(_Joined.apply(self, anchor, *self._wanted))  # type: ignore[no-untyped-call]
+        anchor, wanted = torch.empty(0, requires_grad=True), self._wanted
+        self._given = self._wanted = []  # nobody needs their history any more
+        return structures[0].filled(_Joined.apply(self, anchor, *wanted))  # type: ignore[no-untyped-call]
 
     def run_backward(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """Run the backward of all micro-batches; return the gradients of inputs that want them.
@@ -129,5 +130,6 @@ class JoinedBatch:
                 "the backward of what pipe(x) has returned runs a second time: call pipe(x) again, or add the losses"
             )
         columns = [[None] * len(self._lengths) if g is None else g.split(self._lengths) for g in gradients]
+        leaves, self._leaves, self.inputs = self._leaves, [], None
         backward(list(zip(*columns, strict=True)))
-        return [leaf.grad for leaf in self._leaves]
+        return [leaf.grad for leaf in leaves]

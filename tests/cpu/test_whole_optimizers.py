@@ -17,6 +17,7 @@ from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.packing.tiling import tile_linears
 from tests.helpers.any_class import ClassTwin
 from tests.helpers.audit import audit
+from tests.helpers.ranks import Team
 from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config, copied, cpu_bits_only, features, same
 from tests.helpers.whole_classes import Prodigy, ScheduleFree, StackedMuon
 
@@ -269,6 +270,8 @@ def test_a_class_that_refuses_to_step_may_be_called_again() -> None:
             each.loss(features(2)).backward()
             with pytest.raises(RuntimeError, match="not in train mode"):
                 each.optimizer.step()
+            with pytest.raises(TypeError):
+                each.optimizer.train("with arguments")
             each.optimizer.train()
             each.update()
         assert twin.steps(3, 4) == plain.steps(3, 4)
@@ -362,3 +365,17 @@ def test_what_is_refused(make: Callable[[Any, chunkmem.ChunkManager], Any], says
             make(model, manager)
         with pytest.raises(AttributeError, match="nowhere"):
             _ = chunkmem.Optimizer(Prodigy, model.parameters(), manager=manager, whole=True).nowhere
+
+
+def whole_over_ranks(rank: int) -> str:
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        model = manager.wrap(Blocks())
+        try:
+            chunkmem.Optimizer(Prodigy, model.parameters(), manager=manager, whole=True)
+        except chunkmem.ChunkmemError as error:
+            return str(error)
+    return ""
+
+
+def test_several_ranks_are_refused(pair: Team) -> None:
+    assert all("chunkmem.Optimizer(Prodigy, whole=True)" in said for said in pair.run(whole_over_ranks))

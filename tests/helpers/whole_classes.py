@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -142,8 +141,3 @@ class ScheduleFree(Optimizer):
                 state["z"].sub_(update, alpha=lr)
             group["k"] = k + 1
         return loss
-
-
-def norm_of(tensors: Iterable[Tensor]) -> float:
-    """The global 2-norm."""
-    return math.sqrt(sum(tensor.double().square().sum().item() for tensor in tensors))
