@@ -92,6 +92,11 @@ class Group:
     owner: int = field(default=0, repr=False)
     """Which of the ranks that share the layout keeps it and updates it."""
 
+    @classmethod
+    def of_bytes(cls, number: int, nbytes: int) -> Group:
+        """Return one of bytes that stay on HOST and are no parameters."""
+        return cls(number, "uint8", 1, 1, nbytes, (Slot(0, number, 0, nbytes),), is_on_host=True)
+
     @property
     def nbytes(self) -> int:
         return self.numel * self.itemsize

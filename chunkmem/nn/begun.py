@@ -227,5 +227,5 @@ def options_in_words(groups: Iterable[Mapping[str, Any]]) -> str:
 def _plain(value: object) -> object:
     """Return an option with the numbers that tensors have now."""
     if isinstance(value, torch.Tensor):
-        return float(value)
+        return float(value) if value.numel() == 1 else tuple(value.shape)
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value

@@ -1,8 +1,10 @@
-"""`chunkmem.Optimizer`: any optimizer class that updates each parameter by itself, with its states in chunks."""
+"""`chunkmem.Optimizer`: any optimizer class, with its states in chunks, or over all parameters at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -10,12 +12,14 @@ from torch.optim.optimizer import ParamsT
 
 from chunkmem.errors import ConfigError
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.checks import flag
 from chunkmem.optim.class_calls import NOT_OPTIONS, require_class
 from chunkmem.optim.class_rule import ClassRule
 from chunkmem.optim.class_trials import ClassTrial
-from chunkmem.optim.host import HasOptimizerHost
+from chunkmem.optim.host import HasOptimizerHost, OptimizerHost
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.tiles import tiled_weights
+from chunkmem.optim.whole import WholeClass, WholeRule, WholeStep
 
 CLASS_KEY = "optimizer"
 """Of a parameter group that is added: its class, if there are several."""
@@ -38,14 +42,21 @@ class Optimizer(RuleOptimizer):
         in_backward: update each chunk group inside backward, as soon as its gradients are complete, so that these never
             exist all at once; default: the configuration's `optimizer.params.in_backward`. For loops with one backward
             a step that neither clip nor look at gradients: what does not go is refused.
+        whole: the class updates a parameter by others, too: it has all of them at once, as ordinary tensors on HOST,
+            where there is room for their weights, gradients and states; one class, on one rank. The other public
+            methods of the class, such as `train()` and `eval()`, are there, too.
         options: of the constructor of each class; those of a list's entry win.
 
     Raises:
-        ConfigError: a class refuses a parameter or an option, needs all parameters at once (as LBFGS), or needs whole
-            matrices where a layer is tiled.
+        ConfigError: a class refuses a parameter or an option, needs all parameters at once (as LBFGS) and `whole` is
+            false, or needs whole matrices where a layer is tiled.
         StateError: a parameter is neither managed nor excluded.
         CapacityError: weights, gradients and states do not fit DEVICE and HOST together.
     """
+
+    def __new__(cls, *_: Any, whole: bool = False, **__: Any) -> Optimizer:
+        """Make one; see the class."""
+        return object.__new__(WholeOptimizer if flag("whole", whole) else cls)
 
     def __init__(
         self,
@@ -55,6 +66,7 @@ class Optimizer(RuleOptimizer):
         manager: HasOptimizerHost,
         max_grad_norm: float | None = None,
         in_backward: bool | None = None,
+        whole: bool = False,
         **options: Any,
     ) -> None:
         host = manager.runtime
@@ -119,6 +131,87 @@ class Optimizer(RuleOptimizer):
         # A tensor stays the user's own, as in torch.optim: it may be written in place, such as a learning rate.
         tensors = {key for key, value in resolved.items() if isinstance(value, torch.Tensor)}
         return {**resolved, **{key: given[key] for key in tensors if isinstance(given.get(key), torch.Tensor)}}
+
+
+class WholeOptimizer(Optimizer):
+    """What `chunkmem.Optimizer(..., whole=True)` makes."""
+
+    updates: WholeStep
+
+    def __init__(
+        self,
+        classes: type[torch.optim.Optimizer] | Sequence[Pair],
+        params: ParamsT | None = None,
+        *,
+        manager: HasOptimizerHost,
+        max_grad_norm: float | None = None,
+        in_backward: bool | None = None,
+        whole: bool = True,
+        **options: Any,
+    ) -> None:
+        host = manager.runtime
+        host.require_open()
+        if isinstance(classes, list | tuple):
+            raise ConfigError(
+                "chunkmem.Optimizer([...], whole=True): make an optimizer for each class: all of them step over "
+                "disjoint parameters of one manager"
+            )
+        kind = require_class(classes)
+        ((_, own, _),) = _pairs(kind, params)
+        groups = _groups(own)
+        is_flat = len(groups) == 1 and groups[0].keys() == {"params"}
+        call = f"chunkmem.Optimizer({kind.__name__}, whole=True)"
+        host.ranks.require_one(call)
+        in_backward = host.config.optimizer.params.in_backward if in_backward is None else in_backward
+        if in_backward:
+            raise ConfigError(f"{call} needs all gradients before it updates anything: leave out in_backward")
+        self._class = WholeClass(kind, host)
+        self._class.make(groups[0]["params"] if is_flat else groups, options)
+        RuleOptimizer.__init__(
+            self,
+            self._class.groups(),
+            dict(self._class.inner.defaults),
+            rule=WholeRule(self._class),
+            host=host,
+            max_grad_norm=max_grad_norm,
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as the class does."""
+        self._host.require_open()
+        group = self._class.add_group(param_group) if self._is_made else param_group
+        tiles = tiles_in(model.root for model in self._host.registry.models)
+        for managed in filter(None, map(self._host.registry.find, group["params"])):
+            if id(managed.param) in tiles:
+                raise ConfigError(
+                    f"parameter {managed.name} is a tile of layer {tiles[id(managed.param)]}, and "
+                    f"{self._class.name} with whole=True sees whole matrices: do not tile that layer"
+                )
+        RuleOptimizer.add_param_group(self, group)
+
+    def move_to(self, host: OptimizerHost) -> None:
+        """Refuse to be of other chunks.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"chunkmem.Optimizer({self._class.name}, whole=True) cannot move to other ranks")
+
+    def _call(self, closure: Callable[[], Any]) -> Any:
+        if self.max_grad_norm > 0 or self._host.scaler is not None:
+            asked = "a loss scale (fp16)" if self._host.scaler is not None else f"max_grad_norm={self.max_grad_norm}"
+            raise ConfigError(
+                f"{self._class.name}.step(closure) with whole=True and {asked}: the class calls the closure, and "
+                'nobody scales gradients in between; clip inside of the closure, or take precision "bf16"'
+            )
+        return self.updates.call(closure)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a public attribute or method of the class that torch.optim.Optimizer has not."""
+        if name.startswith("_") or "_class" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        found = getattr(self._class.inner, name)
+        return partial(self.updates.use, found) if isinstance(found, MethodType) else found
 
 
 def _pairs(classes: Any, params: Any) -> list[tuple[Any, Any, Mapping[str, Any]]]:

@@ -154,10 +154,10 @@ class ChunkStates:
         for group in {managed.group for managed in pending if managed in stateless}:
             self._updater.make_master(group)
         self.prepare([managed for managed in pending if managed not in stateless], others=pending)
-        self._note([managed for managed in anywhere if managed not in stateless])
+        self.note([managed for managed in anywhere if managed not in stateless])
         self._updater.complete_states(pending)
 
-    def _note(self, params: Iterable[ManagedParameter]) -> None:
+    def note(self, params: Iterable[ManagedParameter]) -> None:
         """Some of `params` have a state from now on, on this rank or on the one that owns them."""
         self._anywhere.update(dict.fromkeys(m for m in params if m not in self._anywhere and self._has_entry(m)))
 
@@ -194,7 +194,7 @@ class ChunkStates:
         """Have states of zero that can be loaded into; an update of `params` finds those that it begins with."""
         params = list(params)
         self.prepare([managed for managed in params if self._host.owns(managed)])
-        self._note(params)
+        self.note(params)
         for managed in params:
             record, form = self.records.get(managed), self.form(managed)
             if record is not None and record.entry is None and form.is_there:
@@ -282,7 +282,7 @@ class ChunkStates:
             if not self._rule.counts_steps:  # a state that was written is taken for that of an earlier update
                 record.count = record.count.clamp(min=1)
             record.entry, record.is_new = entry, False
-        self._note([managed])
+        self.note([managed])
 
     def replace(self, managed: ManagedParameter, state: Mapping[str, Any]) -> None:
         """Set the whole of a parameter's state; an empty one removes it.
@@ -332,4 +332,4 @@ class ChunkStates:
             if self._host.owns(managed):
                 entry = None if one.entry is None else dict(one.entry)
                 self.records[managed] = Record(one.count.clone(), entry, is_new=entry is None)
-        self._note(managed for managed, one in held.items() if one.entry is not None)
+        self.note(managed for managed, one in held.items() if one.entry is not None)

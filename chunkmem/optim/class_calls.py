@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence, Sized
+from collections.abc import Callable, Hashable, Mapping, Sequence, Sized
 from typing import Any, Final
 
 import torch
@@ -43,9 +43,7 @@ class ClassCall:
         """Take the attributes of an optimizer, but not its groups and states."""
         self._kind = type(template)
         self._attributes = {k: v for k, v in vars(template).items() if k not in ("state", "param_groups")}
-        step: Any = self._kind.step
-        has_hooks = bool(template._optimizer_step_pre_hooks or template._optimizer_step_post_hooks)
-        self._step = step.__wrapped__ if getattr(step, "hooked", False) and not has_hooks else step
+        self._step = unhooked_step(template)
 
     def __call__(
         self,
@@ -90,11 +88,18 @@ class ClassCall:
         return [dict(optimizer.state[leaf]) if leaf in optimizer.state else None for leaf in leaves]
 
 
+def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return `step` of an optimizer's class, which does not call hooks on the steps of all optimizers."""
+    step: Any = type(optimizer).step
+    has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    found: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) and not has_hooks else step
+    return found
+
+
 def _needs_all(kind: type, what: str) -> ConfigError:
     return ConfigError(
         f"{kind.__name__}.step() {what}: it has to see all parameters at once, and chunkmem.Optimizer steps one chunk "
-        "after the other. Use a class that keeps what it needs in the states of parameters, or build what it has to "
-        "update in manager.exclude()"
+        "after the other; pass whole=True, where HOST has room for all weights, gradients and states at once"
     )
 
 

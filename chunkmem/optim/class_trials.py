@@ -60,7 +60,7 @@ class ClassTrial:
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ConfigError(
                 f"{self.name}.step() needs a closure, which it calls as often as it likes, with all parameters at a "
-                "time: chunkmem.Optimizer steps one chunk after the other; take a class whose step() has no such need"
+                "time: chunkmem.Optimizer steps one chunk after the other; pass whole=True"
             )
 
     @property
@@ -151,7 +151,7 @@ class ClassTrial:
         if made._version != version:
             raise ConfigError(
                 f"{self.name}.step() updates parameters that it has taken from its constructor, not those of "
-                "param_groups, and chunkmem.Optimizer steps it on one chunk after the other"
+                "param_groups, and chunkmem.Optimizer steps it on one chunk after the other; pass whole=True"
             )
         tensors, numbers = self._forms_of(entry or {}, leaf)
         return EntryForm(tuple(entry or ()), first_keys, tensors, numbers, is_there=entry is not None)
@@ -194,12 +194,12 @@ class ClassTrial:
         if not torch.equal(torch.get_rng_state(), before):
             raise ConfigError(
                 f"{self.name}.step() draws random numbers, which parameters in chunks would get in another order "
-                "than in plain PyTorch"
+                "than in plain PyTorch; pass whole=True"
             )
         if not all(map(torch.equal, alone, together)):
             raise ConfigError(
                 f"{self.name} updates a parameter differently when another one is updated with it, as with a norm "
-                "over all: chunkmem.Optimizer steps one chunk after the other"
+                "over all: chunkmem.Optimizer steps one chunk after the other; pass whole=True"
             )
         if self.is_elementwise and self.kind not in ELEMENTWISE:
             self._require_elementwise(small, options, alone[0])

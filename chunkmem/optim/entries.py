@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from chunkmem.nn.binding import dense_stride
 from chunkmem.runtime.device import runtime_mode
@@ -137,6 +138,6 @@ def can_be_kept(value: object) -> bool:
 
 
 def copied_to_cpu(value: Any) -> Any:
-    """Return a copy of a number on the CPU; what is no tensor is returned as it is."""
+    """Return a value with copies on the CPU of the tensors in it."""
     with runtime_mode():
-        return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), value)

@@ -23,6 +23,7 @@ from chunkmem.optim.saved import SavedStates
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.optim.state import OptimizerState
 from chunkmem.optim.tiles import require_together
+from chunkmem.optim.whole import WholeRule, WholeStep
 
 
 class RuleOptimizer(torch.optim.Optimizer):
@@ -76,7 +77,8 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _make_parts(self, host: OptimizerHost, rule: UpdateRule[Any], *, in_backward: bool) -> None:
         self._host = host
         self._members = GroupMembers(self, host)
-        self.updates = GroupwiseStep(host, self._members, rule, state=self._state, in_backward=in_backward)
+        steps = WholeStep if isinstance(rule, WholeRule) else GroupwiseStep
+        self.updates = steps(host, self._members, rule, state=self._state, in_backward=in_backward)
         """What the manager knows of this optimizer."""
         self._saved = SavedStates(host, self._members, self.updates, self._state)
 
@@ -223,8 +225,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         called = updates.begun if updates.begun is not None and updates.begun.closure is not None else None
         result = None if called is None else called.result
         if closure is not None and called is None:
-            with torch.enable_grad():
-                result = closure()
+            result = self._call(closure)
         options, begun = options_in_words(self.param_groups), updates.begun
         if begun is None or not begun.updated:
             begun = updates.new_begun(options)
@@ -239,6 +240,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         if begun.closure is not None:  # its gradients are there: called again, it would add to them
             updates.begun = begun
         return begun
+
+    def _call(self, closure: Callable[[], Any]) -> Any:
+        with torch.enable_grad():
+            return closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients that `step()` has not consumed, or set them to 0.

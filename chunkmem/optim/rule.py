@@ -179,6 +179,8 @@ class UpdateRule(ABC, Generic[H]):
     """Every state it may keep."""
     counts_steps: ClassVar[bool] = True
     """`optimizer.state[param]` has the number of updates, as "step"."""
+    can_be_blank: ClassVar[bool] = True
+    """It is known before the first update which states there will be: states to load into can be made."""
     begins_at_zero: ClassVar[bool] = True
     """States are zeros before the first update; else that makes them, and there are none before."""
 

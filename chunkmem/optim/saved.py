@@ -42,7 +42,7 @@ class SavedStates:
         """
         if self._shown or any(not _is_zero(group.get("lr")) for group in self._members.groups()):
             return False
-        if self._host.updater.gradients.slots.any_given(self._members.known()):
+        if not self._rule.can_be_blank or self._host.updater.gradients.slots.any_given(self._members.known()):
             return False
         trainable = [param for param in self._members.params() if param.requires_grad]
         grads = [param.grad for param in trainable if param.grad is not None]

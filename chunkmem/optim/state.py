@@ -69,7 +69,7 @@ class ParameterState(MutableMapping[str, torch.Tensor]):
         return value.as_subclass(StateCopy) if isinstance(value, torch.Tensor) else value
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if key not in (may := self._states.form(self._managed).keys):
+        if key not in (may := dict.fromkeys((*self._states.form(self._managed).keys, *self))):
             raise StateError(
                 f"optimizer.state of parameter {self._managed.name}: {key!r} cannot be kept, its chunks hold "
                 f"{', '.join(may)}; keep it in a dict of your own"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -27,6 +28,7 @@ from chunkmem.optim.speculative import SpeculativeUpdater
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, slot_views
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.failed import lost_error
+from chunkmem.runtime.host_memory import HostMemory
 from chunkmem.runtime.pager import Pager
 from chunkmem.shard.units import Backwards
 from chunkmem.types import ChunkId, Role, Tier
@@ -64,6 +66,8 @@ class GroupUpdater:
         self.in_backward = BackwardUpdates(
             pager, gradients, self.ledger, owner_of=self.claims.owner, backwards=backwards
         )
+        self.at_once: WeakSet[HostMemory] = WeakSet()
+        """Of optimizers that have all parameters at once."""
         self._blank: set[ManagedParameter] = set()
         """Not updated yet, with states of zero all the same."""
         self.kept: set[ManagedParameter] = set()

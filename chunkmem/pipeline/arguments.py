@@ -67,11 +67,11 @@ class LossItem(nn.Module):
         self.loss_fn = options.loss_fn
         self._casts = casts
 
-    def forward(self, given: Any, target: Any, divisor: float) -> torch.Tensor:
+    def forward(self, given: Any, target: Any, divisor: float | None) -> Any:
         output = given if self.module is None else self.module(*arguments_of(given))
         if self._casts:
             output = cast_floats(output, torch.float32)
-        return loss_of(self.loss_fn, output, target, divisor)
+        return output if divisor is None else loss_of(self.loss_fn, output, target, divisor)
 
 
 class Item(nn.Module):

@@ -19,10 +19,11 @@ Decided in ADR 35.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -40,6 +41,7 @@ from chunkmem.pipeline.arguments import Item, LossItem, arguments_of, call_with
 from chunkmem.pipeline.call_times import CallTimes
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.frozen import FrozenBlocks, FrozenPrefix
+from chunkmem.pipeline.joined import Gradients, JoinedBatch, UnchangedWeights
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.outputs import BlockOutput
@@ -51,8 +53,8 @@ from chunkmem.sizes import shown
 class _Outermost(nn.Module):
     """Its call is that of a model from outside; what runs in it is one forward."""
 
-    def forward(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return run()
+    def forward(self, run: Callable[[], None]) -> None:
+        run()
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ class _Batch:
     frozen: FrozenBlocks
     outputs: defaultdict[int, dict[int, BlockOutput]] = field(default_factory=lambda: defaultdict(dict))
     """By micro-batch, then by block: the block's output; frozen blocks that did not run have none."""
+
+    @property
+    def is_joined(self) -> bool:
+        """Outputs are wanted, not a loss."""
+        return self.parts[0].divisor is None
 
 
 class ByLayerPipeline(Pipeline):
@@ -90,11 +97,14 @@ class ByLayerPipeline(Pipeline):
         self._items.append(Item(loss, name=names.get(id(options.last), "loss")))
         self._statistics = DeferredStatistics(named if options.deferred_batch_norm else ())
         self._prefix = FrozenPrefix(chain, options.cache, units=runtime.sharding.units)
-        self._outermost: dict[int, _Outermost] = {}
-        """By the first block that runs: the outermost module of such steps, which are a kind of step of their own."""
+        self._outermost: dict[tuple[int, bool], _Outermost] = {}
+        """By the first block that runs, and whether outputs are joined: the outermost module of such steps, which are a
+        kind of step of their own."""
         self._heard = set[Hashable]()
         """Forms of the micro-batches of steps that were heard of; none where blocks share a weight."""
         self._is_running = False
+        self._pending: tuple[weakref.ref[JoinedBatch], _Batch] | None = None
+        """What `pipe(x)` has returned, with the batch that its backward may come to."""
         self._random = RandomStreams(runtime.memory.compute.generators())
 
     def __repr__(self) -> str:
@@ -126,13 +136,18 @@ class ByLayerPipeline(Pipeline):
             if self._is_running:
                 raise StateError("pipe.step() inside of pipe.step(): end the one before the next begins")
             with runtime.ranks.telling():
+                self._require_over("pipe.step()")
                 parts = split(inputs, target, num=self._options.micro_batches)
                 batch = _Batch(parts, self._prefix.begin(parts, ids))
             self._is_running, others = True, access.num_calls
             try:
                 with self._statistics.mini_batch(), self.times.step(batch.parts):
-                    loss: torch.Tensor = self._root(batch)(lambda: self._forward(batch))
+                    self._root(batch)(lambda: self._forward(batch))
+                    loss = self._loss(batch)
                     with runtime.backward(), runtime.sharding.units.one_backward():
+                        scale = 1.0 if runtime.scaler is None else runtime.scaler.loss_scale
+                        for output in batch.outputs[len(self._items) - 1].values():
+                            output.begin_backward(scale)
                         self._backward(batch)
             except BaseException:
                 runtime.controller.excuse_iteration()
@@ -143,26 +158,113 @@ class ByLayerPipeline(Pipeline):
         self.end_step()
         return loss
 
+    def __call__(self, inputs: Any) -> Any:
+        """Run forward of a batch, and return what the blocks and `last` do for all of it, joined along dimension 0.
+
+        With gradients enabled, a loss of it may be anything: its backward is that of the blocks, one after the other,
+        and comes to `inputs` that require gradients. It comes once, before the next call of the pipeline.
+
+        Args:
+            inputs: as for `step`.
+
+        Raises:
+            StateError: as `step`; or an output has no row for each sample, or the backward of an earlier call may come.
+            ConfigError: with gradients and `deferred_batch_norm`, or a cache.
+            CapacityError: something does not fit.
+        """
+        self.require_current()
+        joined, is_training = JoinedBatch(inputs), torch.is_grad_enabled()
+        if is_training:
+            self._runtime.updater.in_backward.require_none("pipe(x)")
+            if self._options.deferred_batch_norm or self._options.cache is not None:
+                asked = "deferred_batch_norm" if self._options.deferred_batch_norm else "a cache"
+                raise ConfigError(f"pipe(x) with gradients and {asked}: call pipe.step(x, y)")
+        access = self._runtime.modules.access
+        with self._runtime.modules.turn.taken():
+            if self._is_running:
+                raise StateError("pipe(x) inside of pipe.step() or of a backward: end the one before the next begins")
+            with self._runtime.ranks.telling():
+                self._require_over("pipe(x)")
+                whole = split(joined.inputs, None, num=self._options.micro_batches)
+            parts = [replace(part, divisor=None) for part in whole]
+            frozen = FrozenBlocks() if joined.wants_gradients or not is_training else self._prefix.begin(parts, None)
+            batch, others = _Batch(parts, frozen), access.num_calls
+            weights = UnchangedWeights(item.unit for item in self._items)
+            try:
+                self._root(batch)(lambda: self._forward(batch))
+                last = batch.outputs[len(self._items) - 1]
+                values, lengths = [last[at].kept() for at in range(len(parts))], [part.num_samples for part in parts]
+                is_trained = any(output.requires_grad for output in last.values())
+                backward = partial(self._backward_of, batch, weights) if is_trained else None
+                outputs = joined.outputs(values, lengths, backward)
+            except BaseException:
+                self._runtime.controller.excuse_iteration()
+                self._drop(batch)
+                raise
+            finally:
+                access.num_calls = others
+            if is_trained:
+                self._pending = weakref.ref(joined), batch
+            else:
+                self._drop(batch)
+        return outputs
+
+    def _backward_of(self, batch: _Batch, weights: UnchangedWeights, gradients: Sequence[Gradients]) -> None:
+        """Run the backward of a batch, given those of its outputs by micro-batch."""
+        access = self._runtime.modules.access
+        last = batch.outputs[len(self._items) - 1]
+        with self._runtime.modules.turn.taken():
+            others, self._is_running = access.num_calls, True
+            try:
+                weights.require_same()
+                for number, given in enumerate(gradients):
+                    last[number].take(given)
+                with self._runtime.ranks.telling(), self._runtime.sharding.units.one_backward():
+                    self._backward(batch)
+            except BaseException:
+                self._runtime.controller.excuse_iteration()
+                raise
+            finally:
+                self._is_running, access.num_calls, self._pending = False, others, None
+                self._drop(batch)
+        self.end_step()
+
+    def _require_over(self, call: str) -> None:
+        """Raise a `StateError` if the backward of another call may come, and free what is left of one that may not."""
+        if self._pending is not None:
+            earlier, batch = self._pending[0](), self._pending[1]
+            if earlier is not None and earlier.is_pending:
+                raise StateError(
+                    f"{call} before the backward of what pipe(x) has returned: run it first, or drop that (del out); "
+                    "under torch.no_grad() pipe(x) has none"
+                )
+            self._drop(batch)
+            self._pending = None
+
     @torch.no_grad()
     def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
         """Run forward of a batch, and return its loss. Arguments and errors are those of `step`."""
         self.require_current()
         batch = _Batch(split(inputs, target, num=self._options.micro_batches), FrozenBlocks())
         with self._runtime.modules.turn.taken():
+            self._require_over("pipe.evaluate()")
             try:
-                loss: torch.Tensor = self._root(batch)(lambda: self._forward(batch))
+                self._root(batch)(lambda: self._forward(batch))
+                return self._loss(batch)
             finally:
                 self._drop(batch)
-        return loss
+
+    def _loss(self, batch: _Batch) -> torch.Tensor:
+        return reduce(torch.add, [output.tensor for output in batch.outputs[len(self._items) - 1].values()])
 
     def _root(self, batch: _Batch) -> _Outermost:
-        start, residence = batch.frozen.start, self._runtime.controller.residence
+        start, residence = (batch.frozen.start, batch.is_joined), self._runtime.controller.residence
         if start not in self._outermost:
             self._outermost[start] = _Outermost()
             self._runtime.memory.pager.events.hears_inside.append(lambda: residence.pipeline is None)
             self._runtime.hooks.fit_outermost(self._outermost[start])
-        is_timed = type(self.times) is not CallTimes
-        if self._prefix.cache is None and not is_timed and tuple(self._forms(batch)) in self._heard:
+        is_other = self._prefix.cache is not None or batch.is_joined or type(self.times) is not CallTimes
+        if not is_other and tuple(self._forms(batch)) in self._heard:
             residence.pipeline = self._outermost[start]
         else:
             residence.leave()
@@ -175,14 +277,13 @@ class ByLayerPipeline(Pipeline):
 
     # Forward.
 
-    def _forward(self, batch: _Batch) -> torch.Tensor:
+    def _forward(self, batch: _Batch) -> None:
         residence = self._runtime.controller.residence
         residence.pipeline = None
         if residence.is_on:
             self._forward_unheard(batch)
         else:
             self._forward_heard(batch)
-        return reduce(torch.add, [output.tensor for output in batch.outputs[len(self._items) - 1].values()])
 
     def _forward_heard(self, batch: _Batch) -> None:
         self._read_cached(batch)
@@ -262,7 +363,7 @@ class ByLayerPipeline(Pipeline):
     def _forms(self, batch: _Batch) -> list[Hashable]:
         """Return what the random numbers that each micro-batch draws depend on."""
         modes = torch.is_grad_enabled(), tuple(item.module.training for item in self._items)
-        return [(part.form, *modes) for part in batch.parts]
+        return [(part.form, batch.is_joined, *modes) for part in batch.parts]
 
     def _agree(self, question: str, *, holds: bool) -> bool:
         return self._runtime.sharding.units.agree(f"pipe.step(): {question}", holds=holds)
@@ -309,10 +410,8 @@ class ByLayerPipeline(Pipeline):
 
     def _backward(self, batch: _Batch) -> None:
         """Run the backward of each block for all micro-batches, the last one first."""
-        access, scaler = self._runtime.modules.access, self._runtime.scaler
+        access = self._runtime.modules.access
         readers = dict[ManagedParameter, int]()
-        for output in batch.outputs[len(self._items) - 1].values():
-            output.begin_backward(1.0 if scaler is None else scaler.loss_scale)
         for at in reversed(range(len(self._items))):
             if any(output.has_gradients for output in batch.outputs[at].values()):
                 # Before it is known whether the unit is recomputed: that may differ between ranks.

@@ -31,9 +31,11 @@ class GivenBatch:
     """Digest of the samples' ids, for a cache; empty: there are none."""
     knows_forms: bool
     """Shapes between stages were derived from those of the inputs."""
+    refused: str
+    """Why the rank cannot run it; empty: it can."""
 
 
-def given_batch(parts: Sequence[MicroBatch], ids: Any, *, knows_forms: bool) -> GivenBatch:
+def given_batch(parts: Sequence[MicroBatch], ids: Any, *, knows_forms: bool, refused: str) -> GivenBatch:
     """Describe the batch of this rank, which has no micro-batches where it was given nothing."""
     inputs, target = (_digests([getattr(part, name) for part in parts]) for name in ("inputs", "target"))
     said = repr(ids.tolist() if isinstance(ids, torch.Tensor) else ids)
@@ -45,6 +47,7 @@ def given_batch(parts: Sequence[MicroBatch], ids: Any, *, knows_forms: bool) -> 
         target,
         _digest(said),
         knows_forms,
+        refused,
     )
 
 
@@ -56,11 +59,14 @@ def compare(own: GivenBatch, ranks: Ranks) -> tuple[int, bool]:
 
     Raises:
         ConfigError: ranks were given different batches.
-        StateError: the first rank has no inputs, or the last one no target and another one has.
+        StateError: the first rank has no inputs, or the last one no target and another one has; or a rank refuses.
         RankError: a rank is missing.
     """
     texts, _ = ranks.texts_of_all(json.dumps(asdict(own)), label="comparing the batch of the pipeline")
     every = [GivenBatch(**json.loads(text)) for text in texts]
+    for rank, each in enumerate(every):
+        if each.refused:
+            raise StateError(f"{each.refused} (rank {ranks.name(rank)})")
     for what in ("parts", "inputs", "target", "ids"):
         found = {rank: said for rank, each in enumerate(every) if (said := getattr(each, what))}
         if len(set(found.values())) > 1:

@@ -20,8 +20,8 @@ class MicroBatch:
 
     inputs: Any
     target: Any
-    divisor: float
-    """Its mean loss divided by this adds up, over all parts, to the mean over the batch."""
+    divisor: float | None
+    """Its mean loss divided by this adds up, over all parts, to the mean over the batch; None: no loss is wanted."""
     form: tuple[object, ...]
     """Shapes and dtypes of its tensors, and its other values."""
     num_samples: int
@@ -76,12 +76,13 @@ def not_given(num_samples: int, num: int) -> list[MicroBatch]:
     return list(_parts(*tree_flatten((None, None)), sizes=lengths(num_samples, num)))
 
 
-def loss_of(loss_fn: Callable[..., Any], output: Any, target: Any, divisor: float) -> torch.Tensor:
+def loss_of(loss_fn: Callable[..., Any], output: Any, target: Any, divisor: float | None) -> torch.Tensor:
     """Return the part of a batch's loss that a micro-batch has, of which a model returns `output`.
 
     Raises:
         StateError: `loss_fn` returns something else than one number.
     """
+    assert divisor is not None
     loss = loss_fn(output) if target is None else loss_fn(output, target)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__

@@ -93,6 +93,21 @@ class BlockOutput:
         (tensor,) = self._content
         return tensor
 
+    @property
+    def requires_grad(self) -> bool:
+        """Something of it does."""
+        return bool(self._wanted)
+
+    def kept(self) -> Any:
+        """Return the value without its history; it is not kept here."""
+        tensors, self._content = self._content, []
+        return self._structure.filled(tensors)
+
+    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take those for the gradients of its tensors, of the last block. Raises what `park` does."""
+        self._gradients = [gradients[at] for at in self._wanted]
+        self.park_gradients()
+
     def park(self) -> None:
         """Nobody needs the tensors until the next block is given them.
 

@@ -27,6 +27,7 @@ from chunkmem.assembly.runtime import Runtime
 from chunkmem.comm.neighbours import Message, Neighbours
 from chunkmem.nn.parked import Parked
 from chunkmem.nn.regions import RegionActivations
+from chunkmem.nn.values import Structure
 from chunkmem.pipeline.announced import AnnouncedForms
 from chunkmem.pipeline.arguments import arguments_of
 from chunkmem.pipeline.call_times import CallTimes
@@ -54,6 +55,8 @@ class StageStep:
     """Blocks that nothing trains."""
     announced: AnnouncedForms | None = None
     """Shapes that senders announce, where they are unknown before stages run; None: they are known."""
+    outputs: dict[int, Any] = field(default_factory=dict)
+    """By micro-batch what the last stage has returned, if nobody wants a loss; empty on all others."""
     losses: list[torch.Tensor] = field(default_factory=list)
     """Losses of micro-batches, divided by their number; empty on all stages but the last."""
 
@@ -194,6 +197,8 @@ class PackedStage(_PipelineStageBase):
             del tensors
             self._outgoing[fwd_chunk_id] = self._park(sent, step=0, what="output")
             return None
+        if part.divisor is None:
+            return self._keep_output(fwd_chunk_id, output)
         with step.times.forward(None):
             loss = loss_of(self._options.loss_fn, output, part.target, part.divisor)
         step.losses.append(loss.detach())
@@ -202,6 +207,40 @@ class PackedStage(_PipelineStageBase):
         if self.has_backward:
             self._edges[fwd_chunk_id] = [get_gradient_edge(loss)] if loss.requires_grad else []
         return loss.detach()
+
+    def _keep_output(self, part: int, output: Any) -> torch.Tensor:
+        """Keep what the last stage returns; return what stands for a loss."""
+        structure, tensors = Structure.of(output)
+        if torch.is_grad_enabled():
+            self._edges[part] = [get_gradient_edge(each) if each.requires_grad else None for each in tensors]
+        self._step.outputs[part] = structure.filled([each.detach() for each in tensors])
+        return torch.zeros((), device=self.device)
+
+    @property
+    def is_trained(self) -> bool:
+        """Some output of the last stage requires gradients."""
+        return any(edge is not None for edges in self._edges.values() for edge in edges)
+
+    def take_gradients(self, part: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Have those of the outputs of a micro-batch, on the last stage."""
+        pairs = [(e, g) for e, g in zip(self._edges[part], gradients, strict=True) if e is not None and g is not None]
+        self._edges[part] = [edge for edge, _ in pairs]
+        self._gradients[part] = self._runtime.modules.parked.keep([gradient for _, gradient in pairs])
+
+    def forward_all(self, num: int) -> None:
+        """Run forward of all micro-batches; backward comes later."""
+        self.has_backward = True  # after an evaluation, torch's schedules say so when they step
+        for part in range(num):
+            _exchange(self.get_fwd_recv_ops(part))
+            self.forward_one_chunk(part, ())
+            _exchange(self.get_fwd_send_ops(part))
+
+    def backward_all(self, num: int) -> None:
+        """Run backward of all micro-batches, the last one first, as autograd does."""
+        for part in reversed(range(num)):
+            _exchange(self.get_bwd_recv_ops(part))
+            self.backward_one_chunk(part)
+            _exchange(self.get_bwd_send_ops(part))
 
     def _run_blocks(self, part: int, value: Any) -> Any:
         """Run the blocks of the stage for a micro-batch, those that are not left out; return what the last one does."""
@@ -355,3 +394,9 @@ class PackedStage(_PipelineStageBase):
             2 * (part * self.num_stages + sender) + (not forward),
             f"stage {self.stage_index}: {how} stage {other}",
         )
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    """Have an accelerator send or receive; in RAM there is nothing to do."""
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()

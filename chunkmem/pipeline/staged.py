@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.comm.neighbours import Neighbours
-from chunkmem.errors import ChunkmemError, ConfigError, RankError
+from chunkmem.errors import ChunkmemError, ConfigError, RankError, StateError
 from chunkmem.pipeline.announced import AnnouncedForms
 from chunkmem.pipeline.automatic import choose
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
@@ -21,6 +23,7 @@ from chunkmem.pipeline.forms import BorderForms
 from chunkmem.pipeline.frozen import FrozenBlocks, FrozenPrefix
 from chunkmem.pipeline.given_batch import compare, given_batch
 from chunkmem.pipeline.held import HeldStage
+from chunkmem.pipeline.joined import Gradients, JoinedBatch, UnchangedWeights
 from chunkmem.pipeline.micro_batches import not_given, split
 from chunkmem.pipeline.modules import StageModule, divide
 from chunkmem.pipeline.options import PipelineOptions
@@ -107,6 +110,10 @@ class StagedPipeline(Pipeline):
         )
         self._roots: defaultdict[int, nn.Module] = defaultdict(nn.Module)
         """By the first block that runs: the root of such steps, which are a kind of step of their own."""
+        self._joined_root = nn.Module()
+        """Likewise, where outputs are wanted."""
+        self._pending: tuple[weakref.ref[JoinedBatch], Callable[[Any], None]] | None = None
+        """What `pipe(x)` has returned, and its backward."""
 
     def _make_stage(self, modules: Sequence[StageModule], index: int) -> PackedStage:
         return PackedStage(
@@ -170,6 +177,87 @@ class StagedPipeline(Pipeline):
         self.end_step()
         return loss
 
+    def __call__(self, inputs: Any = None) -> Any:
+        """Run forward for a batch; return all that the last stage returns, on the ranks that have it, None on others.
+
+        With gradients enabled, what is returned has a history, for any loss; the ranks without outputs call
+        `pipe.backward()` while that with outputs runs the backward of its loss.
+
+        Args:
+            inputs: as for `step`; the first stage needs them.
+
+        Raises:
+            StateError, CapacityError, RankError: as `step`; or the backward of an earlier call may come, or there are
+                gradients with several stages a rank, `deferred_batch_norm`, a cache, or inputs that require gradients.
+        """
+        joined, is_training = JoinedBatch(inputs), torch.is_grad_enabled()
+        if is_training:
+            self._runtime.updater.in_backward.require_none("pipe(x)")
+        step, schedule = self._prepare(joined.inputs, None, None, is_training=is_training, joined=joined)
+        num = len(step.parts)
+        with self._running():
+            if is_training:
+                self._runtime.entry_points.begin_root(self._joined_root)
+                self._held.begin([stage.module for stage in self.stages])
+                self._ties.begin()
+                self.stages[0].forward_all(num)
+            else:
+                schedule.eval(target=torch.arange(num), return_outputs=False)
+            self._settle()
+            last = self.stages[-1]
+            has_backward = is_training and (last.is_trained or not last.is_last)
+            weights = UnchangedWeights(stage.module for stage in self.stages)
+            backward = partial(self._backward_of, step, weights) if has_backward else None
+            self._pending = None if backward is None else (weakref.ref(joined), backward)
+            if not last.is_last:
+                return None
+            lengths = [part.num_samples for part in step.parts]
+            return joined.outputs([step.outputs[at] for at in range(num)], lengths, backward)
+
+    def backward(self) -> None:
+        """Run the backward of `pipe(x)`, on ranks that have no outputs, while the last stage's run that of a loss.
+
+        Raises:
+            StateError: there is none, or this rank has outputs.
+            RankError: a rank is missing, or has raised something.
+        """
+        self.require_current()
+        if self._pending is None or self.stages[-1].is_last:
+            what = "the outputs: call manager.backward(loss)" if self.stages[-1].is_last else "called no pipe(x) before"
+            raise StateError(f"pipe.backward() is for ranks without outputs, after pipe(x); this rank has {what}")
+        self._pending[1](None)
+
+    def _problem(self, call: str, joined: JoinedBatch | None) -> str:
+        """Return why this rank cannot run a batch; empty: it can."""
+        earlier = None if self._pending is None else self._pending[0]()
+        if earlier is not None and earlier.is_pending:
+            return f"{call} before the backward of what pipe(x) has returned: run it, or drop that (del)"
+        for asked, what in (
+            (len(self.stages) > 1, "several stages a rank"),
+            (self._options.deferred_batch_norm, "deferred_batch_norm"),
+            (self._options.cache is not None, "a cache"),
+            (joined is not None and joined.wants_gradients, "inputs that require gradients"),
+        ):
+            if asked and joined is not None and torch.is_grad_enabled():
+                return f"pipe(x) with gradients, over stages, and {what}: call pipe.step(x, y)"
+        return ""
+
+    def _backward_of(self, step: StageStep, weights: UnchangedWeights, gradients: Sequence[Gradients] | None) -> None:
+        """Run backward for a batch; the last stage is given gradients of its outputs by micro-batch."""
+        scaler, (stage,) = self._runtime.scaler, self.stages
+        with self._running():
+            if gradients is not None and scaler is not None and not scaler.is_used:
+                raise StateError("fp16 gradients need the loss scale: call manager.backward(loss), not loss.backward()")
+            weights.require_same()
+            for part, given in enumerate(gradients or ()):
+                stage.take_gradients(part, given)
+            self._pending = None
+            stage.backward_all(len(step.parts))
+            self._runtime.note_scaled()
+            self._ties.end()
+            self._settle()
+        self.end_step()
+
     def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
         """Run forward for a batch; return its loss. Arguments and errors are those of `step`."""
         step, schedule = self._prepare(inputs, target, None, is_training=False)
@@ -177,7 +265,9 @@ class StagedPipeline(Pipeline):
             schedule.eval(target=torch.arange(len(step.parts)), return_outputs=False)
             return self._loss(step)
 
-    def _prepare(self, inputs: Any, target: Any, ids: Any, *, is_training: bool) -> tuple[StageStep, Any]:
+    def _prepare(
+        self, inputs: Any, target: Any, ids: Any, *, is_training: bool, joined: JoinedBatch | None = None
+    ) -> tuple[StageStep, Any]:
         """Have the stages of this rank know a batch, the same on all ranks of the pipeline; return what runs it."""
         self.require_current()
         num = self._options.micro_batches
@@ -188,9 +278,15 @@ class StagedPipeline(Pipeline):
             parts = split(inputs, target, num=num) if is_given else []
         with self._naming_stages():
             borders = "" if inputs is None else self._forms.of(parts)
-            own = given_batch(parts, ids, knows_forms=not isinstance(borders, str))
+            call = "pipe(x)" if joined is not None else "pipe.step()" if is_training else "pipe.evaluate()"
+            refused = self._problem(call, joined)
+            own = given_batch(parts, ids, knows_forms=not isinstance(borders, str), refused=refused)
             num_samples, are_known = compare(own, self._ranks)
+            self._pending = None
+            for stage in self.stages:
+                stage.clear_runtime_states()  # of a call without a backward
             parts = parts or not_given(num_samples, num)
+            parts = parts if joined is None else [replace(part, divisor=None) for part in parts]
             with self._runtime.ranks.telling():
                 frozen = self._frozen.begin(parts, ids) if is_training else FrozenBlocks()
         num = len(parts)
@@ -218,11 +314,14 @@ class StagedPipeline(Pipeline):
 
     def _loss(self, step: StageStep) -> torch.Tensor:
         """Return the loss of a batch, when all messages have arrived."""
+        self._settle()
+        (loss,) = self._ranks.sum_over([float(sum(step.losses))], label="sending the loss to all stages")
+        return torch.tensor(loss, dtype=torch.float32, device=self._runtime.device)
+
+    def _settle(self) -> None:
         self._neighbours.settle()
         self._announced.settle()
         self._held.release()
-        (loss,) = self._ranks.sum_over([float(sum(step.losses))], label="sending the loss to all stages")
-        return torch.tensor(loss, dtype=torch.float32, device=self._runtime.device)
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:

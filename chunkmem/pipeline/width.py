@@ -33,6 +33,10 @@ class Pipeline(ABC):
         """Run forward and backward of a batch; return its loss."""
 
     @abstractmethod
+    def __call__(self, inputs: Any) -> Any:
+        """Run forward of a batch; return its outputs, with a history if gradients are enabled."""
+
+    @abstractmethod
     def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
         """Run forward of a batch; return its loss."""
 

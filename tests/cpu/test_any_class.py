@@ -20,7 +20,7 @@ from chunkmem.plan.model import Lane
 from chunkmem.runtime.issued import LeftUpdate
 from chunkmem.types import Role, Tier
 from tests.cpu.test_deferred_updates import Unhurried
-from tests.helpers.any_class import MUON, WAYS, ClassTwin, Way, by_name, entries, muon_and_adamw
+from tests.helpers.any_class import MUON, WAYS, WHOLE, ClassTwin, Way, by_name, entries, muon_and_adamw
 from tests.helpers.audit import audit
 from tests.helpers.lanes import adversarial
 from tests.helpers.low_precision import LowPlain
@@ -42,9 +42,9 @@ from tests.helpers.twins import (
 pytestmark = cpu_bits_only
 
 STEPS = range(6)
-NAMES = [way.name for way in WAYS]
-FEW = ("nesterov", "NAdam", "Adafactor", "Lion")
-"""Momentum made of a gradient; numbers in tensors; states of other shapes; new tensors in each step."""
+NAMES = [way.name for way in (*WAYS, *WHOLE)]
+FEW = ("nesterov", "NAdam", "Adafactor", "Lion", *(way.name for way in WHOLE))
+"""Momentum made of a gradient; numbers in tensors; states of other shapes; new tensors in each step; all at once."""
 
 
 def alike(scenario: Callable[[Twin], Any], kind: str, **options: Any) -> int:
@@ -123,7 +123,7 @@ def test_master_weights(name: str, device_nbytes: int) -> None:
         params = [p for p in model.parameters() if p.dim() == 2 or way is not MUON]
         for param in model.parameters():
             param.requires_grad_(any(param is one for one in params))
-        optimizer = chunkmem.Optimizer(way.kind, params, manager=manager, **way.options)
+        optimizer = chunkmem.Optimizer(way.kind, params, manager=manager, **way.chunked)
         losses = []
         for seed in STEPS:
             loss = model(features(seed)).square().mean()
@@ -137,7 +137,7 @@ def test_master_weights(name: str, device_nbytes: int) -> None:
 
 
 @pytest.mark.few(3)
-@spread(name=["nesterov", "NAdam", "Adafactor", "Lion", "Muon"], device_nbytes=[AMPLE_NBYTES, 4 << 10])
+@spread(name=[*FEW, "Muon"], device_nbytes=[AMPLE_NBYTES, 4 << 10])
 def test_bf16_without_master_weights(name: str, device_nbytes: int) -> None:
     """As the class over a model in bf16: states are in bf16, too."""
     way = by_name(name)
@@ -150,7 +150,7 @@ def test_bf16_without_master_weights(name: str, device_nbytes: int) -> None:
             optimizer = way.kind(params, **way.options)
         else:
             manager.wrap(model)
-            optimizer = chunkmem.Optimizer(way.kind, params, manager=manager, **way.options)
+            optimizer = chunkmem.Optimizer(way.kind, params, manager=manager, **way.chunked)
         for seed in STEPS:
             model(features(seed).bfloat16()).float().square().mean().backward()
             optimizer.step()
@@ -403,7 +403,7 @@ def test_excluded_parameters(kind: str) -> None:
         optimizer: torch.optim.Optimizer = (
             way.kind(model.parameters(), **way.options)
             if manager is None
-            else chunkmem.Optimizer(way.kind, model.parameters(), manager=manager, **way.options)
+            else chunkmem.Optimizer(way.kind, model.parameters(), manager=manager, **way.chunked)
         )
         for seed in STEPS:
             model(features(seed)).square().mean().backward()

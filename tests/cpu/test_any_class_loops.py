@@ -19,7 +19,7 @@ from tests.helpers.spread import spread
 from tests.helpers.twins import assert_equal, cpu_only, features, same
 
 pytestmark = cpu_only
-KINDS = ("NAdam", "Lion", "Adafactor")
+KINDS = ("NAdam", "Lion", "Adafactor", "stacked", "schedule-free")
 CLIPS = ("by torch's function", "by the optimizer's method")
 MAX_NORM = 0.05
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import chunkmem
-from tests.helpers.any_class import WAYS, ClassTwin, entries, muon_and_adamw
+from tests.helpers.any_class import WAYS, WHOLE, ClassTwin, entries, muon_and_adamw
 from tests.helpers.audit import audit
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, make_optimizer, open_manager, serial, train
@@ -24,7 +24,7 @@ from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config
 pytestmark = cpu_bits_only
 
 STEPS = range(6)
-NAMES = [way.name for way in WAYS]
+NAMES = [way.name for way in (*WAYS, *WHOLE)]
 SMALL_NBYTES = 6 << 10
 
 
@@ -55,7 +55,7 @@ def test_states_go_to_torch_and_back(name: str, device_nbytes: int) -> None:
         audit(manager)
 
 
-SAVED = ("SGD", "nesterov", "NAdam", "Adafactor", "Lion", "ASGD", "pairs")
+SAVED = ("SGD", "nesterov", "NAdam", "Adafactor", "Lion", "ASGD", "pairs", *(way.name for way in WHOLE))
 
 
 @pytest.mark.few(4)
@@ -102,7 +102,7 @@ def test_checkpoints_of_excluded_parameters(name: str, tmp_path: Path) -> None:
         assert_equal(twin.left(), plain.left())
 
 
-@pytest.mark.parametrize("name", ["nesterov", "NAdam", "Adafactor"])
+@pytest.mark.parametrize("name", ["nesterov", "NAdam", "Adafactor", "stacked"])
 def test_a_checkpoint_written_while_training_continues(name: str, tmp_path: Path) -> None:
     plain = ClassTwin(None, Blocks, kind=name)
     plain.steps(0, 1)

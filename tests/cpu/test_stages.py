@@ -85,6 +85,84 @@ def test_other_models_and_batches(pair: Team, task: StagedTask) -> None:
     assert different(task, pair.run(train, task)) == []
 
 
+OUTSIDE = [
+    pytest.param(StagedTask("gpipe", outside=True, at_ends=True), id="the first stage alone has the batch"),
+    pytest.param(StagedTask(outside=True, checkpoint="always", precision="fp16"), id="recomputed in fp16"),
+    pytest.param(StagedTask(outside=True, model="pairs", batch=7), id="tuples between stages", marks=pytest.mark.full),
+    pytest.param(StagedTask(outside=True, model="frozen"), id="a frozen stage", marks=pytest.mark.full),
+    pytest.param(StagedTask(outside=True, model="looks at values"), id="announced shapes", marks=pytest.mark.full),
+    pytest.param(StagedTask(outside=True, precision="bf16"), id="bf16", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("task", OUTSIDE)
+def test_a_loss_outside_of_the_pipeline(pair: Team, task: StagedTask) -> None:
+    outcomes = pair.run(train, task)
+    assert different(task, outcomes) == []
+    repeats = task.model != "looks at values"
+    assert all(outcome.misses[3:] == [0] * (task.steps - 3) for outcome in outcomes if repeats)
+    tight = replace(task, device_nbytes=max(outcome.required_nbytes for outcome in outcomes))
+    assert different(tight, pair.run(train, tight)) == []
+
+
+def joined_wrongly(rank: int, task: StagedTask) -> list[str]:
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
+    said: list[str] = []
+    with chunkmem.ChunkManager(task.make_config(), mesh=mesh) as manager:
+        with manager.init():
+            blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        pipe = manager.pipeline(
+            blocks,
+            loss_fn=lambda output, target: (output - target).square().mean(),
+            micro_batches=2,
+            schedule=task.schedule,
+            stages_per_rank=task.stages_per_rank,
+        )
+        x = torch.ones(4, 4)
+
+        def tried(call: Callable[[], object]) -> None:
+            try:
+                call()
+            except chunkmem.ChunkmemError as error:
+                said.append(str(error))
+
+        tried(pipe.backward)
+        tried(lambda: pipe(x.clone().requires_grad_(rank == 0)))
+        if task.stages_per_rank == 1:
+            output = pipe(x)
+            tried(lambda: pipe.step(x, x))
+            if rank == 1:
+                manager.backward(output.sum())
+            else:
+                pipe.backward()
+        with torch.no_grad():
+            said.append("outputs" if pipe(x) is not None else "none")
+    return said
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("task", [StagedTask(), StagedTask("looped-bfs", 2)], ids=["1f1b", "looped-bfs"])
+def test_calls_for_outputs_that_are_refused(pair: Team, task: StagedTask) -> None:
+    first, last = pair.run(joined_wrongly, task)
+    assert first[0].endswith("this rank has called no pipe(x) before")
+    assert "this rank has the outputs: call manager.backward(loss)" in last[0]
+    assert (first[-1], last[-1]) == ("none", "outputs")
+    if task.stages_per_rank == 2:
+        assert all("with gradients, over stages, and several stages a rank" in said[1] for said in (first, last))
+        return
+    assert all("and inputs that require gradients: call pipe.step(x, y)" in said[1] for said in (first, last))
+    assert all("before the backward of what pipe(x) has returned" in said[2] for said in (first, last))
+    assert len(first) == len(last)
+
+
+@pytest.mark.full
+def test_a_loss_outside_of_the_pipeline_with_data_parallel_ranks(four: Team) -> None:
+    task = StagedTask(outside=True, sizes=(2, 2), at_ends=True)
+    assert different(task, four.run(train, task)) == []
+
+
 @pytest.mark.parametrize(
     "model", ["tied", *(pytest.param(name, marks=pytest.mark.full) for name in ("plain", "frozen"))]
 )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import chunkmem
 from tests.helpers.twins import Twin
+from tests.helpers.whole_classes import Prodigy, ScheduleFree, StackedMuon
 
 
 class Lion(torch.optim.Optimizer):
@@ -53,6 +54,13 @@ class Way:
     name: str
     kind: type[torch.optim.Optimizer]
     options: dict[str, Any] = field(default_factory=dict, hash=False)
+    whole: bool = False
+    """It has all parameters at once."""
+
+    @property
+    def chunked(self) -> dict[str, Any]:
+        """Options of `chunkmem.Optimizer`."""
+        return {**self.options, "whole": True} if self.whole else self.options
 
 
 WAYS = (
@@ -72,11 +80,17 @@ WAYS = (
     Way("Adafactor", torch.optim.Adafactor, {"lr": 1e-2}),
     Way("Lion", Lion, {"lr": 1e-3, "weight_decay": 0.1}),
 )
+WHOLE = (
+    Way("stacked", StackedMuon, {"lr": 1e-2}, whole=True),
+    Way("Prodigy", Prodigy, {"lr": 0.5, "weight_decay": 0.1}, whole=True),
+    Way("schedule-free", ScheduleFree, {"lr": 1e-2, "weight_decay": 0.1, "warmup_steps": 3}, whole=True),
+)
+"""Classes that update a parameter by others, too."""
 MUON = Way("Muon", torch.optim.Muon, {"lr": 1e-2})
 
 
 def by_name(name: str) -> Way:
-    return next(way for way in (*WAYS, MUON) if way.name == name)
+    return next(way for way in (*WAYS, *WHOLE, MUON) if way.name == name)
 
 
 def muon_and_adamw(model: nn.Module) -> list[tuple[Any, ...]]:
@@ -131,9 +145,9 @@ class ClassTwin(Twin):
                 return chunkmem.Optimizer(params, manager=self.manager, **max_grad_norm)
             return Several([cls(own, **(rest[0] if rest else {})) for cls, own, *rest in params])
         way = by_name(kind)
-        options = {**way.options, **options}
         if self.manager is None:
-            return way.kind(params, **options)
+            return way.kind(params, **{**way.options, **options})
+        options = {**way.chunked, **options}
         return chunkmem.Optimizer(way.kind, params, manager=self.manager, **options, **max_grad_norm)
 
 

@@ -147,6 +147,8 @@ class StagedTask:
     """The model is built on the meta device."""
     at_ends: bool = False
     """The first stage alone is given inputs, the last one alone a target."""
+    outside: bool = False
+    """The loss is of `pipe(x)`, and not the pipeline's."""
     empty: tuple[tuple[int, int], ...] = ()
     """(step, column): the data-parallel ranks of that number have no batch in that step."""
 
@@ -185,6 +187,22 @@ class StagedOutcome:
     scale: float = 1.0
 
 
+def run(pipe: Any, manager: chunkmem.ChunkManager, x: Any, y: Any, *, outside: bool) -> list[float]:
+    """Run a batch; return its loss, where there is one."""
+    if not outside:
+        return [pipe.step(x, y).item()]
+    with torch.no_grad():
+        before = pipe(x)
+    output = pipe(x)
+    if output is None:
+        pipe.backward()
+        return []
+    assert torch.equal(output, before)
+    loss = loss_of(output, y)
+    manager.backward(loss)
+    return [loss.item()]
+
+
 Watch = Callable[[StagedPipeline, chunkmem.ChunkManager, int], None]
 
 
@@ -211,7 +229,7 @@ def train(rank: int, task: StagedTask, watch: Watch | None = None) -> StagedOutc
         losses, misses, norms = [], [], []
         for step, (x, y) in enumerate(task.batches(column)):
             for _ in range(0 if (step, column) in task.empty else task.accumulate):
-                losses.append(pipe.step(*task.given(rank, x, y)).item())
+                losses += run(pipe, manager, *task.given(rank, x, y), outside=task.outside)
             if task.clip:
                 norms.append(optimizer.clip_grad_norm_(task.clip).item())
             optimizer.step()
@@ -256,6 +274,11 @@ def serial(task: StagedTask, *, untied: bool = False) -> StagedOutcome:
             optimizer.zero_grad()
             for _ in range(0 if (step, column) in task.empty else task.accumulate):
                 pairs = zip(parted(x, task.micro_batches), parted(y, task.micro_batches), strict=True)
+                if task.outside:
+                    whole = loss_of(torch.cat([model(a) for a, _ in pairs]), y)
+                    losses.append(whole.item())
+                    low.backward(whole, last=True, by_manager=True)
+                    continue
                 parts = [loss_of(model(a), b) / (len(x) / len(a)) for a, b in pairs]
                 losses.append(float(sum(part.detach() for part in parts)))
                 for part in reversed(parts) if task.schedule in LIFO else parts:
@@ -295,6 +318,7 @@ def different(task: StagedTask, outcomes: list[StagedOutcome]) -> list[str]:
                     found.append(f"{key} of parameter {index}")
     if any(outcome.scale != plain.scale for outcome in outcomes):
         found.append("loss scale")
-    if any(outcome.losses != plain.losses for outcome in outcomes) and len(task.sizes) == 1:
+    told = [outcome.losses for outcome in outcomes[-1 if task.outside else 0 :]]
+    if any(losses != plain.losses for losses in told) and len(task.sizes) == 1:
         found.append("losses")
     return found

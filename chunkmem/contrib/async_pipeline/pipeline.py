@@ -80,6 +80,14 @@ class AsynchronousPipeline(StagedPipeline):
         self._rounds.add(parts, borders)
         return self._run_round(self._updates)
 
+    def __call__(self, inputs: Any = None) -> Any:
+        """Refuse: stages update themselves, by the loss of the pipeline.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f'pipe(x) is for synchronous schedules, not for "{ASYNCHRONOUS}": call pipe.step or evaluate')
+
     def _run_round(self, updates: Updates) -> torch.Tensor:
         with self._running():
             loss = self._rounds.compute(updates)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from chunkmem.contrib.frozen_cache.host_memory import HostMemory
 from chunkmem.contrib.frozen_cache.kept import AskedSamples, Found, Kept, ValueForm
 from chunkmem.contrib.frozen_cache.shared_index import DISK, HOST, SharedIndex
 from chunkmem.contrib.frozen_cache.shared_memory import ProcessLock, SharedFile
@@ -24,7 +23,11 @@ from chunkmem.runtime.disk_file import DiskFile, round_up
 from chunkmem.runtime.disk_pool import BLOCK_NBYTES, DEPTH
 from chunkmem.runtime.disk_transfer import DiskTransfers, StoredBytes
 from chunkmem.runtime.free_room import Extent
+from chunkmem.runtime.host_memory import HostMemory
 from chunkmem.runtime.pager import Pager
+from chunkmem.types import Role
+
+_ROLE = Role("frozen_cache")
 
 
 class SharedDisk:
@@ -98,7 +101,8 @@ class SharedLevels:
         self._host_nbytes = host_nbytes
         self._disk = disk
         self._bytes = torch.frombuffer(values.map(), dtype=torch.uint8)
-        self._memory = HostMemory(pager, self._bytes[: share_of(host_nbytes, rank, num_ranks)])
+        own = self._bytes[: share_of(host_nbytes, rank, num_ranks)]
+        self._memory = HostMemory(pager, _ROLE, own.nbytes, reader="chunkmem.FrozenCache", memory=own)
         self._index = SharedIndex(index)
         self._lock = ProcessLock(lock, timeout_s=timeout_s)
         self._abandon = weakref.finalize(self, _give_back, disk, self._files)
