@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from chunkmem.assembly.make import build_runtime
+from chunkmem.assembly.phases import offload, onload
 from chunkmem.assembly.runtime import Origin, Runtime
 from chunkmem.assembly.unwrap import unwrap
 from chunkmem.building import ModelBuilding
@@ -294,6 +295,28 @@ class ChunkManager(ModelBuilding, Reporting):
                 yield
         finally:
             self.runtime.entry_points.gathers_open -= 1
+
+    def offload(self) -> None:
+        """Give DEVICE back: weights, gradients and states go to HOST, or on to DISK, and freed memory to the device.
+
+        For an inference engine or another process, between two steps. What is called next brings back what it needs,
+        a step as its plan has it; `onload` does so before. Buffers and excluded modules stay where they are. Over
+        ranks, all call it. Where DEVICE and HOST are one piece of RAM, it does nothing.
+
+        Raises:
+            CapacityError: HOST and DISK have no room for what only DEVICE has.
+            StateError: somebody keeps the memory of weights, as the graph of a loss does before its backward; or it is
+                called inside a model, a backward or `gather`.
+        """
+        offload(self.runtime)
+
+    def onload(self) -> None:
+        """Bring back what the next training step begins with, if there is a plan for it. Over ranks, all call it.
+
+        Raises:
+            StateError: it is called inside a model, a backward or `gather`.
+        """
+        onload(self.runtime)
 
     def freeze(self, modules: Any, *, prefix: int | None = None, keep_states: bool = False) -> FreezeReport:
         """Train some parameters no longer, and give back at once what training them takes: see docs/freezing.md.

@@ -185,7 +185,7 @@ class EntryPoints:
                     self._end_step()
                     self.updates.append(Interval(began, self._memory.store.clock.timestamp()))
             except BaseException:
-                self._controller.access_failed()  # no other step has these events
+                self._controller.excuse_running()  # no other step has these events
                 self._controller.residence.leave()  # hooks tell what may not come before it is continued
                 raise
             finally:
