@@ -22,6 +22,7 @@ from chunkmem.checkpoints.loading import load_checkpoint
 from chunkmem.checkpoints.odd_files import checkpoint_path
 from chunkmem.checkpoints.pretrained import save_pretrained
 from chunkmem.checkpoints.saver import CheckpointSaver
+from chunkmem.checkpoints.streaming import weight_stream
 from chunkmem.comm.methods import ExchangeMethod
 from chunkmem.config import Config
 from chunkmem.contrib.async_pipeline.checks import require_options
@@ -381,6 +382,23 @@ class ChunkManager(ModelBuilding, Reporting):
                 own = {key: value for key, value in tensors if not value.is_meta}
                 state |= self.runtime.ranks.over_stages(own, label="sending the weights of a stage")
         return {} if rank0_only and not self.runtime.ranks.is_first else state
+
+    def stream_weights(self, model: nn.Module | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and CPU copies of the weights of now, one tensor in memory at a time: for inference engines.
+
+        They are those that `save_pretrained` writes: persistent buffers are among them, and tied weights come once,
+        by the name that transformers and vLLM load. Over ranks all call it, iterate together, and get all of them.
+
+        Args:
+            model: may be left out if the manager has one.
+
+        Raises:
+            StateError: when the next one is asked for, if a step or a load has changed weights since the call.
+        """
+        self.runtime.require_open()
+        self.runtime.registry.check()
+        self.runtime.modules.require_values()
+        return weight_stream(self.runtime, self.runtime.root(model), "manager.stream_weights()")[1]
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], model: nn.Module | None = None, strict: bool = True

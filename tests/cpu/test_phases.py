@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
+from chunkmem.checkpoints.streaming import untied
 from chunkmem.errors import CapacityError, StateError
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.pipeline.staged import StagedPipeline
@@ -287,6 +289,82 @@ def test_too_little_room_on_host_is_an_error_with_the_cap_that_does(overlaps: bo
     assert trained(needed[0], chunkmem.ChunkManager.offload) == losses
 
 
+# Weights for an engine.
+
+
+class Tied(Blocks):
+    """Has a tied weight, a buffer and one that is not persistent, and no optimizer for what is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm1d(WIDTH))
+        self.blocks[1][2].weight = self.inner.weight
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+        self.blocks[2].requires_grad_(False)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_come_one_after_the_other(precision: str) -> None:
+    with chunkmem.ChunkManager(config(TIGHT_NBYTES, precision=precision)) as manager:
+        twin = Twin(manager, Tied)
+        twin.steps(0, 1, 2)
+        expected = {name: value for name, value in twin.weights().items() if name != "blocks.1.2.weight"}
+        manager.offload()
+        found, params = {}, dict(twin.model.named_parameters())
+        came: list[weakref.ref[Tensor]] = []
+        for name, tensor in manager.stream_weights():
+            assert all(earlier() is None for earlier in came), name
+            came += [weakref.ref(tensor)] if name in params else []
+            found[name] = tensor.numpy().copy()
+            del tensor
+        assert device_nbytes(manager) == 0
+        assert_equal({name: torch.from_numpy(value) for name, value in found.items()}, expected)
+        assert dict(manager.stream_weights(twin.model)).keys() == expected.keys()
+
+
+CHANGES: dict[str, Callable[[Twin], object]] = {
+    "step": lambda twin: twin.step(features(5)),
+    "load": lambda twin: twin.manager.load_state_dict(twin.weights()),  # type: ignore[union-attr]
+    "write": lambda twin: twin.model.inner.weight.requires_grad_(False).mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("cap_nbytes", [AMPLE_NBYTES, TIGHT_NBYTES])
+def test_weights_that_change_in_the_middle_are_an_error(change: str, cap_nbytes: int) -> None:
+    with chunkmem.ChunkManager(config(cap_nbytes)) as manager:
+        twin = Twin(manager, Blocks)
+        twin.steps(0, 1, 2, 3)
+        stream = manager.stream_weights()
+        next(stream)
+        with torch.no_grad():
+            twin.model(features(4))
+        next(stream)
+        CHANGES[change](twin)
+        with pytest.raises(StateError, match=r"weights have changed since it was called, before blocks\.0\.0\.weight"):
+            next(stream)
+        assert len(list(manager.stream_weights())) == len(twin.weights())
+        stream = manager.stream_weights()
+    with pytest.raises(StateError, match="closed"):
+        next(stream)
+
+
+def test_averages_are_streamed_inside_of_their_block() -> None:
+    with chunkmem.ChunkManager(config(TIGHT_NBYTES)) as manager:
+        twin = Twin(manager, Blocks)
+        ema = chunkmem.EMA(manager, 0.9)
+        for step in range(2):
+            twin.step(features(step))
+            ema.update()
+        with ema.swapped():
+            expected = copied(manager.state_dict())
+            stream = manager.stream_weights()
+            assert_equal(copied(dict(manager.stream_weights())), expected)
+            next(stream)
+        with pytest.raises(StateError, match="weights have changed"):
+            next(stream)
+        ema.close()
+
+
 # Errors.
 
 
@@ -418,6 +496,7 @@ def shared(rank: int, task: Task, phases: bool) -> Any:
                 if step % 2:
                     manager.onload()
                 audit(manager)
+        assert_equal(dict(manager.stream_weights()), untied(manager.state_dict(), model))
         return losses, copied(manager.state_dict()), manager.timeline().plan_misses  # type: ignore[union-attr]
 
 
@@ -430,6 +509,7 @@ def test_over_ranks(pair: Team, task: Task) -> None:
 def leave_device(pipe: StagedPipeline, manager: chunkmem.ChunkManager, step: int) -> None:
     manager.offload()
     assert device_nbytes(manager) == 0
+    assert_equal(dict(manager.stream_weights()), manager.state_dict())
     if step % 2:
         manager.onload()
 
