@@ -319,6 +319,20 @@ class ChunkManager(ModelBuilding, Reporting):
         """
         onload(self.runtime)
 
+    def join(self) -> contextlib.AbstractContextManager[None]:
+        """Surround evaluation or generation that takes more calls of models on some ranks than on others.
+
+        As torch's `Join` has it for training: at the end of the block, a rank that is done takes part in what the
+        others gather until all have come there. All ranks enter it, and call models under `torch.no_grad()` alone.
+        A rank that raises an error does so when the others have come. With one process, and inside of another `join`,
+        it does nothing.
+
+        Raises:
+            StateError: a model is called with gradients inside, or there is a backward or a step.
+            RankError: a rank is missing, or does something else that all ranks do together.
+        """
+        return self.runtime.entry_points.join()
+
     def freeze(self, modules: Any, *, prefix: int | None = None, keep_states: bool = False) -> FreezeReport:
         """Train some parameters no longer, and give back at once what training them takes: see docs/freezing.md.
 

@@ -213,6 +213,8 @@ class StepController:
         """Chunks are about to change between two steps: learn from the last one now, and not from what happens then."""
         is_over = self._iteration_end.is_over and not self.now.is_running
         if self.now.mode is Mode.EVAL or (self.now.mode is Mode.TRAIN and is_over):
+            if self.now.mode is Mode.EVAL:
+                self._pager.policy = BetweenSteps(self._pager.policy, hears=False)
             self._end_iteration()
             self.residence.leave()
             self.now.is_settled = True
