@@ -33,8 +33,7 @@ def offload(runtime: Runtime) -> None:
                 "loss); call backward() first, let go of it, or keep a clone()"
             )
         _leave_device(runtime.memory.pager, call)
-        runtime.tiers.device_pool.trim(0)
-        runtime.memory.compute.give_back_freed()
+        runtime.tiers.leave_device_to_others()
     give_back_freed_ram()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.pipeline.staged import StagedPipeline
 from tests.helpers import staged_training
 from tests.helpers.audit import audit
+from tests.helpers.counted import blocking, counted, counted_only
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, open_manager
 from tests.helpers.staged_training import StagedTask
@@ -213,6 +215,58 @@ def test_what_a_step_begins_with_is_there_again() -> None:
         twin.manager.onload()  # type: ignore[union-attr]
         assert manager.memory().moved == moved
         audit(manager)
+
+
+def activations_nbytes(manager: chunkmem.ChunkManager) -> tuple[int, int]:
+    """Return what activations have taken at most, and what plans have for them."""
+    assert manager.trace is not None
+    assert manager.runtime.tiers.meter is not None
+    planned_nbytes = max(moment.non_model_peak_nbytes for moment in manager.trace.moments)
+    return manager.runtime.tiers.meter.highest_nbytes, planned_nbytes
+
+
+@counted_only
+@pytest.mark.parametrize("onload", [False, True])
+@pytest.mark.parametrize("cap_nbytes", [2 << 20, 32 << 10])
+def test_what_an_engine_takes_meanwhile_is_not_taken_for_activations(
+    cap_nbytes: int, onload: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On an accelerator its peak, of an engine in the same process, would have left chunks no room in plans to come."""
+
+    def trained(*, phases: bool) -> list[float]:
+        with counted() as device, chunkmem.ChunkManager(config(cap_nbytes), make_lanes=blocking) as manager:
+            twin = Twin(manager, Blocks)
+            losses = twin.steps(*range(6))
+            before = activations_nbytes(manager)
+            caplog.set_level(logging.INFO, "chunkmem.plan")
+            caplog.clear()
+            for step in range(3 * phases):
+                for _ in range(2):
+                    manager.offload()
+                    engine = torch.empty(8 << 20, dtype=torch.uint8)
+                    assert device_nbytes(manager) == 0
+                    assert device.used_nbytes() > 8 << 20
+                    del engine
+                if onload:
+                    manager.onload()
+                if step == 1:
+                    with torch.no_grad():
+                        twin.model(features(step))
+                losses.append(twin.step(features(step)))
+                timeline = manager.timeline()
+                assert timeline is not None
+                assert timeline.plan_misses == 0
+            if phases:
+                assert not [record for record in caplog.records if "train step: recorded" in record.getMessage()]
+                assert activations_nbytes(manager) == before
+            return losses + twin.steps(7, 8)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = trained(phases=True)
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        twin = Twin(manager, Blocks)
+        assert found == twin.steps(*range(6), 0, 1, 2, 7, 8)
 
 
 # Surroundings.
