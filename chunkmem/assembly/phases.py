@@ -20,10 +20,6 @@ def offload(runtime: Runtime) -> None:
         return
     call = "manager.offload()"
     with _between_calls(runtime, call):
-        # In the middle of a step, what was not heard of may be there, and the step is not like others.
-        runtime.controller.residence.leave()
-        runtime.controller.excuse_running()
-        runtime.gradients.settle(runtime.registry.parameters)
         runtime.modules.access.reset(step=False)
         runtime.modules.backward.reset(step=False)
         if kept := runtime.modules.access.referenced():
@@ -32,6 +28,11 @@ def offload(runtime: Runtime) -> None:
                 f"{call}: somebody keeps the memory of {kept[0]}{more} on DEVICE (a view, .data, or the graph of a "
                 "loss); call backward() first, let go of it, or keep a clone()"
             )
+        runtime.controller.settle()
+        # In the middle of a step, what was not heard of may be there, and the step is not like others.
+        runtime.controller.residence.leave()
+        runtime.controller.excuse_running()
+        runtime.gradients.settle(runtime.registry.parameters)
         _leave_device(runtime.memory.pager, call)
         runtime.tiers.leave_device_to_others()
     give_back_freed_ram()
@@ -40,6 +41,7 @@ def offload(runtime: Runtime) -> None:
 def onload(runtime: Runtime) -> None:
     """Have chunks where the next step begins; see `ChunkManager.onload`."""
     with _between_calls(runtime, "manager.onload()"):
+        runtime.controller.settle()
         runtime.controller.go_to_start()
 
 
@@ -50,7 +52,6 @@ def _between_calls(runtime: Runtime, call: str) -> Iterator[None]:
         if where := runtime.entry_points.phase or "manager.gather()" * bool(runtime.entry_points.gathers_open):
             raise StateError(f"{call} inside of {where}: call it between two steps")
         runtime.entry_points.require_drained(call)
-        runtime.controller.settle()
         yield
 
 

@@ -184,7 +184,7 @@ def told(rank: int, deed: str) -> tuple[list[str], list[list[int]]]:
             errors.append(f"{type(error).__name__}: {error}")
             if deed == "cannot answer" and rank == 0:
                 time.sleep(6)  # it does not leave, and the others have heard of it
-            assert rank == 0 or time.monotonic() - began_s < 5
+            assert (deed, rank) != ("cannot answer", 1) or time.monotonic() - began_s < 5
         if deed in GO_ON:
             optimizer.zero_grad()
             train()
