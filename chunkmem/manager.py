@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from chunkmem.assembly.make import build_runtime
+from chunkmem.assembly.phases import offload, onload
 from chunkmem.assembly.runtime import Origin, Runtime
 from chunkmem.assembly.unwrap import unwrap
 from chunkmem.building import ModelBuilding
@@ -21,6 +22,7 @@ from chunkmem.checkpoints.loading import load_checkpoint
 from chunkmem.checkpoints.odd_files import checkpoint_path
 from chunkmem.checkpoints.pretrained import save_pretrained
 from chunkmem.checkpoints.saver import CheckpointSaver
+from chunkmem.checkpoints.streaming import weight_stream
 from chunkmem.comm.methods import ExchangeMethod
 from chunkmem.config import Config
 from chunkmem.contrib.async_pipeline.checks import require_options
@@ -299,6 +301,42 @@ class ChunkManager(ModelBuilding, Reporting):
         finally:
             self.runtime.entry_points.gathers_open -= 1
 
+    def offload(self) -> None:
+        """Give DEVICE back: weights, gradients and states go to HOST, or on to DISK, and freed memory to the device.
+
+        For an inference engine or another process, between two steps. What is called next brings back what it needs,
+        a step as its plan has it; `onload` does so before. Buffers and excluded modules stay where they are. Over
+        ranks, all call it. Where DEVICE and HOST are one piece of RAM, it does nothing.
+
+        Raises:
+            CapacityError: HOST and DISK have no room for what only DEVICE has.
+            StateError: somebody keeps the memory of weights, as the graph of a loss does before its backward; or it is
+                called inside a model, a backward or `gather`.
+        """
+        offload(self.runtime)
+
+    def onload(self) -> None:
+        """Bring back what the next training step begins with, if there is a plan for it. Over ranks, all call it.
+
+        Raises:
+            StateError: it is called inside a model, a backward or `gather`.
+        """
+        onload(self.runtime)
+
+    def join(self) -> contextlib.AbstractContextManager[None]:
+        """Surround evaluation or generation that takes more calls of models on some ranks than on others.
+
+        As torch's `Join` has it for training: at the end of the block, a rank that is done takes part in what the
+        others gather until all have come there. All ranks enter it, and call models under `torch.no_grad()` alone.
+        A rank that raises an error does so when the others have come. With one process, and inside of another `join`,
+        it does nothing.
+
+        Raises:
+            StateError: a model is called with gradients inside, or there is a backward or a step.
+            RankError: a rank is missing, or does something else that all ranks do together.
+        """
+        return self.runtime.entry_points.join()
+
     def freeze(self, modules: Any, *, prefix: int | None = None, keep_states: bool = False) -> FreezeReport:
         """Train some parameters no longer, and give back at once what training them takes: see docs/freezing.md.
 
@@ -362,6 +400,23 @@ class ChunkManager(ModelBuilding, Reporting):
                 own = {key: value for key, value in tensors if not value.is_meta}
                 state |= self.runtime.ranks.over_stages(own, label="sending the weights of a stage")
         return {} if rank0_only and not self.runtime.ranks.is_first else state
+
+    def stream_weights(self, model: nn.Module | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and CPU copies of the weights of now, one tensor in memory at a time: for inference engines.
+
+        They are those that `save_pretrained` writes: persistent buffers are among them, and tied weights come once,
+        by the name that transformers and vLLM load. Over ranks all call it, iterate together, and get all of them.
+
+        Args:
+            model: may be left out if the manager has one.
+
+        Raises:
+            StateError: when the next one is asked for, if a step or a load has changed weights since the call.
+        """
+        self.runtime.require_open()
+        self.runtime.registry.check()
+        self.runtime.modules.require_values()
+        return weight_stream(self.runtime, self.runtime.root(model), "manager.stream_weights()")[1]
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], model: nn.Module | None = None, strict: bool = True

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from chunkmem.assembly.parts import Memory, Modules, Sharding
-from chunkmem.errors import StateError
+from chunkmem.errors import RankError, StateError
 from chunkmem.nn.autocast import AutocastCache
 from chunkmem.nn.compiled import HiddenGradients
 from chunkmem.nn.frames import in_backward
@@ -161,6 +161,41 @@ class EntryPoints:
         return self._sharding.together(call, self._modules.turn)
 
     @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Surround evaluations that are not alike on all ranks; see `ChunkManager.join`."""
+        self._memory.require_open()
+        units, ranks = self._sharding.units, self._sharding.ranks
+        if units.prefetch is None or units.is_joined:
+            yield
+            return
+        units.let_go()
+        is_in_step, units.is_in_step, units.is_joined = units.is_in_step, False, True
+        raised: Exception | None = None
+        try:
+            with ranks.telling():
+                try:
+                    yield
+                except RankError:
+                    raise
+                except Exception as error:  # the others go on, and this rank with them
+                    raised = error
+                self._answer("manager.join()", raised)
+                if raised is not None:
+                    raise raised
+        finally:
+            units.is_in_step, units.is_joined = is_in_step, False
+
+    def _answer(self, call: str, raised: Exception | None) -> None:
+        """Take part in what other ranks gather until all are here, also after what this one has `raised`."""
+        with self._modules.turn.taken():
+            self._controller.settle()
+            try:
+                self._sharding.units.replay_without_batch(call)
+            except Exception as error:
+                self._sharding.ranks.connection.leave(call, error)
+                raise error from raised
+
+    @contextlib.contextmanager
     def step(self, options: str, *, updates: bool, goes_on: bool = False) -> Iterator[None]:
         """Surround `step()` and clipping: backward is over, and what users wrote counts.
 
@@ -185,7 +220,7 @@ class EntryPoints:
                     self._end_step()
                     self.updates.append(Interval(began, self._memory.store.clock.timestamp()))
             except BaseException:
-                self._controller.access_failed()  # no other step has these events
+                self._controller.excuse_running()  # no other step has these events
                 self._controller.residence.leave()  # hooks tell what may not come before it is continued
                 raise
             finally:
@@ -228,6 +263,8 @@ class EntryPoints:
         """Drop what was interrupted; take up what users have written, unless `settle_left` is going to."""
         if self.gathers_open:
             raise StateError("optimizer.step() inside manager.gather(): leave the block first, its writes count then")
+        if self._sharding.units.is_joined:
+            raise StateError("optimizer.step() inside manager.join(): leave the block first")
         modules, pager = self._modules, self._memory.pager
         modules.access.reset(step=True)
         modules.backward.reset(step=True)

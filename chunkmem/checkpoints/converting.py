@@ -15,11 +15,12 @@ import torch
 from chunkmem.checkpoints.directory import MANIFEST, standing
 from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.metadata import TRUST
-from chunkmem.checkpoints.pretrained import shards_of, untied, write_weights
+from chunkmem.checkpoints.pretrained import shards_of, write_weights
 from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.checkpoints.safetensors_files import open_safetensors
 from chunkmem.checkpoints.saved_objects import damaged_member, load_saved
 from chunkmem.checkpoints.saving import save_now
+from chunkmem.checkpoints.streaming import untied
 from chunkmem.checkpoints.unfinished import Unfinished, in_one_line, sync, written
 from chunkmem.comm.ranks import open_ranks
 from chunkmem.errors import CheckpointError, said

@@ -17,9 +17,9 @@ from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.safetensors_files import DTYPES, INDEX, open_safetensors
+from chunkmem.checkpoints.streaming import weight_stream
 from chunkmem.checkpoints.unfinished import Unfinished, alone_in, in_one_line, make_folder, naming, sync, written
 from chunkmem.errors import CheckpointError, ChunkmemError, TierIOError, said
-from chunkmem.nn.lazy_tensor import LazyTensor
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ONE = "model.safetensors"
@@ -29,32 +29,11 @@ _SHARD = re.compile(r"model(-[0-9a-f]{16})?-\d{5}-of-\d{5}\.safetensors")
 def save_pretrained(runtime: Runtime, folder: Path, model: nn.Module | None, *, max_shard_nbytes: int) -> None:
     """See `ChunkManager.save_pretrained`."""
     root, ranks = runtime.root(model), runtime.ranks
-    with runtime.together("manager.save_pretrained()"):
-        runtime.entry_points.ordinary.follow()
-        state = runtime.modules.surface.state_dict(root, lazily=True)
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    here = {name: value for name, value in untied(tensors, root).items() if not value.is_meta}
-    stages = ranks.stages
-    forms = {
-        name: (torch.empty(value.shape, dtype=value.dtype, device="meta"), stages and stages.rank)
-        for name, value in here.items()
-    }
-    forms = ranks.over_stages(forms, label="the names of a stage's weights")
-    if odd := [f"{name} ({form.dtype})" for name, (form, _) in forms.items() if form.dtype not in _NAMES]:
+    forms, weights = weight_stream(runtime, root, "manager.save_pretrained()")
+    if odd := [f"{name} ({form.dtype})" for name, form in forms.items() if form.dtype not in _NAMES]:
         raise CheckpointError(f"safetensors files have no {', '.join(odd)}; use manager.save()")
-    shards = shards_of({name: forms[name][0] for name in state if name in forms}, max_nbytes=max_shard_nbytes)
-
-    def values() -> Iterator[torch.Tensor]:
-        for name in (name for shard in shards for name in shard):
-            value = here.get(name)
-            if isinstance(value, LazyTensor):
-                value = value.read()
-            if stages is not None:
-                value = stages.broadcast_object(value, label=f"sending {name}", source=forms[name][1] or 0)
-            assert value is not None
-            yield value
-
-    sent, problem = values(), ""
+    shards = shards_of(forms, max_nbytes=max_shard_nbytes)
+    sent, problem = (value for _, value in weights), ""
     if ranks.is_first:
         try:
             write_weights(folder, shards, sent, root)
@@ -83,20 +62,6 @@ def _save_config(root: Any, folder: Path) -> None:
     config.save_pretrained(folder)
     if root.can_generate():
         root.generation_config.save_pretrained(folder)
-
-
-def untied(state: Mapping[str, torch.Tensor], root: nn.Module | None = None) -> dict[str, torch.Tensor]:
-    """Return one name of each tensor: safetensors has no ties. It is one that transformers does not derive.
-
-    Where a state has lazy tensors, the parameters of `root` tell what is tied.
-    """
-    patterns = tuple(getattr(root, "_tied_weights_keys", None) or ())
-    params = {} if root is None else dict(root.named_parameters(remove_duplicate=False))
-    names: dict[int, list[str]] = {}
-    for name, value in state.items():
-        names.setdefault(id(params.get(name, value)), []).append(name)
-    kept = {min(same, key=lambda name: any(re.search(each, name) for each in patterns)) for same in names.values()}
-    return {name: value for name, value in state.items() if name in kept}
 
 
 def shards_of(forms: Mapping[str, torch.Tensor], *, max_nbytes: int) -> list[dict[str, torch.Tensor]]:

@@ -32,6 +32,7 @@ from chunkmem.nn.transforms import check_transforms
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
+from chunkmem.types import Tier
 
 
 class AccessTracker:
@@ -255,6 +256,14 @@ class AccessTracker:
         kept = (m for home in homes for m in home.parameters if m.num_references() > 0)
         return tuple(managed.name for managed in kept) or tuple(self.chunks[group].label for group in self._held)
 
+    def referenced(self) -> list[str]:
+        """Return the labels of the weights on DEVICE whose memory somebody keeps, graphs included."""
+        return [
+            chunk.label
+            for chunk in self.chunks.values()
+            if chunk.compute_tier is Tier.DEVICE and _num_foreign(chunk) > 0
+        ]
+
     def hold_kept(self, groups: Iterable[int]) -> None:
         """Hold those of these groups, which the caller has pinned, that somebody keeps references to."""
         for group in groups:
@@ -298,10 +307,7 @@ class AccessTracker:
     def _is_kept(self, group: int) -> bool:
         if group in self._addressed:
             return True
-        chunk = self.chunks[group]
-        views = chunk.replicas[chunk.compute_tier].views or ()
-        num_foreign = cast(BoundChunk, chunk.home).num_foreign_references(besides=len(views))
-        return num_foreign > self.graph_references.get(group, 0)
+        return _num_foreign(self.chunks[group]) > self.graph_references.get(group, 0)
 
     def _let_go(self, group: int) -> None:
         chunk = self.chunks[group]
@@ -309,3 +315,9 @@ class AccessTracker:
         del self._held[group]
         self._pager.held.discard(chunk)
         self._pager.unpin(chunk)
+
+
+def _num_foreign(chunk: Chunk) -> int:
+    replica = chunk.replicas.get(chunk.compute_tier)
+    views = () if replica is None else replica.views or ()
+    return cast(BoundChunk, chunk.home).num_foreign_references(besides=len(views))

@@ -230,6 +230,11 @@ class ComputeDevice:
             for other in self._streams[:-1]:
                 other.wait_stream(current)
 
+    def give_back_freed(self) -> None:
+        """Have torch's allocator give the accelerator's memory that nobody uses back to it, for other processes."""
+        if self.is_accelerator:
+            torch.accelerator.empty_cache()
+
     def timing_event(self) -> torch.Event:
         """Return a new event that has a time once it was recorded.
 

@@ -35,6 +35,8 @@ class NonModelMeter:
         """Highest non-model data known so far."""
         self._peak_nbytes = 0
         self._total_peak_nbytes = 0
+        self._is_of_others = False
+        """What this interval takes does not count."""
         self._restart()
 
     @property
@@ -77,6 +79,11 @@ class NonModelMeter:
             self.is_paused = True
             self._total_peak_nbytes = 0
 
+    def leave_to_others(self) -> None:
+        """DEVICE is given to others: what is allocated until memory is next read does not count."""
+        self._read()
+        self._is_of_others = True
+
     def resume(self) -> None:
         """The plan is left: measure again, from the present level. May be called when nothing is paused."""
         self._read()
@@ -85,6 +92,9 @@ class NonModelMeter:
     def _read(self) -> None:
         """End an interval; the next one begins."""
         total = self._compute.take_peak_nbytes()
+        if self._is_of_others:
+            self._is_of_others = False
+            return
         self._total_peak_nbytes = max(self._total_peak_nbytes, total)
         if not self.is_paused:
             self._peak_nbytes = max(self._peak_nbytes, total - self._ledger.total_nbytes)

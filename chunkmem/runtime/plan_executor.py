@@ -184,6 +184,11 @@ class PlanExecutor(PlanActions):
             for ledger in self._tiers.ledgers:  # what led here is not part of the iteration
                 ledger.restart_peak()
 
+    def go_to_start(self) -> None:
+        """Have chunks where the first moment has them, if that is possible now; the plan is not followed yet."""
+        self._resume(0)
+        self.close()
+
     def end_iteration(self) -> None:
         """The step is over: what it had yet to come is left out, if it is little."""
         if self._on_plan and self.left_out.may_go(self._cursor, len(self.trace.moments)):

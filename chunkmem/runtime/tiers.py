@@ -212,6 +212,13 @@ class Tiers:
         if self.device_pool.room_nbytes is not None:
             self.leave_room_for_activations()
 
+    def leave_device_to_others(self) -> None:
+        """Chunks have left DEVICE: keep nothing of it, and do not count what others take meanwhile."""
+        self.device_pool.trim(0)
+        self.compute.give_back_freed()
+        if self.meter is not None:
+            self.meter.leave_to_others()
+
     def overshoot_nbytes(self) -> int:
         """Return the bytes by which chunks and activations together passed the cap since the last call; or 0."""
         return 0 if self.meter is None else max(0, self.meter.take_total_peak_nbytes() - self.device.limit_nbytes)

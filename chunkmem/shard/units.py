@@ -36,7 +36,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from chunkmem.errors import CapacityError
+from chunkmem.errors import CapacityError, StateError
 from chunkmem.shard.prefetch import PrefetchSchedule, Reduces
 from chunkmem.shard.shards import ShardStore
 
@@ -137,6 +137,8 @@ class Units:
         """Groups that it has reduced."""
         self.is_in_step = False
         """A model has been called with gradients since the last step: what is called now is no evaluation."""
+        self.is_joined = False
+        """Ranks call models without gradients, each as often as it wants."""
 
     @property
     def any_stay(self) -> bool:
@@ -341,6 +343,8 @@ class Units:
 
     def begin_root(self, *, grad_enabled: bool) -> None:
         """A model is called from outside."""
+        if self.is_joined and grad_enabled:
+            raise StateError("manager.join(): a model is called with gradients inside; call it under torch.no_grad()")
         self.is_in_step = self.is_in_step or grad_enabled
 
     def replay_without_batch(self, label: str) -> None:
@@ -384,6 +388,8 @@ class Units:
     def _begin_backward(self) -> None:
         if self._in_backward:
             return
+        if self.is_joined:
+            raise StateError("manager.join(): a backward runs inside; leave the block first")
         self._in_backward = True
         self.backwards.begin(lambda is_last: self.agree("the last backward before the step", holds=is_last))
         self._reduced = set()

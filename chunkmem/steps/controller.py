@@ -100,7 +100,7 @@ class StepController:
         events.activation_taken.append(self._leave_out)
         events.activation_left.append(self._count_again)
         if is_lone:  # else the ranks have to agree on what they learn from
-            events.failed.append(self.access_failed)
+            events.failed.append(self.excuse_running)
 
     def adopt_trace(self, trace: Trace) -> None:
         """Use a trace of an earlier run: the same calls are recomputed as in it.
@@ -197,8 +197,8 @@ class StepController:
         it."""
         self.now.is_excused = True
 
-    def access_failed(self) -> None:
-        """An access has raised an error: if a step runs, it is not like others."""
+    def excuse_running(self) -> None:
+        """If a step runs, it is not like others: an access has raised an error, or chunks were moved past its plan."""
         self.now.is_excused = self.now.is_excused or self.now.is_running
 
     def _leave_out(self, storage: torch.UntypedStorage) -> None:
@@ -213,11 +213,23 @@ class StepController:
         """Chunks are about to change between two steps: learn from the last one now, and not from what happens then."""
         is_over = self._iteration_end.is_over and not self.now.is_running
         if self.now.mode is Mode.EVAL or (self.now.mode is Mode.TRAIN and is_over):
+            if self.now.mode is Mode.EVAL:
+                self._pager.policy = BetweenSteps(self._pager.policy, hears=False)
             self._end_iteration()
             self.residence.leave()
             self.now.is_settled = True
             for kinds in self.known.kinds.values():
                 kinds.stop()
+
+    def go_to_start(self) -> None:
+        """Between two steps: have chunks where a training step like the last one begins, if there is a plan for it.
+
+        Raises what `begin_root` does.
+        """
+        entry = None if self.now.is_running else self.known.kinds[Mode.TRAIN].last
+        plan_executor = None if entry is None else entry.prepare()
+        if plan_executor is not None:
+            plan_executor.go_to_start()
 
     def note_compiled(self) -> None:
         """torch's compiler begins: what it takes is no part of computing. Several ranks have to agree on that."""

@@ -89,8 +89,15 @@ def test_streams_of_a_program_take_turns(seen: Callable[[str], None], monkeypatc
 
 @pytest.mark.usefixtures("no_cuda")
 @pytest.mark.parametrize("kind", OTHERS)
-def test_any_accelerator_is_computed_on_and_asked_for_its_memory(seen: Callable[[str], None], kind: str) -> None:
+def test_any_accelerator_is_computed_on_and_asked_for_its_memory(
+    seen: Callable[[str], None], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen(kind)
+    given_back: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: given_back.append(kind))
+    for device in (ComputeDevice.default(), ComputeDevice(torch.device("cpu"))):
+        device.give_back_freed()
+    assert given_back == [kind]
     current, first = ComputeDevice.default(), ComputeDevice.default(0)
     assert (current.device, first.device) == (torch.device(kind, 1), torch.device(kind, 0))
     assert current.is_accelerator

@@ -86,6 +86,9 @@ class SimulatedAccelerator(ComputeDevice):
     def take_peak_nbytes(self) -> int:
         return 0
 
+    def give_back_freed(self) -> None:
+        """RAM keeps none."""
+
     def pin(self, region: object, address: int) -> bool:
         return False
 
