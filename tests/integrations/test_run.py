@@ -1,0 +1,126 @@
+"""`chunkmem run` over unchanged scripts of training libraries: what they print, and their checkpoints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.scripts import SMALL, Scripts
+from tests.helpers.twins import cpu_only
+
+pytest.importorskip("transformers", minversion="5.23")
+pytest.importorskip("accelerate")
+
+pytestmark = [
+    pytest.mark.full,
+    cpu_only,
+    pytest.mark.filterwarnings("ignore:.*autocast.*:UserWarning", "ignore::FutureWarning"),
+]
+
+TRAINER = (
+    *("--output_dir", "out", "--max_steps", "4", "--logging_steps", "1", "--report_to", "none", "--use_cpu"),
+    *("--disable_tqdm", "1", "--per_device_train_batch_size", "2"),
+)
+UNSAVED = (*TRAINER, "--save_strategy", "no")
+
+CASES: dict[str, tuple[str, ...]] = {
+    "Trainer": ("trainer.py", *UNSAVED),
+    "Trainer in bf16 autocast": ("trainer.py", *UNSAVED, "--bf16"),
+    "Trainer that accumulates": ("trainer.py", *UNSAVED, "--gradient_accumulation_steps", "2", "--weight_decay", "0.1"),
+    "Trainer with checkpointing": ("trainer.py", *UNSAVED, "--gradient_checkpointing"),
+    "Trainer with another optimizer": ("trainer.py", *UNSAVED, "--optim", "adafactor"),
+    "Trainer that loads its best": (
+        *("trainer.py", *TRAINER, "--save_strategy", "steps", "--save_steps", "2"),
+        *("--eval_strategy", "steps", "--eval_steps", "2", "--load_best_model_at_end"),
+    ),
+    "accelerate": ("accelerated.py",),
+    "accelerate in bf16 autocast": ("accelerated.py", "--mixed_precision", "bf16"),
+    "Lightning": ("lightning_fit.py",),
+    "Lightning in bf16 autocast": ("lightning_fit.py", "--precision", "bf16-mixed"),
+    "SFTTrainer": ("trl_trainers.py",),
+    "SFTTrainer with an adapter": ("trl_trainers.py", "--lora"),
+    "DPOTrainer": ("trl_trainers.py", "--dpo"),
+}
+
+
+def told(out: str) -> list[str]:
+    """What was printed but times."""
+    return [line for line in out.splitlines() if "train_runtime" not in line and "eval_runtime" not in line]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_unchanged_script_prints_the_same(case: str, scripts: Scripts) -> None:
+    script, *arguments = CASES[case]
+    for needed in ("lightning",) * script.startswith("lightning") + ("trl", "datasets", "peft") * ("trl" in script):
+        pytest.importorskip(needed)
+    expected = told(scripts.plain(script, *arguments))
+    status, out, err = scripts.chunked(script, *arguments)
+    assert status == 0, err
+    assert told(out) == expected
+    assert len(expected) > 4
+    assert "chunkmem: last step: moved" in err
+
+
+def test_resumed_from_a_checkpoint_of_plain_pytorch(scripts: Scripts) -> None:
+    """And the other way round: one run, of which each half is of one kind."""
+    saving = (*TRAINER, "--save_strategy", "steps", "--save_steps", "2")
+    expected = told(scripts.plain("trainer.py", *saving))
+    resuming = (*saving, "--resume_from_checkpoint", "out/checkpoint-2")
+    assert told(scripts.chunked("trainer.py", *resuming)[1])[-5:] == expected[-5:]
+    assert scripts.chunked("trainer.py", *saving)[0] == 0
+    assert told(scripts.plain("trainer.py", *resuming))[-5:] == expected[-5:]
+
+
+@pytest.mark.parametrize(
+    "case", [("trainer.py", *TRAINER, "--save_strategy", "steps"), ("accelerated.py",)], ids=lambda c: c[0]
+)
+def test_two_ranks_that_torchrun_starts(case: tuple[str, ...], scripts: Scripts, tmp_path: Path) -> None:
+    """DDP's sum of two gradients has no order, so the bits are the same; all ranks take part in checkpoints."""
+    script, arguments = str(scripts.file(case[0])), case[1:]
+    (tmp_path / "chunkmem.json").write_text(json.dumps(SMALL))
+    ways = {
+        "plain": ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", script),
+        "chunks": ("chunkmem", "run", "--nproc", "2", "chunkmem.json", script),
+    }
+    found = {}
+    for way, command in ways.items():
+        done = subprocess.run(
+            [sys.executable, "-m", *command, *arguments], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        found[way] = told(done.stdout)
+    assert found["chunks"] == found["plain"]
+    assert len(found["plain"]) > 4
+
+
+CONTRADICTED = {
+    "autocast": (("--bf16",), {"precision": "bf16"}, 'precision is "bf16" in the configuration, and accelerate'),
+    "clipping": ((), {"gradient_clipping": 0.5}, "gradient_clipping is 0.5 in the configuration, and max_grad_norm"),
+    "learning rate": (
+        *(("--learning_rate", "1e-3"), {"optimizer": {"params": {"lr": 0.1}}}),
+        "lr is 0.1 in the configuration, and lr is 0.001",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTED)
+def test_arguments_that_contradict_the_configuration(case: str, scripts: Scripts) -> None:
+    arguments, config, expected = CONTRADICTED[case]
+    status, _, err = scripts.chunked("trainer.py", *UNSAVED, *arguments, config=config)
+    assert status == 2
+    assert err.splitlines()[-1].startswith("chunkmem: ")
+    assert expected in err.splitlines()[-1]
+
+
+def test_auto_is_what_the_arguments_say(scripts: Scripts) -> None:
+    """The configuration of one whose every value is auto trains as none does."""
+    params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    auto = {**SMALL, "precision": "auto", "gradient_clipping": "auto", "optimizer": {"params": params}}
+    expected = told(scripts.plain("trainer.py", *UNSAVED, "--bf16"))
+    status, out, err = scripts.chunked("trainer.py", *UNSAVED, "--bf16", config=auto)
+    assert status == 0, err
+    assert told(out) == expected
