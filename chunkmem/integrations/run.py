@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from chunkmem.config import Config
 from chunkmem.errors import ChunkmemError, StateError
@@ -43,6 +47,7 @@ class TakeOver:
         self._values = values
         self._is_making = False
         """An optimizer is being made: those that it makes inside are its own affair."""
+        self._moves = PostponedMoves(self._is_packed)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -51,7 +56,8 @@ class TakeOver:
         torch.optim.Optimizer.__new__ = _making(self._made)  # type: ignore[method-assign]
         DistributedDataParallel.__init__ = _packing_first(self._pack, wrap_ranks)  # type: ignore[method-assign]
         try:
-            yield
+            with self._moves.watching():
+                yield
         finally:
             # Without the first one, Python's own would refuse arguments from then on.
             torch.optim.Optimizer.__new__ = lambda kind, *_, **__: object.__new__(kind)  # type: ignore[method-assign]
@@ -87,7 +93,11 @@ class TakeOver:
             _refuse_sharded(root)
             if (precision := self.manager.config.precision) != "fp32":
                 _refuse_autocast(root, precision)
+            self._moves.forget(root)
             self.manager.wrap(root)
+
+    def _is_packed(self, model: nn.Module) -> bool:
+        return self.manager is not None and any(map(self.manager.runtime.registry.find, model.parameters()))
 
     def _make_manager(self) -> ChunkManager:
         trainer = _trainer()
@@ -103,6 +113,78 @@ class TakeOver:
 
             ChunkmemCallback(manager, names=()).add_to(trainer)
         return manager
+
+
+class PostponedMoves:
+    """Has `model.to(accelerator)` wait until the model is called: one that is packed before never has to fit there.
+
+    Args:
+        is_packed: tells whether a model is in chunks, which knows what to answer.
+        at_once: types of devices that models move to as they are told.
+    """
+
+    def __init__(self, is_packed: Callable[[nn.Module], bool], *, at_once: Collection[str] = ("cpu", "meta")) -> None:
+        self._is_packed = is_packed
+        self._at_once = at_once
+        self._to: Any = nn.Module.to
+        self._cuda, self._cpu = nn.Module.cuda, nn.Module.cpu
+        self._waiting: WeakKeyDictionary[nn.Module, Callable[[], object]] = WeakKeyDictionary()
+        """Modules, with what moves the model that each is in."""
+        self._calls: RemovableHandle | None = None
+        """Of a look at the calls of all modules, while some wait."""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Postpone moves that are asked for inside; a packed model stays in its chunks."""
+        nn.Module.to = lambda module, *args, **kwargs: self._asked(module, args, kwargs)  # type: ignore
+        nn.Module.cuda = lambda module, device=None: self._asked(  # type: ignore
+            module, (torch.device("cuda" if device is None else device),), {}
+        )
+        # Lightning asks for it after training.
+        nn.Module.cpu = lambda module: module if self._is_packed(module) else self._asked(module, ("cpu",), {})  # type: ignore
+        try:
+            yield
+        finally:
+            nn.Module.to, nn.Module.cuda, nn.Module.cpu = self._to, self._cuda, self._cpu  # type: ignore
+            self._waiting.clear()
+            self._look()
+
+    def _asked(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+        if device is None or self._is_packed(module):
+            return self._to(module, *args, **kwargs)
+        if device.type in self._at_once:
+            self.forget(module)
+            return self._to(module, *args, **kwargs)
+        asked = weakref.ref(module)
+        for inner in module.modules():
+            self._waiting[inner] = lambda: self._do(asked(), device)
+        self._look()
+        if layout is not None:
+            self._to(module, memory_format=layout)
+        return module if dtype is None else self._to(module, dtype)
+
+    def _do(self, module: nn.Module | None, device: torch.device) -> None:
+        if module is not None:
+            self.forget(module)
+            self._to(module, device)
+
+    def _called(self, module: nn.Module, _: object) -> None:
+        if module in self._waiting:
+            self._waiting[module]()
+
+    def forget(self, module: nn.Module) -> None:
+        """Have a model stay where it is: somebody else moves it."""
+        for inner in module.modules():
+            self._waiting.pop(inner, None)
+        self._look()
+
+    def _look(self) -> None:
+        if self._waiting and self._calls is None:
+            self._calls = register_module_forward_pre_hook(self._called)
+        elif not self._waiting and self._calls is not None:
+            self._calls.remove()
+            self._calls = None
 
 
 def _making(made: Callable[..., None]) -> Callable[..., Any]:

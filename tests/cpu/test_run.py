@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from chunkmem.integrations.run import PostponedMoves
 from tests.helpers.scripts import SMALL, Scripts
 from tests.helpers.twins import cpu_only
 
@@ -180,3 +183,25 @@ def test_spawned_workers_take_nothing_over(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     line = "('torch.optim.sgd',) chunkmem.optim.any_class ['script.py', '--some', 'argument']"
     assert done.stdout.splitlines() == [line] * 4
+
+
+def test_a_move_to_the_accelerator_waits_for_a_call() -> None:
+    """A model that is trained is packed where it was built. The meta device stands for an accelerator."""
+    packed: list[nn.Module] = []
+    moves = PostponedMoves(packed.__contains__, at_once=("cpu",))
+    to = nn.Module.to
+    with moves.watching():
+        trained, teacher, other = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3))
+        for model in (trained, teacher, other):
+            assert model.to("meta", torch.float64) is model
+            assert {(param.device.type, param.dtype) for param in model.parameters()} == {("cpu", torch.float64)}
+        moves.forget(trained)
+        packed.append(trained)
+        teacher[1](torch.ones(1, 2, device="meta", dtype=torch.float64))
+        assert [param.device.type for param in teacher.parameters()] == ["meta"] * 4
+        assert other[0].weight.device.type == "cpu"
+        trained(torch.ones(1, 2, dtype=torch.float64))
+        assert other.to("cpu")(torch.ones(1, 2, dtype=torch.float64)).device.type == "cpu"
+        assert trained.to("meta")[0].weight.device.type == "meta", "it is packed: not asked for here"
+    assert nn.Module.to is to
+    assert not torch.nn.modules.module._global_forward_pre_hooks

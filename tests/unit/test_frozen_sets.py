@@ -137,7 +137,7 @@ def test_the_options_of_the_command_line() -> None:
         name: {word for action in parser._actions for word in action.option_strings or [str(action.metavar)]}
         for name, parser in commands.choices.items()
     }
-    everywhere = {"-h", "--help", "--json"}
+    everywhere = {"-h", "--help"}
     assert found == {name: everywhere | set(words.split()) for name, words in OPTIONS.items()}
 
 
