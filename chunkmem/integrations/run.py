@@ -149,7 +149,7 @@ class PostponedMoves:
             self._waiting.clear()
             self._look()
 
-    def _asked(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+    def _asked(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
         if device is None or self._is_packed(module):
             return self._to(module, *args, **kwargs)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from chunkmem.contrib.deepspeed.convert import convert
+from tests.contrib.test_deepspeed import OF_TRANSFORMERS
 from tests.helpers.scripts import SMALL, Scripts
 from tests.helpers.twins import cpu_only
 
@@ -116,11 +120,15 @@ def test_arguments_that_contradict_the_configuration(case: str, scripts: Scripts
     assert expected in err.splitlines()[-1]
 
 
-def test_auto_is_what_the_arguments_say(scripts: Scripts) -> None:
-    """The configuration of one whose every value is auto trains as none does."""
+def written_out() -> dict[str, Any]:
     params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
-    auto = {**SMALL, "precision": "auto", "gradient_clipping": "auto", "optimizer": {"params": params}}
+    return {"precision": "auto", "gradient_clipping": "auto", "optimizer": {"type": "AdamW", "params": params}}
+
+
+@pytest.mark.parametrize("make", [written_out, lambda: convert(OF_TRANSFORMERS).values], ids=["auto", "DeepSpeed's"])
+def test_auto_is_what_the_arguments_say(make: Callable[[], dict[str, Any]], scripts: Scripts) -> None:
+    """A configuration whose every value is auto trains as one that says nothing."""
     expected = told(scripts.plain("trainer.py", *UNSAVED, "--bf16"))
-    status, out, err = scripts.chunked("trainer.py", *UNSAVED, "--bf16", config=auto)
+    status, out, err = scripts.chunked("trainer.py", *UNSAVED, "--bf16", config={**SMALL, **make()})
     assert status == 0, err
     assert told(out) == expected
