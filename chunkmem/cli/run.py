@@ -61,13 +61,16 @@ def run(options: argparse.Namespace) -> NoReturn:
     try:
         with taken.watching():
             status = _execute(options.script, options.arguments)
-            manager = taken.manager
-            timeline = None if manager is None or not manager.runtime.ranks.is_first else manager.timeline()
-            if timeline is not None:
-                print(f"chunkmem: last step: {timeline}", file=sys.stderr)
+        manager = taken.manager
+        timeline = None if manager is None or not manager.runtime.ranks.is_first else manager.timeline()
+        if timeline is not None:
+            print(f"chunkmem: last step: {timeline}", file=sys.stderr)
     except Refused as refused:
         print(f"chunkmem: {refused}", file=sys.stderr)
         sys.exit(BAD_INPUT)
+    finally:
+        if taken.manager is not None:
+            taken.manager.close()
     if manager is None and not status:
         print(
             f"chunkmem: nothing was in chunks: {options.script} made no optimizer of torch over the parameters of a "

@@ -51,7 +51,7 @@ class TakeOver:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Take over what is made inside; at the end close the manager."""
+        """Take over what is made inside."""
         wrap_ranks = DistributedDataParallel.__init__
         torch.optim.Optimizer.__new__ = _making(self._made)  # type: ignore[method-assign]
         DistributedDataParallel.__init__ = _packing_first(self._pack, wrap_ranks)  # type: ignore[method-assign]
@@ -62,8 +62,6 @@ class TakeOver:
             # Without the first one, Python's own would refuse arguments from then on.
             torch.optim.Optimizer.__new__ = lambda kind, *_, **__: object.__new__(kind)  # type: ignore[method-assign]
             DistributedDataParallel.__init__ = wrap_ranks  # type: ignore[method-assign]
-            if self.manager is not None:
-                self.manager.close()
 
     def _made(self, optimizer: torch.optim.Optimizer, make: Callable[[], None]) -> None:
         """Make an optimizer, and have it become one of chunkmem's if modules hold what it updates."""

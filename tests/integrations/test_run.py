@@ -6,18 +6,24 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from chunkmem.contrib.deepspeed.convert import convert
+from chunkmem.errors import ConfigError, StateError
+from chunkmem.integrations.trainer import ChunkmemArguments, TrainsInChunks
 from tests.contrib.test_deepspeed import OF_TRANSFORMERS
+from tests.helpers.libraries import decaying, llama, rows
 from tests.helpers.scripts import SMALL, Scripts
 from tests.helpers.twins import cpu_only
 
 pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("accelerate")
+from transformers import Trainer, TrainingArguments
 
 pytestmark = [
     pytest.mark.full,
@@ -132,3 +138,70 @@ def test_auto_is_what_the_arguments_say(make: Callable[[], dict[str, Any]], scri
     status, out, err = scripts.chunked("trainer.py", *UNSAVED, "--bf16", config={**SMALL, **make()})
     assert status == 0, err
     assert told(out) == expected
+
+
+# a flag
+
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "trainer.py")
+SHORT = (
+    *(
+        "--output_dir",
+        "out",
+        "--max_steps",
+        "4",
+        "--logging_steps",
+        "1",
+        "--report_to",
+        "none",
+        "--use_cpu",
+        "--seq",
+        "16",
+    ),
+    *("--disable_tqdm", "1", "--save_strategy", "steps", "--save_steps", "2", "--data", __file__),
+)
+FLAG = ("--chunkmem", "chunkmem.json")
+
+
+@pytest.fixture
+def flagged(scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """What the example prints, losses and norms, with some arguments."""
+    monkeypatch.syspath_prepend(Path(EXAMPLE).parent)
+    (tmp_path / "chunkmem.json").write_text(json.dumps({"memory": {"device": "512KiB"}}))
+
+    def run(*arguments: str) -> list[str]:
+        return [line for line in told(scripts.plain(EXAMPLE, *SHORT, *arguments)) if "loss" in line]
+
+    return run
+
+
+def test_a_flag_of_a_trainer_script(flagged: Callable[..., list[str]]) -> None:
+    """Its checkpoints resume with the flag and without it, whichever wrote them."""
+    expected = flagged()
+    assert len(expected) == 4
+    assert flagged(*FLAG, "--resume_from_checkpoint", "out/checkpoint-2") == expected[2:]
+    assert flagged(*FLAG) == expected
+    assert flagged("--resume_from_checkpoint", "out/checkpoint-2") == expected[2:]
+
+
+def test_a_flag_with_what_contradicts_it(flagged: Callable[..., list[str]], tmp_path: Path) -> None:
+    (tmp_path / "chunkmem.json").write_text(json.dumps({"gradient_clipping": 0.5}))
+    with pytest.raises(ConfigError, match=r"gradient_clipping is 0\.5 in the configuration, and max_grad_norm is 1\.0"):
+        flagged(*FLAG)
+
+
+def test_an_optimizer_that_was_made_before(tmp_path: Path) -> None:
+    @dataclass
+    class Arguments(ChunkmemArguments, TrainingArguments):  # type: ignore[misc]
+        pass
+
+    class ChunkTrainer(TrainsInChunks, Trainer):  # type: ignore[misc]
+        pass
+
+    (tmp_path / "chunkmem.json").write_text("{}")
+    args = Arguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], chunkmem=str(tmp_path / "chunkmem.json"))
+    model = llama()
+    made = torch.optim.AdamW(model.parameters())
+    trainer = ChunkTrainer(model=model, args=args, train_dataset=rows(), optimizers=(made, decaying(made)))
+    with pytest.raises(StateError, match=r"optimizers=.* pass optimizer_cls_and_kwargs"):
+        trainer.train()
