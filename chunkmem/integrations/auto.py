@@ -32,6 +32,8 @@ def filled(values: Mapping[str, Any], args: Any = None) -> dict[str, Any]:
     Raises:
         ConfigError: these arguments contradict the configuration.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"a configuration is an object with keys, not {shown(values)}")
     found = copy.deepcopy(dict(values))
     params = _params_in(found)
     for key in [key for key, value in params.items() if value == AUTO and key in _ARGUMENTS]:

@@ -12,7 +12,8 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,6 +29,8 @@ from chunkmem.manager import ChunkManager
 from chunkmem.optim.converted import become
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.runtime.device import ComputeDevice
+
+_LAUNCHER: Final = ".strategies.launchers.subprocess_script._SubprocessScriptLauncher"
 
 
 class Refused(SystemExit):
@@ -47,7 +50,7 @@ class TakeOver:
         self._values = values
         self._is_making = False
         """An optimizer is being made: those that it makes inside are its own affair."""
-        self._moves = PostponedMoves(self._is_packed)
+        self._moves = PostponedMoves(lambda model: any(map(self._knows, model.parameters())))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -74,10 +77,10 @@ class TakeOver:
             if "param_groups" not in vars(optimizer):
                 return  # it wraps another one
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            with _one_line(f"torch.optim.{type(optimizer).__name__}"):
-                for root in _roots(params):
+            with _one_line(type(optimizer).__name__):
+                for root in _roots([param for param in params if not self._knows(param)]):
                     self._pack(root)
-                if self.manager is not None and any(map(self.manager.runtime.registry.is_known, params)):
+                if self.manager is not None and any(map(self._knows, params)):
                     check_options(self._values, optimizer.param_groups)
                     become(optimizer, manager=self.manager, by_class=_computes_by_class(optimizer, self.manager.config))
         finally:
@@ -87,18 +90,23 @@ class TakeOver:
         """Pack a model, unless it is."""
         if self.manager is None:
             self.manager = self._make_manager()
-        if any(self.manager.runtime.registry.find(param) is None for param in root.parameters()):
+        if not all(map(self._knows, root.parameters())):
             _refuse_sharded(root)
             if (precision := self.manager.config.precision) != "fp32":
                 _refuse_autocast(root, precision)
             self._moves.forget(root)
             self.manager.wrap(root)
 
-    def _is_packed(self, model: nn.Module) -> bool:
-        return self.manager is not None and any(map(self.manager.runtime.registry.find, model.parameters()))
+    def _knows(self, param: torch.Tensor) -> bool:
+        return self.manager is not None and self.manager.runtime.registry.is_known(param)
 
     def _make_manager(self) -> ChunkManager:
-        trainer = _trainer()
+        for lightning in ("lightning.pytorch", "pytorch_lightning"):
+            if getattr(_caller(f"{lightning}{_LAUNCHER}"), "procs", ()):
+                raise StateError(
+                    "Lightning has started other ranks itself, in plain Python: `chunkmem run --nproc N` starts all"
+                )
+        trainer = _caller("transformers.trainer.Trainer")
         config = Config.from_dict(filled(self._values, None if trainer is None else trainer.args))
         said = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
         accelerate = {} if said is None else said._shared_state
@@ -245,6 +253,8 @@ def _refuse_sharded(root: nn.Module) -> None:
 
 def _roots(params: list[torch.Tensor]) -> list[nn.Module]:
     """Return the outermost modules that hold any of these parameters, the largest first."""
+    if not params:
+        return []
     gc.collect()
     modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
     wanted = set(map(id, params))
@@ -265,12 +275,12 @@ def _roots(params: list[torch.Tensor]) -> list[nn.Module]:
     return sorted(roots, key=lambda root: -sum(param.numel() for param in root.parameters()))
 
 
-def _trainer() -> Any | None:
-    """Return the Trainer of transformers that is further up the stack, if any."""
-    module = sys.modules.get("transformers.trainer")
-    frame = sys._getframe() if module is not None else None
-    while module is not None and frame is not None:
-        if isinstance(found := frame.f_locals.get("self"), module.Trainer):
+def _caller(kind: str) -> Any | None:
+    """Return the object of a class, given as its module and name, a method of which is further up the stack, if any."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if any(f"{base.__module__}.{base.__name__}" == kind for base in type(found).__mro__):
             return found
         frame = frame.f_back
     return None

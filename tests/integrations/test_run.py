@@ -85,26 +85,44 @@ def test_resumed_from_a_checkpoint_of_plain_pytorch(scripts: Scripts) -> None:
     assert told(scripts.plain("trainer.py", *resuming))[-5:] == expected[-5:]
 
 
-@pytest.mark.parametrize(
-    "case", [("trainer.py", *TRAINER, "--save_strategy", "steps"), ("accelerated.py",)], ids=lambda c: c[0]
-)
-def test_two_ranks_that_torchrun_starts(case: tuple[str, ...], scripts: Scripts, tmp_path: Path) -> None:
+OVER_RANKS = {
+    "Trainer": ("trainer.py", *TRAINER, "--save_strategy", "steps"),
+    "accelerate": ("accelerated.py",),
+    "Lightning": ("lightning_fit.py", "--devices", "2"),
+}
+
+
+def printed(*command: str, status: int = 0) -> list[str]:
+    """What a module run as a program prints, in no order of ranks."""
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == status, done.stderr
+    return sorted(told(done.stdout if status == 0 else done.stderr))
+
+
+@pytest.mark.parametrize("case", OVER_RANKS)
+def test_two_ranks_that_torchrun_starts(case: str, scripts: Scripts, tmp_path: Path) -> None:
     """DDP's sum of two gradients has no order, so the bits are the same; all ranks take part in checkpoints."""
-    script, arguments = str(scripts.file(case[0])), case[1:]
+    script, *arguments = OVER_RANKS[case]
+    pytest.importorskip("lightning" if case == "Lightning" else "transformers")
     (tmp_path / "chunkmem.json").write_text(json.dumps(SMALL))
-    ways = {
-        "plain": ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", script),
-        "chunks": ("chunkmem", "run", "--nproc", "2", "chunkmem.json", script),
-    }
-    found = {}
-    for way, command in ways.items():
-        done = subprocess.run(
-            [sys.executable, "-m", *command, *arguments], capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        found[way] = told(done.stdout)
-    assert found["chunks"] == found["plain"]
-    assert len(found["plain"]) > 4
+    file = str(scripts.file(script))
+    expected = printed("torch.distributed.run", "--standalone", "--nproc-per-node", "2", file, *arguments)
+    assert printed("chunkmem", "run", "--nproc", "2", "chunkmem.json", file, *arguments) == expected
+    assert len(expected) > 4
+
+
+def test_ranks_that_lightning_starts_itself(scripts: Scripts, tmp_path: Path) -> None:
+    """It runs the script in plain Python, whose ranks waited for those in chunks, and these for them."""
+    pytest.importorskip("lightning")
+    (tmp_path / "chunkmem.json").write_text(json.dumps(SMALL))
+    script = str(scripts.file("lightning_fit.py"))
+    (line,) = [
+        line
+        for line in printed("chunkmem", "run", "chunkmem.json", script, "--devices", "2", status=2)
+        if line.startswith("chunkmem: ")
+    ]
+    assert "Lightning has started other ranks itself" in line
+    assert "--nproc N" in line
 
 
 CONTRADICTED = {

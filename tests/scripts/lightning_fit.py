@@ -15,7 +15,8 @@ class Regression(lightning.LightningModule):
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         loss = nn.functional.mse_loss(self.layers(batch), batch.sum(1, keepdim=True))
-        print(index, loss.item().hex(), self.trainer.optimizers[0].param_groups[0]["lr"])
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        print(f"{index} {loss.item().hex()} {rate}\n", end="")  # at once: other ranks print, too
         return loss
 
     def configure_optimizers(self):
@@ -27,12 +28,15 @@ class Regression(lightning.LightningModule):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--devices", type=int, default=1)
     options = parser.parse_args()
     torch.manual_seed(0)
     module = Regression()
     trainer = lightning.Trainer(
         accelerator="cpu",
         precision=options.precision,
+        devices=options.devices,
+        strategy="ddp" if options.devices > 1 else "auto",
         max_epochs=2,
         gradient_clip_val=0.5,
         logger=False,
@@ -41,7 +45,9 @@ def main() -> None:
         enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(torch.randn(48, 64), 8))
-    print(sum(value.double().sum() for value in module.state_dict().values()).item().hex())
+    weights = module.state_dict()
+    if trainer.is_global_zero:
+        print(sum(value.double().sum() for value in weights.values()).item().hex())
 
 
 if __name__ == "__main__":
