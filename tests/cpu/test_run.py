@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from chunkmem.integrations.run import PostponedMoves
+import chunkmem
+from chunkmem.integrations.run import PostponedMoves, TakeOver
 from tests.helpers.scripts import SMALL, Scripts
 from tests.helpers.twins import cpu_only
 
@@ -85,6 +86,34 @@ def test_several_models_and_a_tensor_of_no_module(scripts: Scripts) -> None:
     assert status == 0
     assert out.splitlines()[:-1] == expected.splitlines()[:-1]
     assert out.splitlines()[-1] == "chunkmem torch"
+
+
+class Wrapper(nn.Module):
+    """Has a buffer and one child."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("scale", torch.ones(()))
+
+
+def test_the_outermost_module_is_packed_frozen_layers_included() -> None:
+    """The optimizer knows the last layer only, and the wrapper is as large as what it holds."""
+    taken = TakeOver(SMALL)
+    with taken.watching():
+        wrapper = Wrapper(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 1)))
+        optimizer = torch.optim.SGD(wrapper.model[2].parameters(), lr=0.1)
+    assert taken.manager is not None
+    with taken.manager as manager:
+        assert isinstance(optimizer, chunkmem.Optimizer)
+        assert (
+            manager.state_dict().keys()
+            == wrapper.state_dict().keys()
+            == {
+                "scale",
+                *(f"model.{layer}.{name}" for layer in range(3) for name in ("weight", "bias")),
+            }
+        )
 
 
 REFUSED = {
