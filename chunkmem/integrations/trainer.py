@@ -39,27 +39,30 @@ class TrainsInChunks:
 
     args: Any
     optimizer: Any
-    manager: ChunkManager | None = None
-    """Of the model, once it trains in chunks."""
+    _taken: TakeOver | None = None
+
+    @property
+    def manager(self) -> ChunkManager | None:
+        """Of the model, once it trains in chunks."""
+        return None if self._taken is None else self._taken.manager
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer, as Trainer does, and pack the model."""
         make = super().create_optimizer  # type: ignore[misc]
-        if self.args.chunkmem is None or self.manager is not None:
+        if self.args.chunkmem is None:
             return make(*args, **kwargs)
-        if self.optimizer is not None:
-            raise StateError(
-                f"{type(self).__name__}(optimizers=...) with --chunkmem {self.args.chunkmem}: that optimizer was made "
-                "before the model was in chunks; pass optimizer_cls_and_kwargs=(Class, options) instead"
-            )
-        taken = TakeOver(read_json(self.args.chunkmem))
+        if self._taken is None:
+            if self.optimizer is not None:
+                raise StateError(
+                    f"{type(self).__name__}(optimizers=...) with --chunkmem {self.args.chunkmem}: that optimizer was "
+                    "made before the model was in chunks; pass optimizer_cls_and_kwargs=(Class, options) instead"
+                )
+            self._taken = TakeOver(read_json(self.args.chunkmem))
         try:
-            with taken.watching():
-                made = make(*args, **kwargs)
+            with self._taken.watching():
+                return make(*args, **kwargs)
         except Refused as refused:
             raise refused.__cause__ or refused from None
-        self.manager = taken.manager
-        return made
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Leave a model where it is that is going to be in chunks."""

@@ -23,6 +23,7 @@ NETWORK = """\
 import torch
 from torch import nn
 
+torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
 """
 
@@ -86,6 +87,34 @@ def test_several_models_and_a_tensor_of_no_module(scripts: Scripts) -> None:
     assert status == 0
     assert out.splitlines()[:-1] == expected.splitlines()[:-1]
     assert out.splitlines()[-1] == "chunkmem torch"
+
+
+PHASES = (
+    NETWORK
+    + """
+def train(optimizer):
+    for x in torch.randn(4, 8, 64):
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(loss.item().hex())
+
+
+train(torch.optim.AdamW(model.named_parameters(), lr=1e-3))
+train(torch.optim.SGD(model.parameters(), lr=1e-3))
+model[0].requires_grad_(False)
+train(torch.optim.NAdam([param for param in model.parameters() if param.requires_grad], lr=1e-3))
+"""
+)
+
+
+def test_one_optimizer_after_the_other(scripts: Scripts) -> None:
+    expected = scripts.plain(PHASES)
+    status, out, _ = scripts.chunked(PHASES)
+    assert status == 0
+    assert out == expected
+    assert len(out.splitlines()) == 12
 
 
 class Wrapper(nn.Module):
