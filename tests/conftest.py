@@ -7,11 +7,13 @@ import gc
 import os
 import sys
 from collections.abc import Generator, Iterable
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.helpers.few import choose
+from tests.helpers.scripts import Scripts
 
 SEED = 20240607
 LONG_FILES = (
@@ -201,3 +203,10 @@ def same_conditions() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(torch.cuda.is_available())
     torch.manual_seed(SEED)
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Scripts:
+    """What runs scripts in plain PyTorch and in chunks, in a folder of this test."""
+    monkeypatch.chdir(tmp_path)
+    return Scripts(tmp_path, capfd)

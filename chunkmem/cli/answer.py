@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from chunkmem.errors import PlanError
+
+BAD_INPUT: Final = 2
+"""The exit status when what was asked makes no sense."""
 
 
 @dataclass(frozen=True)

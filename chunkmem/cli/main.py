@@ -9,19 +9,18 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from chunkmem.cli import build, check, chunk_size, config, convert, estimate, info, plan, report, verify
-from chunkmem.cli.answer import CommandResult
+from chunkmem.cli import build, check, chunk_size, config, convert, estimate, info, plan, report, run, verify
+from chunkmem.cli.answer import BAD_INPUT, CommandResult
 from chunkmem.errors import ChunkmemError
 from chunkmem.sizes import printable
 from chunkmem.version import __version__
 
-BAD_INPUT = 2
 DOES_NOT_FIT = 1
 
-_COMMANDS = (estimate, check, plan, report, convert, verify, chunk_size, config, info, build)
+_COMMANDS = (run, estimate, check, plan, report, convert, verify, chunk_size, config, info, build)
 _DESCRIPTION = """\
-Train models larger than the accelerator's memory. These commands answer questions before and after training; training
-itself is a Python program: see docs/getting-started.md."""
+Train models larger than the accelerator's memory. These commands answer questions before and after training; `run`
+trains by an unchanged script. Loops of your own: see docs/getting-started.md."""
 _EPILOG = """\
 exit status: 0 answered, 1 it does not fit, bits differ or a checkpoint is damaged, 2 bad input (one line on stderr
 says what is wrong)"""
@@ -47,14 +46,15 @@ def make_parser() -> argparse.ArgumentParser:
             description=module.DESCRIPTION,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+        if module is not run:  # the script prints
+            command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status."""
+    """Run one command and return the exit status; `run` raises SystemExit with the script's."""
     try:
         options = make_parser().parse_args(arguments)
         return _print(options.run(options), as_json=options.json)

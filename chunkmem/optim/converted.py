@@ -37,18 +37,38 @@ def converted(
     if isinstance(optimizer, RuleOptimizer):
         raise StateError(f"manager.optimizer() was given a chunkmem.{type(optimizer).__name__}: use it as it is")
     _check_step(optimizer)
-    kind: Any = _COUNTERPARTS.get(type(optimizer))
-    options: dict[str, Any] = {"manager": manager, "max_grad_norm": max_grad_norm, "in_backward": in_backward}
-    made: RuleOptimizer
-    if kind is None or any(group.get(option) for group in optimizer.param_groups for option in _ONLY_BY_CLASS):
-        made = Optimizer(type(optimizer), optimizer.param_groups, **options)
-    else:
-        groups = [{k: v for k, v in group.items() if k not in _IMPLEMENTATION} for group in optimizer.param_groups]
-        made = kind(groups, **options)
+    kind, arguments = _counterpart(optimizer, by_class=False)
+    made: RuleOptimizer = kind(*arguments, manager=manager, max_grad_norm=max_grad_norm, in_backward=in_backward)
     if optimizer.state:
         made.load_state_dict(optimizer.state_dict())
     _share(optimizer, made)
     return made
+
+
+def become(optimizer: torch.optim.Optimizer, *, manager: HasOptimizerHost, by_class: bool) -> None:
+    """Make an optimizer that has just been made its own counterpart: the object is initialised again, of another class.
+
+    Args:
+        optimizer: of torch, without states or hooks.
+        manager: holds its parameters.
+        by_class: update by the class's own code, to the bits of its default, and not as its `fused=True` computes.
+
+    Raises:
+        ConfigError, StateError, CapacityError: see `chunkmem.Optimizer`. The optimizer is lost.
+    """
+    kind, arguments = _counterpart(optimizer, by_class=by_class)
+    vars(optimizer).clear()
+    optimizer.__class__ = kind
+    kind.__init__(optimizer, *arguments, manager=manager)
+
+
+def _counterpart(optimizer: torch.optim.Optimizer, *, by_class: bool) -> tuple[Any, tuple[Any, ...]]:
+    """Return the class of ours for one of torch's, and what it is made of."""
+    groups = optimizer.param_groups
+    kind = None if by_class else _COUNTERPARTS.get(type(optimizer))
+    if kind is None or any(group.get(option) for group in groups for option in _ONLY_BY_CLASS):
+        return Optimizer, (type(optimizer), groups)
+    return kind, ([{k: v for k, v in group.items() if k not in _IMPLEMENTATION} for group in groups],)
 
 
 def _check_step(optimizer: torch.optim.Optimizer) -> None:

@@ -97,8 +97,13 @@ def test_what_trainer_decides_is_left_out() -> None:
     found = convert(OF_TRANSFORMERS)
     assert found.values == {"optimizer": {"type": "AdamW"}}
     told = {note.key: note.text for note in found.notes}
-    assert told["fp16.enabled"] == 'is "precision": "fp16" if you train with --fp16: auto is Trainer\'s argument'
-    assert told["optimizer.params.lr"] == "is an argument of chunkmem.AdamW: auto is what Trainer's arguments say"
+    assert told["fp16.enabled"].startswith("is --fp16 of Trainer, which runs autocast over weights in fp32: ")
+    (note,) = convert({"bf16": {"enabled": "auto"}}).notes
+    assert note.text.endswith('"precision": "bf16" without that argument')
+    assert told["optimizer.params.lr"] == (
+        "is an argument of chunkmem.AdamW, or with `chunkmem run` what Trainer's arguments say"
+    )
+    assert "--lr_scheduler_type constant_with_warmup" in told["scheduler"]
     assert told["fp16.loss_scale"] == "has no counterpart because fp16 is not enabled"
 
 

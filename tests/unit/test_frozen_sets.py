@@ -64,22 +64,24 @@ TESTING_NAMES = {
 """What `chunkmem.testing` offers."""
 
 OPTIONS = {
+    "run": "CHUNKMEM.json SCRIPT.py ... --nproc",
     "estimate": "MODEL --accumulate --activations --batch --checkpointing --chunk-size --cpu-embedding --device "
     "--disk --disk-speed --hardware --host --host-memory --in-backward --largest --link --master "
     "--micro-batches --network --nic-speed --nics --nnodes --no-master-weights --optimizer --picture --precision "
-    "--reduce-dtype --replicas --seq --stages --states --tflops --tile --world",
-    "check": "MODEL --batch --chunk-size --device --disk --host --optimizer --orders --precision --seed --seq --steps",
+    "--reduce-dtype --replicas --seq --stages --states --tflops --tile --world --json",
+    "check": "MODEL --batch --chunk-size --device --disk --host --optimizer --orders --precision --seed --seq --steps "
+    "--json",
     "plan": "TRACE --d2h --device --disk --disk-read --disk-write --h2d --host --keep-ties --machine "
-    "--margin-use-ratio --out --stages",
-    "report": "RUN --against --out --perfetto",
-    "convert": "SOURCE TARGET --max-shard-size --to --trust",
-    "verify": "CHECKPOINT",
-    "chunk-size": "MODEL --device",
-    "config": "FILE --disk-capacity --from --markdown --out --schema",
-    "info": "--disk",
-    "build": "",
+    "--margin-use-ratio --out --stages --json",
+    "report": "RUN --against --out --perfetto --json",
+    "convert": "SOURCE TARGET --max-shard-size --to --trust --json",
+    "verify": "CHECKPOINT --json",
+    "chunk-size": "MODEL --device --json",
+    "config": "FILE --disk-capacity --from --markdown --out --schema --json",
+    "info": "--disk --json",
+    "build": "--json",
 }
-"""What each command takes, beside `--help` and `--json`."""
+"""What each command takes, beside `--help`."""
 
 
 def test_the_public_names() -> None:
@@ -119,7 +121,7 @@ def test_the_options_of_the_command_line() -> None:
         name: {word for action in parser._actions for word in action.option_strings or [str(action.metavar)]}
         for name, parser in commands.choices.items()
     }
-    everywhere = {"-h", "--help", "--json"}
+    everywhere = {"-h", "--help"}
     assert found == {name: everywhere | set(words.split()) for name, words in OPTIONS.items()}
 
 

@@ -22,8 +22,11 @@ from chunkmem.contrib.deepspeed.keys import (
     HYBRID,
     LOSS_SCALE,
     OFFLOAD,
+    SCHEDULERS,
+    WITH_MASTERS,
     ZERO,
 )
+from chunkmem.deepspeed import COUNTERPARTS
 from chunkmem.errors import ConfigError
 from chunkmem.sizes import shown
 
@@ -112,6 +115,7 @@ def convert(theirs: Mapping[str, Any], *, disk_capacity: str | None = None) -> C
         "bfloat16": lambda found, value: _bf16(found, value, "bfloat16"),
         "fp16": _fp16,
         "gradient_clipping": _clipping,
+        "scheduler": _scheduler,
         "activation_checkpointing": _checkpointing,
     }
     for key, value in theirs.items():
@@ -164,7 +168,9 @@ def _adam(found: ConvertedConfig, name: str, given: dict[str, tuple[str, Any]]) 
         found.change("optimizer.type", f'is "{ours}"{because if decoupled else ""}')
     for key, (path, value) in given.items():
         if key in ADAM_DEFAULTS and value == AUTO:
-            found.change(path, f"is an argument of chunkmem.{ours}: {AUTO} is what Trainer's arguments say")
+            found.change(
+                path, f"is an argument of chunkmem.{ours}, or with `chunkmem run` what Trainer's arguments say"
+            )
         elif key in ADAM_DEFAULTS:
             found.keep(path, value)
         elif key == "adam_w_mode":
@@ -268,9 +274,8 @@ def _fp16(found: ConvertedConfig, value: object) -> None:
 
 def _enabled(found: ConvertedConfig, path: str, value: object, precision: str) -> None:
     if value == AUTO:
-        found.change(
-            path, f'is "precision": "{precision}" if you train with --{precision}: {AUTO} is Trainer\'s argument'
-        )
+        other = WITH_MASTERS if precision == "bf16" else "loss scale is torch's GradScaler"
+        found.change(path, f"is --{precision} of Trainer, which runs autocast over weights in fp32: {other}")
     elif value is True and precision == "fp16":
         found.keep(path, True)
     elif value is True:
@@ -284,6 +289,11 @@ def _clipping(found: ConvertedConfig, value: object) -> None:
         found.change("gradient_clipping", f"is max_grad_norm of Trainer, which clips: {AUTO} is its argument")
     else:
         found.keep("gradient_clipping", value)
+
+
+def _scheduler(found: ConvertedConfig, value: object) -> None:
+    kind = {key: inner for key, _, inner in _entries(value, "scheduler")}.get("type")
+    found.change("scheduler", f"{COUNTERPARTS['scheduler']}{SCHEDULERS.get(str(kind), '')}")
 
 
 def _checkpointing(found: ConvertedConfig, value: object) -> None:

@@ -61,7 +61,6 @@ CHANGED: Final = MappingProxyType(
         "comet": "is manager.metrics() in your loop, for any logger",
         "csv_monitor": "is manager.metrics() in your loop, for any logger",
         "communication_data_type": "is distributed.reduce_dtype for gradients; weights are sent as they are",
-        "scheduler": COUNTERPARTS["scheduler"],
         "amp": COUNTERPARTS["amp"],
         "torch_autocast": "is torch.autocast around the model, over fp32 weights",
         "checkpoint": "is manager.save() and manager.load()",
@@ -159,3 +158,13 @@ CHECKPOINTING: Final = (
     *("synchronize_checkpoint_boundary", "profile"),
 )
 ADAM_DEFAULTS: Final = MappingProxyType({"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0})
+_WARM_UP = "whose warm-up is linear, where DeepSpeed's default is logarithmic"
+SCHEDULERS: Final = MappingProxyType(
+    {
+        "WarmupLR": f"; of Trainer --lr_scheduler_type constant_with_warmup, {_WARM_UP}",
+        "WarmupDecayLR": f"; of Trainer --lr_scheduler_type linear, {_WARM_UP}",
+        "WarmupCosineLR": f"; of Trainer --lr_scheduler_type cosine, {_WARM_UP}",
+    }
+)
+"""Their classes, and what trains alike."""
+WITH_MASTERS: Final = 'DeepSpeed\'s bf16 weights with fp32 master weights are "precision": "bf16" without that argument'
