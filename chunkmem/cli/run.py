@@ -99,7 +99,7 @@ def _execute(script: Path, arguments: list[str]) -> int | None:
     sys.modules["__main__"] = main = types.ModuleType("__main__")
     main.__file__ = str(script)
     try:
-        exec(compile(script.read_bytes(), str(script), "exec"), vars(main))
+        exec(compile(script.read_bytes(), str(script), "exec", dont_inherit=True), vars(main))
     except SystemExit as ended:
         if isinstance(ended.code, int | None):
             return ended.code or 0

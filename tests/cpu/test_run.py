@@ -208,6 +208,12 @@ def test_exit_statuses_are_the_scripts(ending: str, expected: int, scripts: Scri
     assert err == ("no\n" if expected == 1 else "")
 
 
+def test_a_script_is_compiled_as_it_is(scripts: Scripts) -> None:
+    """It was, with the `__future__` of what ran it: dataclasses and parsers found strings for types."""
+    script = NETWORK + "torch.optim.AdamW(model.parameters())\ndef f(x: int): ...\nprint(f.__annotations__, __name__)"
+    assert scripts.chunked(script)[:2] == (0, "{'x': <class 'int'>} __main__\n")
+
+
 SPAWNING = (
     NETWORK
     + """\
