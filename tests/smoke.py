@@ -125,14 +125,15 @@ def check_trainer() -> None:
 
 
 def check_commands() -> None:
-    """The package is imported within 50 ms; commands answer."""
+    """The package is imported within 50 ms of CPU time; commands answer."""
 
     def said_by(*arguments: str) -> str:
-        return subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, check=True).stdout
+        python = [sys.executable, *(["-I"] if sys.flags.isolated else [])]
+        return subprocess.run([*python, *arguments], stdout=subprocess.PIPE, text=True, check=True).stdout
 
-    timed = "import time; t = time.perf_counter(); import chunkmem; print(time.perf_counter() - t)"
+    timed = "import time; t = time.process_time(); import chunkmem; print(time.process_time() - t)"
     seconds = min(float(said_by("-c", timed)) for _ in range(5))
-    assert seconds <= 0.05, f"import chunkmem takes {seconds} s"
+    assert seconds <= 0.05, f"import chunkmem takes {seconds} s of CPU time"
     command = ("-m", "chunkmem")
     assert said_by(*command, "--version") == f"chunkmem {chunkmem.__version__}\n"
     assert json.loads(said_by(*command, "info", "--json"))["updates"]["is_native"]

@@ -235,7 +235,7 @@ def load_library(recipe: Recipe, cache_dir: Path, *, load: Callable[[str], objec
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    return str(error.__cause__ or error).strip().splitlines()[0]  # torch's own error names the path only
 
 
 def source_dir() -> Path:
