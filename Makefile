@@ -10,7 +10,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 JOBS ?= 3
-PYTHONS ?= python3.11 python3.12 python3.13
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 TORCHES ?= 2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,7 +32,7 @@ test: $(VENV)/.test
 test-full: $(VENV)/.test $(VENV)/.integrations
 	$(RUN) -m pytest tests -q --durations=25 --full
 
-# Into dist/: the sdist, and a wheel with compiled CPU kernels.
+# Into dist/: the sdist, and a wheel with compiled CPU kernels, on x86-64.
 wheels: $(VENV)/.wheels
 	$(RUN) tests/wheels.py
 
