@@ -10,7 +10,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 JOBS ?= 3
-PYTHONS ?= python3.11 python3.12 python3.13
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 TORCHES ?= 2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 RUN := PYTHONDONTWRITEBYTECODE= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
 
 .DELETE_ON_ERROR:
-.PHONY: venv demo test test-full matrix check bench docs clean
+.PHONY: venv demo test test-full wheels matrix check bench docs clean
 
 venv: $(VENV)/.plot
 
@@ -32,8 +32,12 @@ test: $(VENV)/.test
 test-full: $(VENV)/.test $(VENV)/.integrations
 	$(RUN) -m pytest tests -q --durations=25 --full
 
-# Installs into .matrix what a CI matrix would: an sdist and a wheel, built in isolation, with each Python that is there.
-matrix:
+# Into dist/: the sdist, and a wheel with compiled CPU kernels, on x86-64.
+wheels: $(VENV)/.wheels
+	$(RUN) tests/wheels.py
+
+# Installs both into .matrix as a CI matrix would, with each Python that is there.
+matrix: wheels
 	$(PYTHON) tests/matrix.py --python $(PYTHONS) --torch $(TORCHES)
 
 check: $(VENV)/.dev
@@ -85,6 +89,6 @@ $(VENV)/.torch: Makefile
 	$(PIP) install "$(TORCH)" "setuptools>=77"
 	@touch $@
 
-$(VENV)/.plot $(VENV)/.test $(VENV)/.dev $(VENV)/.integrations: $(VENV)/.%: $(VENV)/.torch pyproject.toml
+$(VENV)/.plot $(VENV)/.test $(VENV)/.dev $(VENV)/.integrations $(VENV)/.wheels: $(VENV)/.%: $(VENV)/.torch pyproject.toml
 	$(PIP) install --no-build-isolation -e ".[$*]" "$(TORCH)"
 	@touch $@

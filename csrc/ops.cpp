@@ -1,6 +1,6 @@
 // The operators of the namespace `chunkmem`: what they take. csrc/cpu and csrc/cuda hold what they do, and
 // chunkmem/optim/kernels.py the same in plain PyTorch. Only torch's stable ABI is used, so one library serves every
-// torch from 2.11 on.
+// torch from 2.10 on.
 #include <torch/csrc/stable/library.h>
 
 #include "arguments.h"

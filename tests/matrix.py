@@ -1,27 +1,30 @@
-"""Install the package as users do, for several Pythons and torches, and run `tests/smoke.py` with each.
+"""Install what is in dist/ as users do, for several Pythons and torches, and run `tests/smoke.py` with each.
 
 python tests/matrix.py                                        # each Python that is there, the newest tested torch
 python tests/matrix.py --python python3.12 --torch 2.11.0 2.13.0
+python tests/matrix.py --with "transformers==4.57.*" accelerate   # with transformers' Trainer too
 
-An sdist is built in isolation, and a wheel from it; the first torch of each Python gets the sdist, the others the
-wheel. The exit status is 1 if any of them fails. A Python that is not there is left out, and named.
+Each gets the wheel, and no compiler on the PATH, then the sdist, with one. The exit status is 1 if any of them fails. A
+Python that is not there is left out, and named. What an installation has passed in is removed: with torch for CUDA it
+is several GB.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHONS = ("python3.11", "python3.12", "python3.13")
+PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 TORCHES = ("2.13.0",)
 
 
@@ -36,14 +39,14 @@ class Result:
     took_s: float
 
 
-def run(command: Sequence[object], *, cwd: Path | None = None) -> str:
+def run(command: Sequence[object], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
     """Run a command and return what it said.
 
     Raises:
         subprocess.CalledProcessError: it failed.
     """
     done = subprocess.run(
-        [*map(str, command)], cwd=cwd, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*map(str, command)], cwd=cwd, env=env, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     return done.stdout
 
@@ -55,32 +58,35 @@ def make_venv(python: str, folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def build(python: str, folder: Path) -> tuple[Path, Path]:
-    """Build the sdist, and a wheel from it, in isolation; return both."""
-    tool = make_venv(python, folder / "building")
-    run([tool, "-m", "pip", "install", "--quiet", "build"])
-    shutil.rmtree(folder / "dist", ignore_errors=True)
-    run([tool, "-m", "build", "--outdir", folder / "dist", ROOT])
-    (sdist,), (wheel,) = (folder / "dist").glob("*.tar.gz"), (folder / "dist").glob("*.whl")
-    return sdist, wheel
-
-
-def try_one(python: str, torch: str, package: Path, folder: Path) -> Result:
+def try_one(python: str, torch: str, packages: Sequence[Path], extra: Sequence[str], folder: Path) -> Result:
     """Install and run."""
     began_s = time.perf_counter()
     error = ""
+    name = f"{python}-torch-{torch}"
     try:
-        own = make_venv(python, folder / f"{python}-torch-{torch}")
+        own = make_venv(python, folder / name)
         run([own, "-m", "pip", "install", "--quiet", f"torch=={torch}"])
-        run([own, "-m", "pip", "install", "--quiet", package, f"torch=={torch}"])
-        with tempfile.TemporaryDirectory() as empty:
-            shutil.copy(ROOT / "tests" / "smoke.py", empty)
-            run([own, "-I", Path(empty) / "smoke.py"], cwd=Path(empty))
+        for package in packages:
+            again = ["--force-reinstall", "--no-deps"] if package is not packages[0] else extra
+            run([own, "-m", "pip", "install", "--quiet", package, f"torch=={torch}", *again])
+            smoke(own, is_prebuilt=package.suffix == ".whl")
+        shutil.rmtree(folder / name)
     except subprocess.CalledProcessError as failed:
         lines = [line for line in failed.stdout.splitlines() if line.strip()]
-        error = f"{' '.join(failed.cmd[:5])} ...: {lines[-1] if lines else 'it said nothing'}"
-        (folder / f"{python}-torch-{torch}.log").write_text(failed.stdout)
+        error = f"{' '.join(map(str, failed.cmd[:5]))} ...: {lines[-1] if lines else 'it said nothing'}"
+        (folder / f"{name}.log").write_text(failed.stdout)
     return Result(python, torch, error, time.perf_counter() - began_s)
+
+
+def smoke(python: Path, *, is_prebuilt: bool) -> None:
+    """Run `tests/smoke.py` in an empty folder; prebuilt kernels without a compiler on the PATH."""
+    with tempfile.TemporaryDirectory() as empty:
+        environment = {**os.environ, "XDG_CACHE_HOME": f"{empty}/cache"}
+        if is_prebuilt:
+            environment = {**environment, "PATH": str(python.parent), "CXX": "no-compiler"}
+        shutil.copy(ROOT / "tests" / "smoke.py", empty)
+        command = [python, "-I", f"{empty}/smoke.py", *(["--prebuilt"] if is_prebuilt else [])]
+        run(command, cwd=Path(empty), env=environment)
 
 
 def version(text: str) -> str:
@@ -93,6 +99,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", nargs="+", default=PYTHONS, metavar="COMMAND", help=f"default: {' '.join(PYTHONS)}")
     parser.add_argument("--torch", nargs="+", type=version, default=TORCHES, help=f"default: {' '.join(TORCHES)}")
+    parser.add_argument("--with", dest="extra", nargs="+", default=(), metavar="PACKAGE", help="also install these")
+    parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="what make wheels has made; default: dist")
     parser.add_argument("--folder", type=Path, default=ROOT / ".matrix", help="default: .matrix")
     args = parser.parse_args()
     pythons = [python for python in args.python if shutil.which(python)]
@@ -102,13 +110,16 @@ def main() -> int:
     if not pythons:
         print("none of these Pythons is there", file=sys.stderr)
         return 2
+    packages = [path.resolve() for pattern in ("*.whl", "*.tar.gz") for path in args.dist.glob(pattern)]
+    if len(packages) != 2:
+        print(f"{args.dist} has not one wheel and one sdist: make wheels", file=sys.stderr)
+        return 2
     args.folder.mkdir(parents=True, exist_ok=True)
     folder = args.folder.resolve()
-    sdist, wheel = build(pythons[0], folder)
     results = []
     for python in pythons:
-        for index, torch in enumerate(args.torch):
-            results.append(try_one(python, torch, wheel if index else sdist, folder))
+        for torch in args.torch:
+            results.append(try_one(python, torch, packages, args.extra, folder))
             last = results[-1]
             print(f"{python} torch {torch}: {last.error or 'ok'} ({last.took_s:.0f} s)", flush=True)
     return int(any(result.error for result in results))

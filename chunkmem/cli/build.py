@@ -19,9 +19,9 @@ others that share its home folder, or while an image is built.
   chunkmem build
   chunkmem build --json | jq -r '.libraries[].path'
 
-There is one of optimizer kernels; with a CUDA build of torch and nvcc one of those for GPUs, for the GPU of this
-machine or, where there is none, for all that nvcc knows; and, for CUDA or torch before 2.12, one that exchanges the
-memory of storages and gives kept memory back to torch's allocator."""
+There is one of optimizer kernels, which a wheel for x86-64 brings; with a CUDA build of torch and nvcc one of those for
+GPUs, for the GPU of this machine or, where there is none, for all that nvcc knows; and, for CUDA or torch before 2.12,
+one that exchanges the memory of storages and gives kept memory back to torch's allocator."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch._prims_common import _is_non_overlapping_and_dense_or_false as is_dense
 
 from chunkmem.errors import StateError
 from chunkmem.layout.spec import Slot
@@ -549,7 +549,7 @@ def dense_stride(param: torch.Tensor) -> tuple[int, ...]:
     """Return the strides a parameter has in its slot.
 
     Keep the memory order (channels_last, say) of a dense parameter: torch's kernels choose by it."""
-    if param.is_contiguous() or not is_non_overlapping_and_dense_or_false(param):
+    if param.is_contiguous() or not is_dense(param.shape, param.stride()):
         return torch.empty(param.shape, device="meta").stride()
     return param.stride()
 

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch._prims_common import _is_non_overlapping_and_dense_or_false as is_dense
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,8 +113,9 @@ class ReleasedGuard(TorchDispatchMode):
         """Return what an operator writes all of without reading any of it."""
         if func._schema.name not in _OVERWRITES or not isinstance(args[0], torch.Tensor):
             return None
-        target = self._memory.find(args[0])
-        if target is None or args[0].nbytes != target.nbytes or not is_non_overlapping_and_dense_or_false(args[0]):
+        written = args[0]
+        target = self._memory.find(written)
+        if target is None or written.nbytes != target.nbytes or not is_dense(written.shape, written.stride()):
             return None
         return None if target in self._in((*args[1:], *kwargs.values())) else target
 

@@ -21,7 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ from chunkmem.runtime.device import cuda_capability
 from chunkmem.runtime.own_folder import default_cache_dir, make_own, own_folder, require_own
 from chunkmem.runtime.quiet import silenced
 
-TORCH_TARGET_VERSION = "0x020b000000000000"
-"""The stable ABI of torch 2.11, the oldest that is supported."""
+TORCH_TARGET_VERSION = "0x020a000000000000"
+"""The stable ABI of torch 2.10, the oldest that is supported."""
 MARK = b"chunkmem"
 TIMEOUT_S = 600.0
 LOG = logging.getLogger("chunkmem.build")
@@ -70,17 +70,23 @@ class Recipe:
     units: tuple[tuple[str, tuple[str, ...]], ...]
     """Source files below `csrc/`, each with its compiler flags."""
     link_flags: tuple[str, ...]
+    prebuilt: Path | None = None
+    """A library of these sources that a wheel has brought, for any torch."""
 
     def path(self, cache_dir: Path) -> Path:
         """Return where the library is or will be; without a compiler, one that any compiler made."""
-        stem = f"{self.name}-{self._hash_of_sources()}"
+        stem = f"{self.name}-{self._hash_of_sources(torch.__version__)}"
         if self.compiler:
             return cache_dir / f"{stem}-{_hash_of_compiler(self.compiler[0])}.so"
         return next(iter(sorted(cache_dir.glob(f"{stem}-*.so"))), cache_dir / f"{stem}-none.so")
 
-    def _hash_of_sources(self) -> str:
+    def path_in_wheel(self) -> Path:
+        """Return where a wheel has its library, below `csrc/`."""
+        return Path(f"{self.name}-{self._hash_of_sources()}.so")
+
+    def _hash_of_sources(self, *versions: str) -> str:
         digest = hashlib.sha256()
-        for word in (torch.__version__, platform.machine(), repr(self.units), *self.link_flags):
+        for word in (*versions, platform.machine(), repr(self.units), *self.link_flags):
             digest.update(word.encode() + b"\0")
         root = source_dir()
         headers = [path.relative_to(root).as_posix() for path in root.rglob("*.h")]
@@ -95,8 +101,18 @@ def cpu_recipe(compiler: str | None = None) -> Recipe:
     if platform.machine() in ("x86_64", "AMD64"):
         sources += LEVEL_FLAGS
     units = tuple((source, (*CXX_FLAGS, *LEVEL_FLAGS.get(source, ()))) for source in sources)
-    link_flags = ("-shared", "-Wl,--no-as-needed", "-ltorch_cpu")
-    return Recipe("kernels", _cxx(compiler), units, link_flags)
+    recipe = Recipe("kernels", _cxx(compiler), units, ("-shared", "-Wl,--no-as-needed", "-ltorch_cpu"))
+    prebuilt = source_dir() / _for_older_systems(recipe).path_in_wheel()
+    return replace(recipe, prebuilt=prebuilt) if _is_whole(prebuilt) else recipe
+
+
+def wheel_recipe() -> Recipe:
+    """Return how the CPU kernels of a wheel are built: for every torch, on x86-64 with glibc 2.28 or newer."""
+    return _for_older_systems(replace(cpu_recipe(), prebuilt=None))
+
+
+def _for_older_systems(recipe: Recipe) -> Recipe:
+    return replace(recipe, units=(*recipe.units, ("older_systems.cpp", CXX_FLAGS)))
 
 
 def storage_recipe() -> Recipe:
@@ -139,11 +155,13 @@ def cuda_recipe(nvcc: str | None = None, *, capability: tuple[int, int] | None =
 
 
 def ensure_library(recipe: Recipe, cache_dir: Path, *, rebuild: bool = False) -> Path:
-    """Return the whole library of `recipe` in `cache_dir`, building it first if there is none; seconds, once.
+    """Return the whole library of `recipe`: that of the wheel, else one in `cache_dir`, built first if there is none.
 
     Raises:
         BuildError: there is no compiler, it fails, or the folder cannot be written, or is not the user's alone.
     """
+    if recipe.prebuilt is not None and not rebuild:
+        return recipe.prebuilt
     try:
         cache_dir = own_folder(cache_dir)
         path = recipe.path(cache_dir)
@@ -189,7 +207,7 @@ def cuda_recipe_in(cache_dir: Path, *, nvcc: str | None = None) -> Recipe:
 
 
 def load_library(recipe: Recipe, cache_dir: Path, *, load: Callable[[str], object] = torch.ops.load_library) -> Path:
-    """Load the library of `recipe`, building it if there is none and once more if it cannot be loaded.
+    """Load the library of `recipe`, building it if there is none, and once more if it cannot be loaded.
 
     Raises:
         BuildError: it cannot be built or, freshly built, be loaded.
@@ -197,16 +215,27 @@ def load_library(recipe: Recipe, cache_dir: Path, *, load: Callable[[str], objec
     path = ensure_library(recipe, cache_dir)
     try:
         load(str(path))
-    except (OSError, RuntimeError):
-        path = ensure_library(recipe, cache_dir, rebuild=True)
+        return path
+    except (OSError, RuntimeError) as error:
+        problem = _first_line(error)
+    if path == recipe.prebuilt:
         try:
-            load(str(path))
-        except (OSError, RuntimeError) as error:
-            raise BuildError(
-                f"{path} was built but cannot be loaded: {str(error).strip().splitlines()[0]}; use the compiler that "
-                "torch's release notes name, and run `chunkmem build`"
-            ) from error
+            return load_library(replace(recipe, prebuilt=None), cache_dir, load=load)
+        except BuildError as error:
+            raise BuildError(f"{path} cannot be loaded: {problem}; and {error}") from error
+    path = ensure_library(recipe, cache_dir, rebuild=True)
+    try:
+        load(str(path))
+    except (OSError, RuntimeError) as error:
+        raise BuildError(
+            f"{path} was built but cannot be loaded: {_first_line(error)}; use the compiler that torch's release notes "
+            "name, and run `chunkmem build`"
+        ) from error
     return path
+
+
+def _first_line(error: Exception) -> str:
+    return str(error.__cause__ or error).strip().splitlines()[0]  # torch's own error names the path only
 
 
 def source_dir() -> Path:

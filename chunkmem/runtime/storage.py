@@ -55,7 +55,7 @@ class SwapBackend:
 
 
 class NativeBackend:
-    """The same in a few lines of C++ over torch's c10 headers, for torch 2.11. Contents move along."""
+    """The same in a few lines of C++ over torch's c10 headers, for torch before 2.12. Contents move along."""
 
     name = "native"
     moves_contents = True
