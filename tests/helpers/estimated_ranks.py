@@ -129,6 +129,7 @@ def _trained(manager: chunkmem.ChunkManager, case: Case, rank: int, steps: int) 
     for _ in range(steps):
         if shards is not None:
             before = shards.exchange.traffic.sent_nbytes, shards.exchange.traffic.received_nbytes
+            shards.exchange.traffic.peak_buffered_nbytes = 0
         manager.backward(case.loss(model))
         optimizer.step()
         optimizer.zero_grad()
