@@ -45,7 +45,7 @@ def batch(step: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 SAME = (16,)
-RAGGED = (16, 16, 11)
+RAGGED = (16, 11, 5)
 """Samples of a rank's batches, in turn; the ranks begin at different ones."""
 
 
@@ -118,7 +118,8 @@ def serial(micro_batches: int, p: float = 0.0, sizes: Sequence[int] = SAME) -> t
             torch.manual_seed(100 * step + rank)
             x, y = batch(step, rank, size_of(step, rank, sizes))
             parts = []
-            for given, target in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
+            count = min(micro_batches, len(x))
+            for given, target in zip(x.tensor_split(count), y.tensor_split(count), strict=True):
                 output = model.stem(given)
                 for block in model.blocks:
                     output = block(output)
