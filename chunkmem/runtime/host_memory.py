@@ -38,13 +38,17 @@ class HostMemory:
         )
         pager.store.add(chunk)
         try:
-            replica = pager.create(chunk, tier, reader=reader, zero=False, elastic=True, is_of_step=False)
+            pager.create(chunk, tier, reader=reader, zero=False, elastic=True, is_of_step=False)
         except BaseException:
             del pager.store.chunks[key]
             raise
         self.chunk = chunk
-        self.flat = replica.flat
-        """1-D bytes, as long as it is not closed."""
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """1-D bytes, as long as it is not closed; who keeps them keeps what is shared."""
+        (replica,) = self.chunk.replicas.values()
+        return replica.flat
 
     def follow(self, pager: Pager) -> None:
         """Know that its manager has another pager by now, which was handed the chunk over."""
