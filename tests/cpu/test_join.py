@@ -61,6 +61,7 @@ class Outcome:
 def noting(recorded: list[str]) -> Iterator[None]:
     """Inside, put down which kinds of steps are recorded."""
     log = logging.getLogger("chunkmem.plan")
+    level = log.level
     log.setLevel(logging.INFO)
 
     def note(record: logging.LogRecord) -> bool:
@@ -71,6 +72,7 @@ def noting(recorded: list[str]) -> Iterator[None]:
     log.addFilter(note)
     yield
     log.removeFilter(note)
+    log.setLevel(level)
 
 
 def trained(rank: int, task: Task, joins: bool) -> Outcome:

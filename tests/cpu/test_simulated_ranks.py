@@ -136,7 +136,13 @@ def test_nothing_grows_faster_than_log2_of_the_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("size", "hangs"),
-    [(4, False), (4, True), (64, False), (64, True), (1024, False), pytest.param(1024, True, marks=pytest.mark.full)],
+    [
+        (4, False),
+        (4, True),
+        (64, False),
+        (64, True),
+        *(pytest.param(1024, hangs, marks=pytest.mark.full) for hangs in (False, True)),
+    ],
 )
 def test_a_dead_rank_is_named_by_all_others_in_time(size: int, hangs: bool) -> None:
     for rank, error, counts, passed_s in failed(size, hangs=hangs):
