@@ -1,4 +1,4 @@
-"""What goes over a slow link between two machines, and how long is a step? The README beside this tells the method."""
+"""What goes over a slow link between two machines, and how long is a step? The README in this folder has it."""
 
 from __future__ import annotations
 

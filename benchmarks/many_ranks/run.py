@@ -1,6 +1,6 @@
 """What does one of many ranks send to the others and ask of the store, and how long does that take?
 
-Simulated: see `tests/helpers/simulated_ranks.py`. Writes `results.json` beside this file and prints the README's table.
+Simulated: see `tests/helpers/simulated_ranks.py`. Writes `results.json` in this folder and prints the README's table.
 """
 
 from __future__ import annotations

@@ -113,10 +113,10 @@ def yes(
     ]
     if question.world > 1:
         across = finding.across_nbytes
-        beside = f", and {format_nbytes(across)} each from replica to replica" if across else ""
+        more = f", and {format_nbytes(across)} each from replica to replica" if across else ""
         lines.append(
             f"each step, a rank sends {format_nbytes(finding.exchanged.sent_nbytes)} and receives "
-            f"{format_nbytes(finding.exchanged.received_nbytes)}{beside}; these are figures of the rank that owns most"
+            f"{format_nbytes(finding.exchanged.received_nbytes)}{more}; these are figures of the rank that owns most"
         )
     if finding.first_host_nbytes > peaks[Tier.HOST]:
         is_sparing = question.is_accumulating or question.world == 1

@@ -1,4 +1,4 @@
-"""A configuration beside what a script says itself: "auto" is filled from it, and contradictions are found. Pure."""
+"""A configuration and what a script says itself: "auto" is filled from it, and contradictions are found. Pure."""
 
 from __future__ import annotations
 

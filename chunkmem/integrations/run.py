@@ -34,7 +34,7 @@ _LAUNCHER: Final = ".strategies.launchers.subprocess_script._SubprocessScriptLau
 
 
 class Refused(SystemExit):
-    """Ends a script that does what cannot be taken over; no `except Exception` of its own goes on in plain PyTorch."""
+    """Ends a script that does what cannot be taken over; no `except Exception` of its own lets it train plainly."""
 
 
 class TakeOver:

@@ -335,6 +335,14 @@ def test_networks_of_machines(words: str, GBps: float, says: str, capsys: pytest
     assert re.search(says, line), line
 
 
+def test_gradients_are_reduced_within_a_replica_and_across() -> None:
+    usual = HARDWARE["h100"]
+    machine = usual.machine(1 << 30, 1 << 30, world=16, replicas=2, sent_share=2.0)
+    across_Bps = min(usual.peer_Bps, 0.92 * usual.nics * usual.nic_Bps / 8, usual.link_Bps)
+    assert machine.exchange_Bps == pytest.approx(usual.peer_Bps * 8 / 7)
+    assert 1 / machine.reduce_Bps == pytest.approx(2 * (7 / 8 / usual.peer_Bps + 2 / 16 / across_Bps))
+
+
 def test_replicas_are_sharded_over_a_part_of_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     ask = [MLP, "--chunk-size", "4160", "--precision", "bf16"]
     network = ["--nnodes", "2", "--nics", "1", "--nic-speed", "0.1Gb/s"]

@@ -1,7 +1,7 @@
 """Ranks in one process, over a store and process groups that count, in virtual time: no sockets, no waiting.
 
 The code of `chunkmem.comm` runs as it is; what it calls of `torch.distributed` and `time` is here. Either all ranks
-run, as threads of which one runs at a time, the one whose clock is furthest behind. Or one runs beside a mirror: the
+run, as threads of which one runs at a time, the one whose clock is furthest behind. Or one runs with a mirror: the
 others do what it does, so that it receives what it has sent, and a request to the store stands for one of every rank.
 """
 
@@ -100,7 +100,7 @@ def _held() -> threading.Lock:
 
 
 class Simulation:
-    """Some ranks, all of them or one beside a mirror, and the clock of each."""
+    """Some ranks, all of them or one with a mirror, and the clock of each."""
 
     def __init__(self, size: int, *, mirrored: int | None = None, speeds: Speeds | None = None) -> None:
         """Have `size` ranks. Of these, `mirrored` alone runs; None: all of them do."""

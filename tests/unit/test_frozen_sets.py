@@ -81,7 +81,7 @@ OPTIONS = {
     "info": "--disk --json",
     "build": "--json",
 }
-"""What each command takes, beside `--help`."""
+"""What each command takes, in addition to `--help`."""
 
 
 def test_the_public_names() -> None:
