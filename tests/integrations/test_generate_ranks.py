@@ -1,4 +1,4 @@
-"""`generate()` of transformers over ranks, whose sequences end at different lengths, between steps of training: as in GRPO."""
+"""`generate()` of transformers over ranks, to different lengths, between steps of training: as in GRPO."""
 
 from __future__ import annotations
 
