@@ -22,6 +22,7 @@ from chunkmem.packing.elsewhere import Elsewhere, Unpacked
 from chunkmem.packing.initialisers import Initialisers
 from chunkmem.packing.meta import BuiltOnMeta, has_meta_tensors
 from chunkmem.packing.packer import move_ordinary_tensors
+from chunkmem.packing.tensor_parallel import TensorParallel
 
 
 class BuiltModels:
@@ -55,6 +56,7 @@ class BuiltModels:
         """All that was built."""
         self.elsewhere = Elsewhere()
         """What other stages have."""
+        self.tensor_parallel = TensorParallel(sharding.ranks, modules.registry)
 
     def add(
         self,
@@ -73,12 +75,13 @@ class BuiltModels:
             StateError: with pipeline stages, there is a model already.
         """
         unpacked = Unpacked(tuple(roots), tuple(excluded), tuple(kept), built, initialisers or Initialisers())
-        if self._ranks.stages is not None:
-            if self.unpacked is not None:
+        with self.tensor_parallel.taking_apart(roots, excluded):
+            if self._ranks.stages is None:
+                self._pack(unpacked, roots, excluded, kept=kept)
+            elif self.unpacked is not None:
                 raise StateError("a manager with pipeline stages has one model; build all of it in one manager.init()")
-            self.unpacked = unpacked
-        else:
-            self._pack(unpacked, roots, excluded, kept=kept)
+            else:
+                self.unpacked = unpacked
         self.added.append(unpacked)
 
     def kept(self) -> list[nn.Module]:
@@ -158,6 +161,8 @@ class BuiltModels:
             built = BuiltOnMeta(models, built, shards, read=read, write=write, initialisers=wanted)
         with self.random_numbers() if isinstance(built, BuiltOnMeta) else contextlib.nullcontext():
             added = self._modules.packer.add(roots, excluded, built)
+        for packed in added:
+            self.tensor_parallel.count(packed.parameters)
         reduced = [module for module in excluded if module not in kept]
         self._sharding.ordinary.parameters += [
             param for module in reduced for param in module.parameters(recurse=False)
@@ -178,8 +183,9 @@ class BuiltModels:
     def send(self, model: nn.Module) -> None:
         """Have all ranks train rank 0's parameters of a model that each has built; see `send_parameters`."""
         known = self._modules.registry
-        for ranks in several_ranks(self._ranks):
-            send_parameters([param for param in model.parameters() if known.find(param) is None], ranks)
+        with self.tensor_parallel.taking_apart([model]):
+            for ranks in several_ranks(self._ranks):
+                send_parameters([param for param in model.parameters() if known.find(param) is None], ranks)
 
     @contextlib.contextmanager
     def random_numbers(self) -> Iterator[None]:

@@ -318,7 +318,7 @@ def make_training(
         parts.ledger,
         before_change=parts.ahead.roll_back,
         shards=shards,
-        is_of_stage=ranks.stages is not None,
+        own_share="its pipeline stage" if ranks.stages else "its parts of the parameters" if ranks.parts else "",
     )
     gradients = GradientBook(pager, slots, values)
 

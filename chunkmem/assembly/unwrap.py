@@ -36,6 +36,7 @@ def unwrap(runtime: Runtime) -> None:
             move_to(managed.param, value)
         for root in roots:
             _move_to_host(root)
+    runtime.built.tensor_parallel.put_together(roots)
     runtime.free()
     give_back_freed_ram()
 

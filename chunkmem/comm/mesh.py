@@ -1,6 +1,7 @@
 """Ranks as a mesh: each row has a replica of the weights, sharded over the row; a column has the same shard of each.
 
-With pipeline stages each stage has rows and columns of its own.
+With pipeline stages each stage has rows and columns of its own. So has each rank of a tensor-parallel group: the others
+of it have other parts of the same parameters.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from chunkmem.errors import ConfigError
 
 _DATA_PARALLEL = ("replicate", "shard")
 _DIMENSIONS = ("stage", *_DATA_PARALLEL)
+_TENSOR_PARALLEL = "tp"
 _NEXT = (
     'pass a mesh with the dimensions "replicate" and "shard", or one of them, as init_device_mesh("cuda", (2, 4), '
     'mesh_dim_names=("replicate", "shard")) returns; of a larger mesh, that is mesh["replicate", "shard"]. A dimension '
-    '"stage" in addition, or alone, has a pipeline stage on each index'
+    '"stage" in addition, or alone, has a pipeline stage on each index, and "tp" is that of tensor parallelism'
 )
 
 
@@ -36,6 +38,8 @@ class Mesh:
     """Group of this rank's column; None: the column is this rank alone."""
     stage_group: dist.ProcessGroup | None = None
     """Of the ranks, one of each pipeline stage, that exchange activations with this one; None without stages."""
+    part_group: dist.ProcessGroup | None = None
+    """Of the ranks that have the other parts of this one's parameters; None without tensor parallelism."""
 
 
 def mesh_of(given: object, *, process_group: object = None) -> Mesh | None:
@@ -55,7 +59,7 @@ def mesh_of(given: object, *, process_group: object = None) -> Mesh | None:
     if not isinstance(given, DeviceMesh):
         raise ConfigError(f"mesh is a {type(given).__name__}; pass a torch.distributed.device_mesh.DeviceMesh")
     names = _names(given)
-    if len(names) != given.ndim or not set(names) <= set(_DIMENSIONS):
+    if len(names) != given.ndim or not set(names) <= {*_DIMENSIONS, _TENSOR_PARALLEL}:
         named = "without names" if given.mesh_dim_names is None else ", ".join(names)
         raise ConfigError(f"mesh has {given.ndim} dimensions, {named}; {_NEXT}")
     coordinate = given.get_coordinate()
@@ -70,7 +74,9 @@ def mesh_of(given: object, *, process_group: object = None) -> Mesh | None:
         if members != sorted(members):
             raise ConfigError(f"mesh has ranks {members} in one dimension; list them in ascending order")
     groups = {name: given.get_group(index) for index, name in enumerate(names) if given.size(index) > 1}
-    return Mesh(tuple(map(tuple, rows)), *(groups.get(name) for name in ("shard", "replicate", "stage")))
+    return Mesh(
+        tuple(map(tuple, rows)), *(groups.get(name) for name in ("shard", "replicate", "stage", _TENSOR_PARALLEL))
+    )
 
 
 def _names(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -78,11 +84,15 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _table(mesh: DeviceMesh) -> torch.Tensor:
-    """Return the ranks of a mesh by stage, replica and shard."""
-    names = _names(mesh)
-    sizes = dict(zip(names, mesh.mesh.shape, strict=True))
-    order = sorted(range(mesh.ndim), key=lambda index: _DIMENSIONS.index(names[index]))
-    return mesh.mesh.permute(order).reshape([sizes.get(name, 1) for name in _DIMENSIONS])
+    """Return the ranks of a mesh by stage, replica and shard: those with this rank's part of the parameters."""
+    names, ranks, own = list(_names(mesh)), mesh.mesh, mesh.get_coordinate()
+    if _TENSOR_PARALLEL in names:
+        at = names.index(_TENSOR_PARALLEL)
+        ranks = ranks.select(at, 0 if own is None else own[at])
+        names.remove(_TENSOR_PARALLEL)
+    sizes = dict(zip(names, ranks.shape, strict=True))
+    order = sorted(range(len(names)), key=lambda index: _DIMENSIONS.index(names[index]))
+    return ranks.permute(order).reshape([sizes.get(name, 1) for name in _DIMENSIONS])
 
 
 def ranks_by_stage(given: object, num_stages: int) -> torch.Tensor:
@@ -105,6 +115,8 @@ def ranks_by_stage(given: object, num_stages: int) -> torch.Tensor:
             "only the ranks of a mesh can be divided into another number of stages: make the manager with "
             "ChunkManager(config, mesh=init_device_mesh(...)), with the dimensions " + ", ".join(_DIMENSIONS)
         )
+    if _TENSOR_PARALLEL in _names(given):
+        raise ConfigError("with tensor parallelism, stages keep their number: the mesh has the dimension tp")
     table = _table(given)
     stages, replicas, shards = table.shape
     width = stages * shards

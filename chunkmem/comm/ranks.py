@@ -47,6 +47,8 @@ class Ranks:
 
     stages: Ranks | None = None
     """One of each pipeline stage, with which this one exchanges activations; None without stages."""
+    parts: Ranks | None = None
+    """Those with the other parts of this one's parameters; None without tensor parallelism."""
 
     def __init__(self, connection: Connection, mesh: Mesh | None = None) -> None:
         """Be the ranks that are connected, divided as `mesh` says. Raises what `Connection` does."""
@@ -70,17 +72,24 @@ class Ranks:
         if mesh is not None:
             self._divide(mesh)
         if mesh is not None and mesh.stage_group is not None:
-            self._join_stages(open_ranks(mesh.stage_group, timeout_s=connection.timeout_s))
+            self.stages = self._joined(mesh.stage_group)
+        if mesh is not None and mesh.part_group is not None:
+            self.parts = self._joined(mesh.part_group)
+
+    @property
+    def wider(self) -> list[Ranks]:
+        """Those that have the rest of the model: ranks of other stages, and ranks with other parts of parameters."""
+        return [ranks for ranks in (self.stages, self.parts) if ranks is not None]
 
     @property
     def are_one(self) -> bool:
         """This rank trains alone."""
-        return self.size == 1 and self.stages is None
+        return self.size == 1 and not self.wider
 
     @property
     def is_first(self) -> bool:
         """This is the first of all ranks that train the model."""
-        return self.rank == 0 and (self.stages is None or self.stages.rank == 0)
+        return self.rank == 0 and all(ranks.rank == 0 for ranks in self.wider)
 
     def require_whole(self) -> None:
         """Raise a `ConfigError` if this rank trains alone, and is one of several processes that do not know it."""
@@ -109,15 +118,15 @@ class Ranks:
     def everyone(self) -> Ranks:
         """Return all ranks that train the model, as ranks of one kind: those of the first pipeline stage come first.
 
-        With stages, their groups are opened by the first call, which all ranks make.
+        With stages, or tensor parallelism, their groups are opened by the first call, which all ranks make.
 
         Raises:
             RankError: a rank did not come.
         """
-        if self.stages is None:
+        if not self.wider:
             return self
         if self._everyone is None:
-            found, _ = self.texts_of_all(str(self.name(self.rank)), label="looking for the ranks of all stages")
+            found, _ = self.texts_of_all(str(self.name(self.rank)), label="looking for all ranks")
             self._everyone = open_ranks(members=tuple(map(int, found)), timeout_s=self.connection.timeout_s)
         return self._everyone
 
@@ -141,14 +150,16 @@ class Ranks:
     @property
     def is_lost(self) -> bool:
         """Whether an exchange with other ranks has failed, so that there are no more."""
-        return self.connection.is_lost or (self.stages is not None and self.stages.is_lost)
+        return self.connection.is_lost or any(ranks.is_lost for ranks in self.wider)
 
-    def _join_stages(self, stages: Ranks) -> None:
-        self.stages = stages
+    def _joined(self, group: dist.ProcessGroup) -> Ranks:
+        """Return the ranks of a group that have other ranks to train their part with; count those on this machine."""
+        others = open_ranks(group, timeout_s=self.connection.timeout_s)
         here = socket.gethostname()
-        found = stages._all_bytes(f"{self.num_local} {here}".encode(), "looking for stages on the same machine")
+        found = others._all_bytes(f"{self.num_local} {here}".encode(), "looking for ranks on the same machine")
         pairs = [text.decode().split(" ", 1) for text in found]
         self.num_local = sum(int(num) for num, host in pairs if host == here)
+        return others
 
     def _divide(self, mesh: Mesh) -> None:
         num_shards = len(mesh.rows[0])
@@ -160,7 +171,7 @@ class Ranks:
 
     def close(self) -> None:
         """Give the groups back. The second time, do nothing."""
-        for part in (self.connection, self.all_ranks, self.shard, self.replicate, self.stages, self._everyone):
+        for part in (self.connection, self.all_ranks, self.shard, self.replicate, *self.wider, self._everyone):
             if part is not None:
                 part.close()
 
@@ -174,9 +185,9 @@ class Ranks:
             raise
 
     def note_error(self, error: BaseException) -> None:
-        """Have the others say what this rank raises, those of other stages included."""
+        """Have the others say what this rank raises, those of other stages and parts included."""
         self.connection.note_error(error)
-        for others in (self.stages, self._everyone):
+        for others in (*self.wider, self._everyone):
             if others is not None:
                 others.note_error(error)
 
@@ -218,8 +229,8 @@ class Ranks:
     def sum_over(self, values: Sequence[float], *, label: str = "summing numbers") -> tuple[float, ...]:
         """Return the sums over the ranks of one replica, in float64 and in their order: the same bits on all ranks.
 
-        All replicas have the same numbers, so it is those of the first that are added. Those of all pipeline stages are
-        added up.
+        All replicas have the same numbers, so it is those of the first that are added. Those of all pipeline stages,
+        and of all parts of parameters, are added up.
 
         Args:
             values: as many on every rank.
@@ -228,10 +239,13 @@ class Ranks:
         Raises:
             RankError: a rank did not come.
         """
-        first, *others = self._all_values(values, label)[: self.size if self.replicate is None else self.shard.size]
-        for row in others:
+        first, *rows = self._all_values(values, label)[: self.size if self.replicate is None else self.shard.size]
+        for row in rows:
             first += row
-        return tuple(first.tolist()) if self.stages is None else self.stages.sum_over(first.tolist(), label=label)
+        found = tuple(first.tolist())
+        for others in self.wider:
+            found = others.sum_over(found, label=label)
+        return found
 
     def over_stages(self, found: Mapping[_K, _T], *, label: str) -> dict[_K, _T]:
         """Return the entries that the pipeline stages have, all of them; of what several have, the last one's.
@@ -275,13 +289,13 @@ class Ranks:
         return self.connection.send_object(value, label, source)
 
     def from_first(self, value: _T, *, label: str) -> _T:
-        """Return what the first of all ranks passes, those of other pipeline stages included.
+        """Return what the first of all ranks passes, those of other pipeline stages and parts included.
 
         Raises:
             RankError: a rank did not come.
         """
-        if self.stages is not None:
-            value = self.stages.broadcast_object(value, label=label)
+        for others in reversed(self.wider):
+            value = others.broadcast_object(value, label=label)
         return self.broadcast_object(value, label=label)
 
     def merged(self, own: Mapping[_K, _T], *, label: str) -> dict[_K, _T]:
@@ -298,7 +312,7 @@ class Ranks:
         return together
 
     def any_text(self, text: str, *, label: str) -> str:
-        """Return the text of the first rank, those of other pipeline stages included, that has one; else "".
+        """Return the text of the first rank, those of other stages and parts included, that has one; else "".
 
         Raises:
             RankError: a rank did not come.
@@ -307,20 +321,22 @@ class Ranks:
         if self.size > 1:
             first = self.connection.least(label, self.rank if text else self.size)
             found = self.connection.send_object(text, label, first) if first < self.size else ""
-        return found if self.stages is None else self.stages.any_text(found, label=label)
+        for others in self.wider:
+            found = others.any_text(found, label=label)
+        return found
 
     def texts_of_all(self, text: str, *, label: str) -> tuple[list[str], int]:
-        """Return what each rank passes, those of other pipeline stages included, and which of them this rank is.
+        """Return what each rank passes, those of other stages and parts included, and which of them this rank is.
 
         Raises:
             RankError: a rank did not come.
         """
-        rows = [[each.decode() for each in self._all_bytes(text.encode(), label)]]
-        stage = 0
-        if self.stages is not None:
-            stage = self.stages.rank
-            rows = [json.loads(each) for each in self.stages._all_bytes(json.dumps(rows[0]).encode(), label)]
-        return [each for row in rows for each in row], sum(map(len, rows[:stage])) + self.rank
+        texts, own = [each.decode() for each in self._all_bytes(text.encode(), label)], self.rank
+        for others in self.wider:
+            rows = [json.loads(each) for each in others._all_bytes(json.dumps(texts).encode(), label)]
+            own += sum(map(len, rows[: others.rank]))
+            texts = [each for row in rows for each in row]
+        return texts, own
 
     def gather_to_first(self, value: _T, *, label: str) -> list[_T] | None:
         """Return, on rank 0, what each rank passes, as `pickle` copies it.

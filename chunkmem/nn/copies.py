@@ -19,6 +19,7 @@ from torch import nn
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.fitted import FittedModules
+from chunkmem.nn.local_parts import PARTS, ordinary_class
 from chunkmem.nn.registry import ModelRegistry
 from chunkmem.runtime.device import runtime_mode
 
@@ -83,6 +84,7 @@ class ModelCopies:
         """Return what a module has but for what it was fitted with."""
         own = dict(vars(module))
         own["_parameters"] = dict(module._parameters)
+        own.pop(PARTS, None)
         for part in self._parts:
             part.take_out(module, own)
         return own
@@ -99,7 +101,9 @@ class ModelCopies:
         if managed:
             with self._reading():
                 for key, found in managed.items():
-                    memo[key] = found.like(self.ordinary(found))
+                    copied, part = found.like(self.ordinary(found)), self._registry.local_parts.get(key)
+                    with torch.no_grad():
+                        memo[key] = copied if part is None else nn.Parameter(part.whole(copied), found.requires_grad)
         for tensor in (*params.values(), *module.buffers()):
             if id(tensor) not in memo and tensor.device != _HOST and not tensor.is_meta and tensor.is_leaf:
                 value = tensor.detach().to(_HOST)
@@ -108,12 +112,15 @@ class ModelCopies:
 
     @contextmanager
     def _as_ordinary(self, module: nn.Module) -> Iterator[None]:
-        fitted = vars(module)
+        fitted, shown_class = vars(module), type(module)
+        ordinary = ordinary_class(module)
         object.__setattr__(module, "__dict__", self.attributes(module))
+        module.__class__ = ordinary
         try:
             yield
         finally:
             object.__setattr__(module, "__dict__", fitted)
+            module.__class__ = shown_class
 
 
 def _copied(made: weakref.ref[ModelCopies], module: nn.Module, memo: dict[int, Any]) -> Any:

@@ -117,7 +117,7 @@ class GradientValues:
         *,
         before_change: Callable[[], None],
         shards: ShardStore | None,
-        is_of_stage: bool,
+        own_share: str,
     ) -> None:
         """Begin with none.
 
@@ -127,7 +127,7 @@ class GradientValues:
             ledger: of begun steps; it may refuse what backward adds.
             before_change: called before gradients are changed by a user: updates that have read them are wrong.
             shards: over ranks; summed over those, what one has is not the gradient.
-            is_of_stage: other ranks have the gradients of other pipeline stages.
+            own_share: which gradients these are, where other ranks have others of the model; else "".
         """
         self._slots = slots
         self._pager = pager
@@ -137,7 +137,7 @@ class GradientValues:
         """Over ranks: norms and scalings that users ask for."""
         self.shows_means = False
         """`.grad` stands for the mean over ranks, as it does below `DistributedDataParallel`."""
-        self.is_of_stage = is_of_stage
+        self.own_share = own_share
         self.sources: dict[ManagedParameter, GradientSource] = {}
         """Of all managed parameters."""
         self.states: dict[ManagedParameter, GradientState] = {}

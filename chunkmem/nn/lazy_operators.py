@@ -68,7 +68,7 @@ class _Call:
         """Run it; nothing is written to."""
         device = self.lazies[0].device
         if self.name in _NORMS:
-            self._require_all_stages()
+            self._require_all_gradients()
             if len(self.args) + len(self.kwargs) <= 2 and self._is_over_ranks():
                 return self._norm_over_ranks()
         with ExitStack() as staying:
@@ -136,19 +136,20 @@ class _Call:
             made += run or ()
         return made
 
-    def _require_all_stages(self) -> None:
-        """Raise a `StateError` for a norm of whole gradients, which is to be part of a total, on a pipeline stage.
+    def _require_all_gradients(self) -> None:
+        """Raise a `StateError` for a norm of gradients, which is to be part of a total, where other ranks have others.
 
-        The total would lack the other stages, whose parameters have no `.grad` here, and each stage have its own.
+        The total would lack those of other pipeline stages, or other parts of the same, and each rank have its own.
         """
         source = self.lazies[0].source
         names = (argument.name for argument in self.func._schema.arguments)
         is_by_dim = (dict(zip(names, self.args, strict=False)) | self.kwargs).get("dim")
-        if source.owner.is_of_stage and not is_by_dim:
+        if source.owner.own_share and not is_by_dim:
             raise StateError(
-                f"a norm of the gradient of {source.name}: this rank has those of its pipeline stage alone, which "
-                "torch.nn.utils.clip_grad_norm_ would clip by their own norm; call optimizer.clip_grad_norm_(max_norm) "
-                "on all ranks, or set gradient_clipping. The norm of one gradient is p.grad.clone().norm()"
+                f"a norm of the gradient of {source.name}: this rank has those of {source.owner.own_share} alone, "
+                "which torch.nn.utils.clip_grad_norm_ would clip by their own norm; call "
+                "optimizer.clip_grad_norm_(max_norm) on all ranks, or set gradient_clipping. That of one gradient is "
+                "p.grad.clone().norm()"
             )
 
     def _is_over_ranks(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
+from chunkmem.comm.local_parts import is_dtensor
 from chunkmem.nn.binding import ManagedParameter, trained
 from chunkmem.nn.frames import Frame
 from chunkmem.nn.saved_tensors import SavedReference
@@ -142,7 +143,9 @@ class GraphSearch:
     def _tensors_of(self, node: Any) -> Iterator[torch.Tensor]:
         for packed in self._packed_in(node):
             tensor = packed.tensor if isinstance(packed, SavedReference) else packed
-            if isinstance(tensor, torch.Tensor):
+            if is_dtensor(tensor):
+                yield from (each._local_tensor for each in (tensor, tensor._base) if each is not None)
+            elif isinstance(tensor, torch.Tensor):
                 yield tensor
 
     def _packed_in(self, node: Any) -> Iterator[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkmem.comm.local_parts import LocalPart
 from chunkmem.errors import CheckpointError, StateError
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
@@ -40,7 +41,9 @@ class ModelRegistry:
         self._place_of: dict[int, int] = {}
         """By the identity of a parameter, managed or excluded: the place in `model.parameters()`, model after model."""
         self.counted_elsewhere: set[ManagedParameter] = set()
-        """Parameters that another pipeline stage has, too, and counts in norms."""
+        """Parameters that another rank has, too, and counts in norms: of another stage, or with the same local part."""
+        self.local_parts: dict[int, LocalPart] = {}
+        """Of what were DTensors, by the identity of the Parameter that is managed in their place."""
         self.models: list[PackedModel] = []
         self.parameters: list[ManagedParameter] = []
         """All managed parameters."""

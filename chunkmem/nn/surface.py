@@ -132,7 +132,7 @@ class ModuleSurface:
         made = {id(tensor) for tensor in copies.values()}
         for key, value in state.items():
             # What is on no device is in another pipeline stage.
-            is_copied = isinstance(value, LazyTensor) or id(value) in made
+            is_copied = isinstance(value, LazyTensor) or id(getattr(value, "_local_tensor", value)) in made
             if isinstance(value, torch.Tensor) and not is_copied and not value.is_meta:
                 state[key] = value.detach().to("cpu", copy=True)
         return state

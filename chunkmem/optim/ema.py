@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from chunkmem.comm.local_parts import LocalPart
 from chunkmem.errors import CheckpointError, ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.lazy_tensor import copy_values
+from chunkmem.nn.local_parts import shown
 from chunkmem.optim.chunk_states import HeldStates
 from chunkmem.optim.host import HasOptimizerHost, OptimizerHost
 from chunkmem.optim.rule import StateSpec
@@ -316,8 +318,22 @@ class EMA:
     def _saved(self, value_of: Callable[[ManagedParameter], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return averages as they are saved, given what stands for those in chunks, and copies of others."""
         found = {f"{PREFIX}{name}": value_of(managed) for name, managed in self._named.items()}
+        found |= {key: shown(part, found[key]) for key, part in self._parts()}
         others = ((name, self.excluded[param][_NAME]) for name, param in self._ordinary.items())
         return found | {f"{PREFIX}{name}": value.to("cpu", copy=True) for name, value in others}
+
+    def _parts(self) -> list[tuple[str, LocalPart]]:
+        """Return by name those averages that are of local parts of DTensors."""
+        parts = self._host.registry.local_parts
+        found = ((f"{PREFIX}{name}", parts.get(id(managed.param))) for name, managed in self._named.items())
+        return [(key, part) for key, part in found if part is not None]
+
+    def _local(self, state_dict: Any) -> Any:
+        """Return what `state_dict` has, with this rank's parts of DTensors."""
+        parts = self._parts()
+        if not parts or not isinstance(state_dict, Mapping):
+            return state_dict
+        return {**state_dict, **{key: part.local(state_dict[key]) for key, part in parts if key in state_dict}}
 
     def _read(self, managed: ManagedParameter) -> torch.Tensor:
         return self._host.updater.pager.store.read_slot(self._chunks[managed.group], managed.position)
@@ -331,6 +347,7 @@ class EMA:
         Raises:
             CheckpointError: an average is missing, or has another shape.
         """
+        state_dict = self._local(state_dict)
         if not isinstance(state_dict, Mapping) or _COUNT not in state_dict:
             raise CheckpointError(f"a state of averages has {_COUNT}, and {PREFIX}NAME for each parameter")
         wrong = []
@@ -353,6 +370,7 @@ class EMA:
         """
         self._require_usable("ema.load_state_dict()")
         self.check_state_dict(state_dict)
+        state_dict = self._local(state_dict)
         values = {managed: state_dict[f"{PREFIX}{name}"] for name, managed in self._named.items()}
         with self._host.together("ema.load_state_dict()"):
             for members, averages in self._opened():

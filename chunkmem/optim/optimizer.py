@@ -8,9 +8,11 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.optimizer import ParamsT
 
+from chunkmem.comm.local_parts import LocalPart
 from chunkmem.errors import StateError
 from chunkmem.nn.begun import BegunStep, options_in_words
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.local_parts import shown
 from chunkmem.optim.checks import check_number, flag, number
 from chunkmem.optim.chunk_states import HeldStates
 from chunkmem.optim.groupwise import GroupwiseStep
@@ -330,13 +332,30 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _save(self, *, lazily: bool) -> dict[str, Any]:
         self.updates.check_claims()
-        shown = self._state
-        self._state = shown.copies(lazily=lazily)  # type: ignore[assignment]  # what torch packs
+        own = self._state
+        self._state = own.copies(lazily=lazily)  # type: ignore[assignment]  # what torch packs
         try:
             state_dict = super().state_dict()
         finally:
-            self._state = shown
-        return self._saved.complete(state_dict, lazily=lazily)
+            self._state = own
+        return self._of_wholes(self._saved.complete(state_dict, lazily=lazily), shown)
+
+    def _of_wholes(self, state_dict: dict[str, Any], convert: Callable[[LocalPart, Any], Any]) -> dict[str, Any]:
+        """Return a state with what it has for local parts of DTensors converted to what is of the whole, or back."""
+        parts = self._host.registry.local_parts
+        if not parts or not isinstance(state_dict, Mapping):
+            return state_dict
+        params = enumerate(param for group in self.param_groups for param in group["params"])
+        found = {index: parts[id(param)] for index, param in params if id(param) in parts}
+        converted = dict(state_dict)
+        for key in ("state", MASTER_KEY):
+            values = converted[key] = dict(state_dict.get(key, {}))
+            for index, part in found.items():
+                if isinstance(values.get(index), Mapping):
+                    values[index] = {name: convert(part, value) for name, value in values[index].items()}
+                elif index in values:
+                    values[index] = convert(part, values[index])
+        return {key: value for key, value in converted.items() if key in state_dict}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of its torch counterpart over the same parameters.
@@ -349,7 +368,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         self._host.require_open()
         with self._host.together("optimizer.load_state_dict()"):
-            self._saved.load(self, state_dict)
+            self._saved.load(self, self._of_wholes(state_dict, LocalPart.local))
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise what `load_state_dict` would; nothing is changed, and master weights are not looked at.
@@ -357,7 +376,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: groups or shapes differ, or it was made with an option there is no counterpart of.
         """
-        self._saved.check(state_dict)
+        self._saved.check(self._of_wholes(state_dict, LocalPart.local))
 
 
 def _plain(value: object) -> object:

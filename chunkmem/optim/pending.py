@@ -52,6 +52,9 @@ class PendingGradients:
         """The model computes in less than float32, and squares are summed in that."""
         self._scaler = host.scaler
         self._ranks = host.ranks
+        parts = host.ranks.parts
+        self._counts_excluded = host.ranks.rank == 0 and (parts is None or parts.rank == 0)
+        """Every rank has the gradients of excluded parameters, and one counts them."""
         self._counted_elsewhere = host.registry.counted_elsewhere
         """Managed parameters that are part of the norm on another rank."""
         self._params = [
@@ -154,12 +157,12 @@ class PendingGradients:
         return torch.tensor(math.inf if num_infinite else math.sqrt(total))
 
     def _counted(self) -> list[torch.Tensor]:
-        """Return whose gradients this rank adds: every rank has those of excluded parameters, one counts them."""
+        """Return whose gradients this rank adds."""
         elsewhere = {managed.param for managed in self._counted_elsewhere}
         return [
             param
             for param in self._params
-            if (self._ranks.rank == 0 or param in self._managed) and param not in elsewhere
+            if (param in self._managed or self._counts_excluded) and param not in elsewhere
         ]
 
     def _squares_of(self, group: int, members: list[ManagedParameter]) -> torch.Tensor:

@@ -49,6 +49,7 @@ HOMES = {
         "comm.failure_detector",
         "comm.exchange",
         "comm.groups",
+        "comm.local_parts",
         "comm.mesh",
         "comm.methods",
         "comm.neighbours",

@@ -1,0 +1,124 @@
+"""Parameters that are DTensors, as tensor parallelism makes them: chunks have this rank's local part of each (ADR 75).
+
+The local part takes the place of the DTensor among its module's parameters, as an ordinary Parameter, so that nothing
+that moves, updates or saves chunks has to know of it. What reads `module.weight` gets a DTensor of it again, and
+autograd brings its gradient back as the local part's, redistributed as the parameter is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from operator import add
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkmem.comm.local_parts import LocalPart, is_dtensor
+from chunkmem.errors import CheckpointError, StateError
+from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Piece, Source
+
+PARTS = "_local_parts"
+"""An attribute of modules that have such parameters: their parts by name."""
+
+
+def shown(part: LocalPart, value: Any) -> Any:
+    """Return what a state of the whole has, where one of the local part has `value`.
+
+    That is a DTensor of an ordinary tensor, its form of one on the meta device, and of a lazy one what this rank
+    saves. A number stays what it is.
+
+    Raises:
+        CheckpointError: it is a tensor of another shape than the part.
+    """
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return value
+    if value.shape != part.local_shape:
+        raise CheckpointError(
+            f"parameter {part.name} is a DTensor, of which this rank has {tuple(part.local_shape)}, and a state of "
+            f"it is {tuple(value.shape)}: no whole can be made of it; save the states of each rank by themselves"
+        )
+    if isinstance(value, LazyTensor):
+        return _saved(part, value)
+    if value.is_meta:
+        return torch.empty(part.shape, dtype=value.dtype, device="meta")
+    with torch.no_grad():
+        made = part.whole(value)
+    made._local_tensor = value  # not a view of it: tied names find the copy as long as somebody has it
+    return made
+
+
+def _saved(part: LocalPart, local: LazyTensor) -> LazyTensor:
+    """Return the whole, of which this rank saves its part alone, and which all read together."""
+    origin = (0,) * len(part.shape)
+    own = [
+        replace(piece, offsets=tuple(map(add, piece.offsets, part.start)))
+        for piece in (local.pieces if part.is_counted else ())
+    ]
+    return LazyTensor(
+        [*own, Piece(_Joined(part, local), origin, origin, tuple(part.shape))], tuple(part.shape), local.dtype
+    )
+
+
+class _Joined(Source):
+    """The whole of which ranks have parts."""
+
+    is_here = False
+    place = ""
+
+    def __init__(self, part: LocalPart, local: LazyTensor) -> None:
+        self._part = part
+        self._local = local
+
+    def read_here(self, start: Extent, shape: Extent) -> torch.Tensor:
+        """Raise a `StateError`: it takes all ranks."""
+        raise StateError(f"this rank has {tuple(self._local.shape)} of parameter {self._part.name} {start} {shape}")
+
+    def read(self, start: Extent, shape: Extent) -> torch.Tensor:
+        """Return a part of the whole; all ranks call it."""
+        with torch.no_grad():
+            whole: torch.Tensor = self._part.whole(self._local.read()).full_tensor()
+        return whole[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]
+
+
+def take_apart(module: nn.Module, parts: Mapping[str, tuple[nn.Parameter, LocalPart]]) -> None:
+    """Have local parts take the places of a module's DTensors."""
+    shown = {name: _shown(name) for name in parts}
+    cls = type(module)
+    own = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    made: type[nn.Module] = type(cls)(cls.__name__, (cls,), own | shown)  # type: ignore[misc]
+    module.__class__ = made
+    vars(module)[PARTS] = {name: part for name, (_, part) in parts.items()}
+    for name, (local, _) in parts.items():
+        module._parameters[name] = local
+
+
+def ordinary_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before `take_apart`."""
+    return type(module).__bases__[0] if parts_of(module) else type(module)
+
+
+def put_together(module: nn.Module, wholes: Mapping[str, nn.Parameter]) -> None:
+    """Undo `take_apart`; `wholes` are the DTensors."""
+    module.__class__ = ordinary_class(module)
+    del vars(module)[PARTS]
+    for name, whole in wholes.items():
+        module._parameters[name] = whole
+
+
+def parts_of(module: nn.Module) -> Mapping[str, LocalPart]:
+    """Return the local parts that a module has, by name."""
+    found: Mapping[str, LocalPart] = vars(module).get(PARTS, {})
+    return found
+
+
+def _shown(name: str) -> property:
+    def read(module: nn.Module) -> Any:
+        value = module._parameters[name]  # which is noticed
+        # What `torch.func.functional_call` gives in its place is what the caller made it.
+        return (
+            parts_of(module)[name].whole(value) if isinstance(value, nn.Parameter) and not is_dtensor(value) else value
+        )
+
+    return property(read)

@@ -1,0 +1,122 @@
+"""Models with tensor parallelism are packed by the local parts of their DTensors; see `chunkmem.nn.local_parts`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkmem.comm.local_parts import LocalPart, is_dtensor
+from chunkmem.comm.ranks import Ranks
+from chunkmem.errors import LayoutError
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.local_parts import parts_of, put_together, shown, take_apart
+from chunkmem.nn.parameter_reads import own_parameters
+from chunkmem.nn.registry import ModelRegistry
+
+
+class TensorParallel:
+    """The DTensors of a manager's models, and the local parts that are managed in their places."""
+
+    def __init__(self, ranks: Ranks, registry: ModelRegistry) -> None:
+        """Begin with none; `ranks` have the others' parts, and `registry` gets to know those of this one."""
+        self._ranks = ranks
+        self._registry = registry
+        self._parts: dict[int, tuple[nn.Parameter, LocalPart]] = {}
+        """By the identity of a DTensor: its local part."""
+        self._wholes: dict[int, nn.Parameter] = {}
+        """DTensors, without memory, by the identity of what has their places."""
+
+    @contextmanager
+    def taking_apart(self, roots: Sequence[nn.Module], excluded: Iterable[nn.Module] = ()) -> Iterator[None]:
+        """Surround what packs models whose DTensors were taken apart; where it fails, they are put together again.
+
+        Raises what `take_apart` does.
+        """
+        self.take_apart(roots, excluded)
+        try:
+            yield
+        except BaseException:
+            self.put_together(roots)
+            raise
+
+    def take_apart(self, roots: Iterable[nn.Module], excluded: Iterable[nn.Module] = ()) -> None:
+        """Have local parts take the places of all DTensors of models, but for those of `excluded` modules.
+
+        Raises:
+            LayoutError: one is over other ranks than those of the manager, or no part of a sum; nothing has changed.
+        """
+        ordinary = own_parameters(excluded)
+        for root in roots:
+            named = {id(p): name for name, p in root.named_parameters() if is_dtensor(p) and id(p) not in ordinary}
+            found = {id(param): param for param in root.parameters() if id(param) in named}
+            for key, param in found.items():
+                self._check(param, named[key])
+            for key, param in found.items():
+                self._parts[key] = self._local_of(param, named[key])
+            for module in root.modules() if found else ():
+                own = {name: self._parts[id(p)] for name, p in module._parameters.items() if id(p) in found}
+                if own:
+                    take_apart(module, own)
+                    module._register_state_dict_hook(_on_state_dict)
+                    module.register_load_state_dict_pre_hook(_before_load)
+
+    def put_together(self, roots: Iterable[nn.Module]) -> None:
+        """Undo `take_apart`: the DTensors are there again, with the values that their local parts have now."""
+        for module in (module for root in roots for module in root.modules() if parts_of(module)):
+            wholes = {}
+            for name in parts_of(module):
+                local: Any = module._parameters[name]
+                whole: Any = self._wholes[id(local)]
+                whole._local_tensor = local.detach()
+                whole.requires_grad_(local.requires_grad)
+                wholes[name] = whole
+            put_together(module, wholes)
+
+    def count(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Note which of the parameters that were packed another rank counts in norms."""
+        if self._ranks.parts is None:
+            return
+        for managed in parameters:
+            part = self._registry.local_parts.get(id(managed.param))
+            if not (self._ranks.parts.rank == 0 if part is None else part.is_counted):
+                self._registry.counted_elsewhere.add(managed)
+
+    def _check(self, param: Any, name: str) -> None:
+        ranks = param.device_mesh.mesh.flatten().tolist()
+        parts = self._ranks.parts
+        own = (
+            [self._ranks.name(self._ranks.rank)] if parts is None else [parts.name(rank) for rank in range(parts.size)]
+        )
+        if sorted(ranks) != own:
+            raise LayoutError(
+                f"parameter {name} is a DTensor over the ranks {ranks}, and tensor parallelism of this manager is over "
+                f'{own}: make it with ChunkManager(config, mesh=mesh), whose dimension "tp" has those ranks'
+            )
+        if any(placement.is_partial() for placement in param.placements):
+            raise LayoutError(f"parameter {name} is a DTensor of sums that have not been formed; redistribute it first")
+
+    def _local_of(self, param: Any, name: str) -> tuple[nn.Parameter, LocalPart]:
+        part = LocalPart.of(param, name)
+        own = {key: value for key, value in vars(param).items() if key not in ("_local_tensor", "_spec")}
+        local = nn.Parameter(param.to_local().detach(), param.requires_grad)
+        vars(local).update(own)
+        param._local_tensor = torch.empty(part.local_shape, dtype=param.dtype, device="meta")
+        self._wholes[id(local)] = param
+        self._registry.local_parts[id(local)] = part
+        return local, part
+
+
+def _on_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -> None:
+    for name, part in parts_of(module).items():
+        if prefix + name in state:
+            state[prefix + name] = shown(part, state[prefix + name])
+
+
+def _before_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, part in parts_of(module).items():
+        if prefix + name in state:
+            state[prefix + name] = part.local(state[prefix + name])

@@ -1,0 +1,216 @@
+"""Models that torch has made tensor-parallel train in chunks as without: alone, and with shards and replicas."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+import chunkmem
+from tests.helpers.ranks import Team
+from tests.helpers.spread import spread
+from tests.helpers.tensor_parallel import ChunkTraining, Parallel, PlainTraining, built, full, loss_of
+
+TP, TP_SHARD = {"tp": 2}, {"shard": 2, "tp": 2}
+EIGHT = {"replicate": 2, "shard": 2, "tp": 2}
+
+
+@pytest.fixture(scope="module")
+def team() -> Iterator[Team]:
+    with Team(2) as team:
+        yield team
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Team]:
+    with Team(4) as team:
+        yield team
+
+
+def config_of(device: int | None, precision: str = "fp32", activations: str | None = None) -> dict[str, Any]:
+    found: dict[str, Any] = {"precision": precision, "activations": {"policy": activations}}
+    return found if device is None else {**found, "memory": {"device": device}}
+
+
+def compare(rank: int, task: Parallel) -> int:
+    """Both trainings, step by step; returns the bytes that chunkmem has copied to DEVICE."""
+    torch.set_num_threads(1)
+    plain, ours = PlainTraining(task), ChunkTraining(task)
+    with ours.manager:
+        tolerance: dict[str, float] = {"rtol": 0, "atol": 0}
+        if task.max_norm or task.micro_batches > 1:
+            # torch adds the ranks' gradients up after those of all micro-batches, and norms by parameter.
+            tolerance = {"rtol": 1e-5, "atol": 1e-6}
+        for number in range(task.steps):
+            expected, found = plain.step(number), ours.step(number)
+            torch.testing.assert_close(found, expected, **tolerance, msg=f"loss of step {number} on rank {rank}")
+        (weights, moments), (our_weights, our_moments) = plain.state(), ours.state()
+        torch.testing.assert_close(our_weights, weights, **tolerance)
+        torch.testing.assert_close(our_moments, moments, **tolerance)
+        return ours.manager.memory().moved.h2d_nbytes
+
+
+@pytest.mark.few(2)
+@spread(device=(None, 8 << 10), precision=("fp32", "bf16"), activations=(None, "recompute", "offload"))
+def test_two_ranks(team: Team, device: int | None, precision: str, activations: str | None) -> None:
+    device = device and device * (1 if activations is None else 4)
+    for moved in team.run(compare, Parallel(TP, config_of(device, precision, activations))):
+        assert (moved > 0) == (device is not None)
+
+
+@pytest.mark.few(1)
+@spread(device=(8 << 10, None), precision=("bf16", "fp32"))
+def test_shards_of_local_parts(four: Team, device: int | None, precision: str) -> None:
+    four.run(compare, Parallel(TP_SHARD, config_of(device, precision)))
+
+
+@pytest.mark.full
+@spread(device=(8 << 10, None), precision=("bf16", "fp32"))
+def test_replicas_of_shards_of_local_parts(device: int | None, precision: str) -> None:
+    with Team(8) as eight:
+        eight.run(compare, Parallel(EIGHT, config_of(device, precision)))
+
+
+@pytest.mark.parametrize("max_norm", [pytest.param(0.0, marks=pytest.mark.full), 1e-3])
+def test_norms_count_each_element_once(four: Team, max_norm: float) -> None:
+    four.run(compare, Parallel(TP_SHARD, config_of(10 << 10), steps=3, micro_batches=2, max_norm=max_norm, lr=1e-3))
+
+
+def overflow(rank: int) -> list[Any]:
+    """One rank alone has an infinite gradient: all skip the step."""
+    task = Parallel(TP, {"precision": "fp16", "fp16": {"initial_scale_power": 4}})
+    training = ChunkTraining(task)
+    with training.manager as manager:
+        before = {name: full(value) for name, value in manager.state_dict().items()}
+        training.optimizer.zero_grad()
+        manager.backward(loss_of(training.model, task.batch(0, 0, 0)))
+        if rank == 1:
+            with torch.no_grad():
+                next(p for name, p in training.model.named_parameters() if "up.weight" in name).grad.fill_(torch.inf)
+        training.optimizer.step()
+        after = manager.state_dict()
+        return [manager.num_skipped_steps, all(torch.equal(value, full(after[name])) for name, value in before.items())]
+
+
+def test_ranks_skip_a_step_together(team: Team) -> None:
+    assert team.run(overflow) == [[1, True]] * 2
+
+
+def save_and_load(rank: int, folder: str, sizes: dict[str, int]) -> None:
+    """Half of a training, another manager takes it over, and FSDP2 over the same mesh, which gives it back."""
+    torch.set_num_threads(1)
+    task = Parallel(sizes, config_of(12 << 10))
+    first = ChunkTraining(task)
+    whole = ChunkTraining(task)
+    path = Path(folder) / "checkpoint"
+    averages = chunkmem.EMA(first.manager, 0.5)
+    for number in range(3):
+        first.step(number)
+        averages.update()
+        whole.step(number)
+    first.manager.save(path, first.optimizer, ema=averages)
+    saved = {name: full(value) for name, value in averages.state_dict().items()}
+    first.manager.close()
+
+    second = ChunkTraining(task)
+    averages = chunkmem.EMA(second.manager, 0.5)
+    second.manager.load(path, second.optimizer, ema=averages)
+    torch.testing.assert_close({k: full(v) for k, v in averages.state_dict().items()}, saved, rtol=0, atol=0)
+    assert [second.step(number) for number in range(3, 6)] == [whole.step(number) for number in range(3, 6)]
+    weights, moments = whole.state()
+    torch.testing.assert_close(second.state(), (weights, moments), rtol=0, atol=0)
+
+    mesh = task.mesh()
+    peer: Any = built(mesh["tp"])
+    if "shard" in sizes:
+        for block in peer.blocks:
+            fully_shard(block, mesh=mesh["shard"])
+        fully_shard(peer, mesh=mesh["shard"])
+    second.manager.save(path, second.optimizer)
+    state = {"model": get_model_state_dict(peer)}
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(peer, state["model"])
+    for name, value in get_model_state_dict(peer).items():
+        torch.testing.assert_close(full(value), weights[name], rtol=0, atol=0)
+    second.step(6)
+    second.manager.load_state_dict(get_model_state_dict(peer))
+    torch.testing.assert_close(second.state()[0], weights, rtol=0, atol=0)
+    with torch.no_grad():
+        for param in peer.parameters():
+            param.mul_(2)
+    dcp.save({"model": get_model_state_dict(peer)}, checkpoint_id=Path(folder) / "peer")
+    second.manager.load(Path(folder) / "peer")
+    torch.testing.assert_close(second.state()[0], {name: 2 * value for name, value in weights.items()}, rtol=0, atol=0)
+    streamed = dict(second.manager.stream_weights())
+    torch.testing.assert_close(streamed["blocks.0.up.weight"], 2 * weights["blocks.0.up.weight"], rtol=0, atol=0)
+    for training in (second, whole):
+        training.manager.close()
+
+
+@pytest.mark.parametrize("sizes", [pytest.param(TP, marks=pytest.mark.full), TP_SHARD])
+def test_checkpoints_are_those_of_torch(team: Team, four: Team, tmp_path: Path, sizes: dict[str, int]) -> None:
+    (team if sizes is TP else four).run(save_and_load, str(tmp_path), sizes)
+
+
+def ways_out(rank: int) -> None:
+    """Copies and what `unwrap` leaves are DTensors again, and the ways that need more than a part are refused."""
+    task = Parallel(TP)
+    training = ChunkTraining(task)
+    model, manager = training.model, training.manager
+    built_anew: Any = built(training.mesh["tp"])
+    assert type(model.blocks[0].up) is not nn.Linear
+    assert isinstance(model.blocks[0].up, nn.Linear)
+    training.step(0)
+    weights, _ = training.state()
+    copied = copy.deepcopy(model)
+    assert type(copied.blocks[0].up) is nn.Linear
+    assert {name: type(param) for name, param in copied.named_parameters()} == dict.fromkeys(
+        dict(copied.named_parameters()), DTensor
+    )
+    torch.testing.assert_close({k: full(v) for k, v in copied.state_dict().items()}, weights, rtol=0, atol=0)
+    manager.backward(loss_of(model, task.batch(1, 0, 0)))
+    with pytest.raises(chunkmem.StateError, match=r"its parts of the parameters alone, which torch.nn.utils.clip_grad"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    training.optimizer.zero_grad()
+    with pytest.raises(chunkmem.CheckpointError, match=r"blocks\.0\.up\.weight is \(3, 3\) instead of \(32, 16\)"):
+        manager.load_state_dict({**weights, "blocks.0.up.weight": torch.ones(3, 3)})
+    ordinary = manager.unwrap(model)
+    assert ordinary is model
+    assert type(model.blocks[0].up) is nn.Linear
+    torch.testing.assert_close({k: full(v) for k, v in model.state_dict().items()}, weights, rtol=0, atol=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model, task.batch(1, 0, 0)).backward()
+    optimizer.step()
+    manager.close()
+
+    with chunkmem.ChunkManager(mesh=training.mesh["tp"]) as other:
+        params = list(built_anew.parameters())
+        wrong: Any = distribute_tensor(torch.ones(4, 4), training.mesh["tp"], [Replicate()])
+        built_anew.late = nn.Parameter(DTensor.from_local(wrong.to_local(), training.mesh["tp"], [Partial()]))
+        with pytest.raises(chunkmem.LayoutError, match="late is a DTensor of sums that have not been formed"):
+            other.wrap(built_anew)
+        assert [id(a) for a in built_anew.parameters()][: len(params)] == [id(a) for a in (built_anew.late, *params)][
+            : len(params)
+        ]
+    with (
+        chunkmem.ChunkManager(mesh=training.mesh["tp"]) as other,
+        pytest.raises(chunkmem.LayoutError, match="is a DTensor over the ranks"),
+    ):
+        own = dist.device_mesh.DeviceMesh("cpu", [rank])
+        lone = nn.Linear(4, 4)
+        lone.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), own, [Replicate()]))
+        other.wrap(lone)
+
+
+def test_ways_out(team: Team) -> None:
+    team.run(ways_out)
