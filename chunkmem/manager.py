@@ -32,6 +32,7 @@ from chunkmem.errors import CheckpointError, StateError
 from chunkmem.freezing.freezer import FreezeReport, freeze, unfreeze
 from chunkmem.freezing.schedule import FreezeSchedule
 from chunkmem.nn.gather import gathered, parameters_in
+from chunkmem.nn.local_parts import named_parts, over_stages
 from chunkmem.optim.converted import converted
 from chunkmem.optim.ema import EMA
 from chunkmem.optim.optimizer import RuleOptimizer
@@ -398,7 +399,8 @@ class ChunkManager(ModelBuilding, Reporting):
             if self.runtime.ranks.stages is not None:
                 tensors = ((key, value) for key, value in state.items() if isinstance(value, torch.Tensor))
                 own = {key: value for key, value in tensors if not value.is_meta}
-                state |= self.runtime.ranks.over_stages(own, label="sending the weights of a stage")
+                parts = named_parts(self.runtime.root(model))
+                state |= over_stages(own, parts, self.runtime.ranks, label="sending the weights of a stage")
         return {} if rank0_only and not self.runtime.ranks.is_first else state
 
     def stream_weights(self, model: nn.Module | None = None) -> Iterator[tuple[str, torch.Tensor]]:

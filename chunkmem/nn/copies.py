@@ -19,7 +19,7 @@ from torch import nn
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.fitted import FittedModules
-from chunkmem.nn.local_parts import PARTS, ordinary_class
+from chunkmem.nn.local_parts import leave_out, ordinary_class
 from chunkmem.nn.registry import ModelRegistry
 from chunkmem.runtime.device import runtime_mode
 
@@ -84,7 +84,7 @@ class ModelCopies:
         """Return what a module has but for what it was fitted with."""
         own = dict(vars(module))
         own["_parameters"] = dict(module._parameters)
-        own.pop(PARTS, None)
+        leave_out(own)
         for part in self._parts:
             part.take_out(module, own)
         return own

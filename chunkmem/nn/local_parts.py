@@ -7,7 +7,8 @@ autograd brings its gradient back as the local part's, redistributed as the para
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import add
 from typing import Any
@@ -16,10 +17,11 @@ import torch
 from torch import nn
 
 from chunkmem.comm.local_parts import LocalPart, is_dtensor
+from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError, StateError
 from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Piece, Source
 
-PARTS = "_local_parts"
+_PARTS = "_local_parts"
 """An attribute of modules that have such parameters: their parts by name."""
 
 
@@ -89,9 +91,30 @@ def take_apart(module: nn.Module, parts: Mapping[str, tuple[nn.Parameter, LocalP
     own = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     made: type[nn.Module] = type(cls)(cls.__name__, (cls,), own | shown)  # type: ignore[misc]
     module.__class__ = made
-    vars(module)[PARTS] = {name: part for name, (_, part) in parts.items()}
+    vars(module)[_PARTS] = {name: part for name, (_, part) in parts.items()}
     for name, (local, _) in parts.items():
         module._parameters[name] = local
+    if "forward" in vars(module):  # which may look for DTensors among the module's parameters, as transformers' does
+        module.forward = _WholesInForward(module, module.forward)
+
+
+class _WholesInForward:
+    """A module's forward, while which DTensors have the places of their local parts."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module = module
+        self.forward = forward
+        functools.update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        parameters, parts = self._module._parameters, parts_of(self._module)
+        locals_ = {name: parameters[name] for name in parts}
+        wholes = {name: parts[name].whole(local) for name, local in locals_.items() if local is not None}
+        dict.update(parameters, wholes)
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            dict.update(parameters, locals_)
 
 
 def ordinary_class(module: nn.Module) -> type[nn.Module]:
@@ -102,15 +125,42 @@ def ordinary_class(module: nn.Module) -> type[nn.Module]:
 def put_together(module: nn.Module, wholes: Mapping[str, nn.Parameter]) -> None:
     """Undo `take_apart`; `wholes` are the DTensors."""
     module.__class__ = ordinary_class(module)
-    del vars(module)[PARTS]
+    leave_out(vars(module))
     for name, whole in wholes.items():
         module._parameters[name] = whole
 
 
+def leave_out(attributes: dict[str, Any]) -> None:
+    """Take what `take_apart` has added out of a module's attributes."""
+    attributes.pop(_PARTS, None)
+    if isinstance(forward := attributes.get("forward"), _WholesInForward):
+        attributes["forward"] = forward.forward
+
+
 def parts_of(module: nn.Module) -> Mapping[str, LocalPart]:
     """Return the local parts that a module has, by name."""
-    found: Mapping[str, LocalPart] = vars(module).get(PARTS, {})
+    found: Mapping[str, LocalPart] = vars(module).get(_PARTS, {})
     return found
+
+
+def named_parts(root: nn.Module) -> dict[str, LocalPart]:
+    """Return all local parts that a model has, by name."""
+    found = root.named_modules(remove_duplicate=False)
+    return {f"{path}.{name}".lstrip("."): part for path, module in found for name, part in parts_of(module).items()}
+
+
+def over_stages(
+    state: Mapping[str, Any], parts: Mapping[str, LocalPart], ranks: Ranks, *, label: str
+) -> dict[str, Any]:
+    """Return what all pipeline stages have of a state: each has the local part that this rank would have.
+
+    Raises:
+        RankError: a rank did not come.
+    """
+    found = ranks.over_stages(
+        {key: getattr(value, "_local_tensor", value) for key, value in state.items()}, label=label
+    )
+    return {key: shown(parts[key], value) if key in parts else value for key, value in found.items()}
 
 
 def _shown(name: str) -> property:

@@ -307,26 +307,29 @@ class EMA:
         with self._host.together("ema.state_dict()"):
             found = self._saved(lambda managed: self._host.from_owner(managed, partial(self._read, managed)))
             found = self._host.ranks.over_stages(found, label="sending the averages of a stage")
-        return {_COUNT: self._count(), **found}
+        return {_COUNT: self._count(), **self._of_wholes(found)}
 
     def lazy_state_dict(self) -> dict[str, torch.Tensor]:
         """Return `state_dict()` with values in chunks that are read when they are used; of this pipeline stage."""
         self._require_usable("ema.lazy_state_dict()")
         (spec,) = self.state_specs
-        return {_COUNT: self._count(), **self._saved(partial(lazy_state, self._host, spec))}
+        return {_COUNT: self._count(), **self._of_wholes(self._saved(partial(lazy_state, self._host, spec)))}
 
     def _saved(self, value_of: Callable[[ManagedParameter], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return averages as they are saved, given what stands for those in chunks, and copies of others."""
         found = {f"{PREFIX}{name}": value_of(managed) for name, managed in self._named.items()}
-        found |= {key: shown(part, found[key]) for key, part in self._parts()}
         others = ((name, self.excluded[param][_NAME]) for name, param in self._ordinary.items())
         return found | {f"{PREFIX}{name}": value.to("cpu", copy=True) for name, value in others}
 
+    def _of_wholes(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state that has DTensors where averages are of local parts."""
+        return {**found, **{key: shown(part, found[key]) for key, part in self._parts() if key in found}}
+
     def _parts(self) -> list[tuple[str, LocalPart]]:
-        """Return by name those averages that are of local parts of DTensors."""
+        """Return by name those averages that are of local parts of DTensors, in all pipeline stages."""
         parts = self._host.registry.local_parts
-        found = ((f"{PREFIX}{name}", parts.get(id(managed.param))) for name, managed in self._named.items())
-        return [(key, part) for key, part in found if part is not None]
+        found = self._host.named_parameters() if parts else ()
+        return [(f"{PREFIX}{name}", parts[id(param)]) for name, param in found if id(param) in parts]
 
     def _local(self, state_dict: Any) -> Any:
         """Return what `state_dict` has, with this rank's parts of DTensors."""

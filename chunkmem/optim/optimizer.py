@@ -314,12 +314,12 @@ class RuleOptimizer(torch.optim.Optimizer):
             ranks.require_one("optimizer.state_dict(lazy=True)")
             return self.lazy_state_dict()
         with self._host.together("optimizer.state_dict()"):
-            state_dict = self._save(lazily=False)
+            state_dict = self._save(lazily=False)  # other ranks' meshes mean nothing here: wholes are made of all
             for key in ("state", MASTER_KEY):
                 found = ranks.over_stages(state_dict.get(key, {}), label=f"sending the {key} of a stage")
                 if found or key in state_dict:
                     state_dict[key] = dict(sorted(found.items()))
-            return state_dict
+            return self._of_wholes(state_dict, shown)
 
     def lazy_state_dict(self) -> dict[str, Any]:
         """Return `state_dict()` with `LazyTensor`s for the states of managed parameters, and for master weights.
@@ -328,7 +328,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         self._host.require_open()
         with self._host.together("optimizer.lazy_state_dict()"):
-            return self._save(lazily=True)
+            return self._of_wholes(self._save(lazily=True), shown)
 
     def _save(self, *, lazily: bool) -> dict[str, Any]:
         self.updates.check_claims()
@@ -338,7 +338,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             state_dict = super().state_dict()
         finally:
             self._state = own
-        return self._of_wholes(self._saved.complete(state_dict, lazily=lazily), shown)
+        return self._saved.complete(state_dict, lazily=lazily)
 
     def _of_wholes(self, state_dict: dict[str, Any], convert: Callable[[LocalPart, Any], Any]) -> dict[str, Any]:
         """Return a state with what it has for local parts of DTensors converted to what is of the whole, or back."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
@@ -84,6 +85,66 @@ def test_replicas_of_shards_of_local_parts(device: int | None, precision: str) -
 @pytest.mark.parametrize("max_norm", [pytest.param(0.0, marks=pytest.mark.full), 1e-3])
 def test_norms_count_each_element_once(four: Team, max_norm: float) -> None:
     four.run(compare, Parallel(TP_SHARD, config_of(10 << 10), steps=3, micro_batches=2, max_norm=max_norm, lr=1e-3))
+
+
+def staged(rank: int, sizes: dict[str, int], folder: str, device: int) -> None:
+    """A pipeline whose stages are tensor-parallel, against plain accumulation; other ranks take its checkpoint."""
+    torch.set_num_threads(1)
+    own = Parallel({name: size for name, size in sizes.items() if name != "stage"}, micro_batches=2)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    replica = mesh["shard"].get_local_rank() if "shard" in sizes else 0
+    plain = built(mesh["tp"])
+    expected_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
+    manager = chunkmem.ChunkManager(chunkmem.Config.from_dict(config_of(device)), mesh=mesh)
+    with manager.init():
+        model = built(mesh["tp"])
+    pipe = manager.pipeline(
+        model.blocks,
+        first=model.words,
+        last=model.head,
+        loss_fn=lambda y, t: nn.functional.cross_entropy(y.flatten(0, 1), t.flatten()),
+        micro_batches=2,
+    )
+    optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-3)
+    for step in range(4):
+        batches = [own.batch(step, number, replica) for number in range(2)]
+        expected_optimizer.zero_grad()
+        for batch in batches:
+            (loss_of(plain, batch) / 2).backward()
+        for param in plain.parameters():
+            param.grad = param.grad.redistribute(placements=param.placements)
+            if "shard" in sizes:
+                dist.all_reduce(param.grad.to_local(), group=mesh["shard"].get_group())
+                param.grad.to_local().div_(2)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-2).full_tensor()
+        expected_optimizer.step()
+        optimizer.zero_grad()
+        pipe.step(torch.cat(batches), torch.cat(batches))
+        torch.testing.assert_close(optimizer.clip_grad_norm_(1e-2), expected, rtol=1e-5, atol=0)
+        optimizer.step()
+    weights = {name: full(value) for name, value in plain.state_dict().items()}
+    found = {name: full(value) for name, value in manager.state_dict().items()}
+    torch.testing.assert_close(found, weights, rtol=1e-5, atol=1e-6)
+    moments = {index: full(state["exp_avg"]) for index, state in optimizer.state_dict()["state"].items()}
+    manager.save(folder, optimizer)
+    manager.close()
+    other = ChunkTraining(Parallel({"shard": sizes["stage"] * sizes.get("shard", 1), "tp": 2}))
+    other.manager.load(folder, other.optimizer)
+    torch.testing.assert_close(other.state()[0], found, rtol=0, atol=0)
+    states = other.optimizer.state_dict()["state"]
+    torch.testing.assert_close({i: full(states[i]["exp_avg"]) for i in states}, moments, rtol=0, atol=0)
+    other.manager.close()
+
+
+@pytest.mark.parametrize("device", [24 << 10, pytest.param(1 << 20, marks=pytest.mark.full)])
+def test_stages_are_tensor_parallel(four: Team, tmp_path: Path, device: int) -> None:
+    four.run(staged, {"stage": 2, "tp": 2}, str(tmp_path / "checkpoint"), device)
+
+
+@pytest.mark.full
+def test_stages_of_shards_of_local_parts(tmp_path: Path) -> None:
+    with Team(8) as eight:
+        eight.run(staged, {"stage": 2, "shard": 2, "tp": 2}, str(tmp_path / "checkpoint"), 24 << 10)
 
 
 def overflow(rank: int) -> list[Any]:
