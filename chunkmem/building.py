@@ -41,7 +41,7 @@ class ModelBuilding:
         """
         self.runtime.require_open()
         built = HERE
-        can_release = self.runtime.ranks.stages is None and not self.runtime.config.release_after_init
+        can_release = not self.runtime.ranks.wider and not self.runtime.config.release_after_init
         with self.runtime.built.collecting() as collector:
             if self.runtime.sharding.shards is not None and can_release:
                 built = BuiltOverRanks(self.runtime.sharding.shards, collector)

@@ -22,6 +22,7 @@ from chunkmem.packing.elsewhere import Elsewhere, Unpacked
 from chunkmem.packing.initialisers import Initialisers
 from chunkmem.packing.meta import BuiltOnMeta, has_meta_tensors
 from chunkmem.packing.packer import move_ordinary_tensors
+from chunkmem.packing.released import BuiltOverRanks
 from chunkmem.packing.tensor_parallel import TensorParallel
 
 
@@ -75,7 +76,7 @@ class BuiltModels:
             StateError: with pipeline stages, there is a model already.
         """
         unpacked = Unpacked(tuple(roots), tuple(excluded), tuple(kept), built, initialisers or Initialisers())
-        with self.tensor_parallel.taking_apart(roots, excluded):
+        with self.tensor_parallel.taking_apart(roots, excluded, is_released=isinstance(built, BuiltOverRanks)):
             if self._ranks.stages is None:
                 self._pack(unpacked, roots, excluded, kept=kept)
             elif self.unpacked is not None:
@@ -185,7 +186,8 @@ class BuiltModels:
         known = self._modules.registry
         with self.tensor_parallel.taking_apart([model]):
             for ranks in several_ranks(self._ranks):
-                send_parameters([param for param in model.parameters() if known.find(param) is None], ranks)
+                built = (param for param in model.parameters() if known.find(param) is None)
+                send_parameters([param for param in built if id(param) not in known.each_ranks], ranks)
 
     @contextlib.contextmanager
     def random_numbers(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from chunkmem.assembly.moving import ChunkMover
 from chunkmem.assembly.runtime import Origin, Runtime
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import StateError
-from chunkmem.layout.spec import Layout
+from chunkmem.layout.spec import EACH, Layout
 from chunkmem.nn.binding import ManagedParameter, dense_stride
 from chunkmem.optim.chunk_states import HeldStates
 from chunkmem.types import Role
@@ -94,7 +94,7 @@ class Repacking:
         groups = [
             (group, tuple(self.numbers[id(params[slot.tensor])] for slot in group.slots))
             for group, params in found
-            if group.owner == shard
+            if group.owner in (shard, EACH)
         ]
         copies_nbytes = sum(group.nbytes for group, _ in found if group.is_on_host and group.owner != shard)
         own = self._contents.wanted(groups, self._specs, rank=self.ranks.rank)

@@ -37,6 +37,9 @@ class OwnNames:
         named = dict(root.named_modules(remove_duplicate=False))
         self._is_own = {name: id(module) in own for name, module in named.items()}
         """By the name of a module."""
+        each_ranks = runtime.registry.each_ranks
+        self.in_parts = frozenset(name for name, param in root.named_parameters() if id(param) in each_ranks)
+        """Parameters of which each rank has a part of its own, and its own number of updates."""
         self._elsewhere = frozenset(name for name, module in named.items() if id(module) in own & away)
 
     def elsewhere(self, expected: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,6 +96,10 @@ def _divided(state: dict[str, Any], names: OwnNames) -> tuple[dict[str, Any], di
             optimizer["param_groups"] = [
                 {**group, "params": [name for name in group["params"] if name not in names]} for group in groups
             ]
+        for name in names.in_parts.intersection(optimizer.get("state", {})):
+            entry = optimizer["state"][name].items()
+            numbers = {key: value for key, value in entry if not isinstance(value, torch.Tensor) or not value.ndim}
+            own.setdefault("optimizer", {}).setdefault("state", {})[name] = numbers
     return shared, {key: value for key, value in own.items() if value}
 
 

@@ -189,8 +189,8 @@ class PackingAgain:
         params = [param for root in added.roots for param in root.parameters()]
         if runtime.config.memory.disk is not None:
             return "chunks with memory.disk are not packed again"
-        if runtime.ranks.wider:
-            return "chunks of pipeline stages, and of tensor-parallel models, are not packed again"
+        if runtime.ranks.wider or runtime.registry.local_parts:
+            return "chunks of pipeline stages, and of models with DTensors, are not packed again"
         if kept := next(filter(self._is_frozen_with_states, runtime.registry.parameters), None):
             return f"parameter {kept.name} is frozen with its states, and such chunks are not packed again"
         if runtime.gradients.values.shows_means:

@@ -9,7 +9,7 @@ from heapq import heapreplace
 from typing import NamedTuple
 
 from chunkmem.errors import LayoutError
-from chunkmem.layout.spec import ALIGN_NBYTES, Group, Layout, Slot, TensorSpec
+from chunkmem.layout.spec import ALIGN_NBYTES, EACH, Group, Layout, Slot, TensorSpec
 
 LOOK_BACK = 4
 """How many recently opened groups with room a tensor may join: enough to fill gaps, too few to couple far layers."""
@@ -116,6 +116,9 @@ def dealt(layout: Layout, *, num_ranks: int) -> Layout:
     ranks = {is_on_host: [(0, at) for at in range(num_ranks)] for is_on_host in (False, True)}
     owned = []
     for group in sorted(layout.groups, key=lambda group: (-kept_nbytes[group], group.id)):
+        if layout.tensors[group.slots[0].tensor].is_each_ranks and num_ranks > 1:
+            owned.append(replace(group, owner=EACH))
+            continue
         nbytes, at = ranks[group.is_on_host][0]
         owned.append(replace(group, owner=(layout.groups[0].id + at) % num_ranks))
         heapreplace(ranks[group.is_on_host], (nbytes + kept_nbytes[group], at))

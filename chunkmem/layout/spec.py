@@ -24,6 +24,10 @@ class MasterCopy(Enum):
     """From the first update on: the weights are frozen, and exact in the dtype they compute in."""
 
 
+EACH = -1
+"""As an owner: each rank has its own part of a parameter there, which the others have not."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A tensor to be packed: what the packer needs to know of a parameter."""
@@ -41,12 +45,15 @@ class TensorSpec:
     as the groups show it."""
     is_on_host: bool = field(default=False, repr=False)
     """And this: their modules compute on HOST. In the `digest` by the groups."""
+    is_each_ranks: bool = field(default=False, repr=False)
+    """And this: each of the ranks that share the layout has a tensor of its own. In the `digest` by the groups."""
 
     @property
     def kind(self) -> str:
         """What the tensors of a group have in common."""
         kind = self.dtype if self.master is MasterCopy.NONE else f"{self.dtype}, master copy {self.master.value}"
         kind = f"{kind}, frozen" if self.is_frozen else kind
+        kind = f"{kind}, each rank's own" if self.is_each_ranks else kind
         return f"{kind}, on HOST" if self.is_on_host else kind
 
     @property
@@ -90,7 +97,7 @@ class Group:
     is_on_host: bool = field(default=False, repr=False)
     """Modules compute with it on HOST: its chunks are never anywhere else, and no plan knows of them."""
     owner: int = field(default=0, repr=False)
-    """Which of the ranks that share the layout keeps it and updates it."""
+    """Which of the ranks that share the layout keeps it and updates it; `EACH`: each does its own."""
 
     @classmethod
     def of_bytes(cls, number: int, nbytes: int) -> Group:
@@ -125,6 +132,8 @@ def digest(layouts: Iterable[Layout]) -> str:
     text = repr([(layout.slab_nbytes, layout.tensors, layout.groups) for layout in layouts])
     if on_host := [group.id for layout in layouts for group in layout.groups if group.is_on_host]:
         text += f" on HOST: {on_host}"
+    if own := [group.id for layout in layouts for group in layout.groups if group.owner == EACH]:
+        text += f" of each rank: {own}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

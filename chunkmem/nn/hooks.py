@@ -154,7 +154,7 @@ class ModuleHooks:
         """
         owned: dict[nn.Module, dict[str, ManagedParameter]] = {}
         chunks = self._access.chunks
-        exchanged = {k: m.group for k, m in by_id.items() if chunks[m.group].compute_tier is Tier.DEVICE}
+        exchanged = {k: m.group for k, m in by_id.items() if chunks[m.group].is_exchanged}
         units = self._units.of(root, exchanged, lambda module: self._policies.of(module).is_unit)
         regions = self._regions.policies.of(root)
         self._roots.add(root)

@@ -80,14 +80,18 @@ class Reduction:
 
     def _over_ranks(self, params: Sequence[ManagedParameter], *, is_agreed: bool) -> list[set[ManagedParameter]]:
         """Return of which parameters a rank has a gradient, has one in a mean, and has withdrawn one from a mean."""
-        gradients = self._gradients
-        fresh = gradients.fresh
-        flags = [managed in fresh.get(managed.group, ()) for managed in params]
-        flags += [managed in gradients.given for managed in params]
-        flags += [managed in gradients.withdrawn for managed in params]
-        found = self.shards.ranks.any_over(flags, label=_READER, is_agreed=is_agreed)
-        per_row = (found[row * len(params) : (row + 1) * len(params)] for row in range(3))
-        return [{managed for managed, has in zip(params, row, strict=True) if has} for row in per_row]
+        fresh = {managed for landed in self._gradients.fresh.values() for managed in landed}
+        return self._anywhere(params, fresh, self._gradients.given, self._gradients.withdrawn, is_agreed=is_agreed)
+
+    def _anywhere(
+        self, params: Sequence[ManagedParameter], *sets: Collection[ManagedParameter], is_agreed: bool = False
+    ) -> list[set[ManagedParameter]]:
+        """Return which of `params` are in each of some sets on any rank; of what is each rank's own, on this one."""
+        own = {managed for managed in params if self.shards.is_each_ranks(managed.group)}
+        shared = [managed for managed in params if managed not in own]
+        flags = [managed in some for some in sets for managed in shared]
+        found = iter(self.shards.ranks.any_over(flags, label=_READER, is_agreed=is_agreed))
+        return [{managed for managed in shared if next(found)} | own.intersection(some) for some in sets]
 
     def _refuse(self, disputed: set[ManagedParameter]) -> None:
         """Raise a `RankError`: of what has been added up, one rank's part cannot be taken out any more."""
@@ -104,9 +108,8 @@ class Reduction:
         groups = self._gradients.groups
         params_of_all = [managed for group in sorted(groups) for managed in groups[group].members]
         self._reduce_fresh(params_of_all, is_agreed=False)
-        landed = [m in self._gradients.landed.get(m.group, ()) for m in params]
-        anywhere = self.shards.ranks.any_over(landed, label=_READER)
-        return [managed for managed, has in zip(params, anywhere, strict=True) if has]
+        (anywhere,) = self._anywhere(params, {m for landed in self._gradients.landed.values() for m in landed})
+        return [managed for managed in params if managed in anywhere]
 
     def reduce_groups(self, groups: Sequence[int]) -> None:
         """Let the owners of these groups have the means of what has landed on any rank.
@@ -127,6 +130,23 @@ class Reduction:
         for together in self.shards.together(groups):
             self._begin(together)
             self.finish()
+        for group in filter(self.shards.is_each_ranks, groups):
+            self._divide(group)
+
+    def _divide(self, group: int) -> None:
+        """Make a mean over ranks of what one rank alone has: the sum of all ranks' gradients has come to it."""
+        gradients = self._gradients
+        gradients.complete(group, reader=_READER)
+        chunk = gradients.groups[group].chunk
+        self._pager.pin(chunk, reader=_READER)
+        try:
+            with runtime_mode():
+                chunk.replicas[chunk.compute_tier].flat.div_(self.shards.ranks.size)
+            gradients.reduced(group)
+        finally:
+            self._unpin([chunk])
+        for listener in self._pager.events.reduced:
+            listener(group)
 
     def begin(self, groups: Sequence[int]) -> None:
         """Begin what `reduce_groups` does; until it is finished the gradients stay on DEVICE."""

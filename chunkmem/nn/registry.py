@@ -44,6 +44,8 @@ class ModelRegistry:
         """Parameters that another rank has, too, and counts in norms: of another stage, or with the same local part."""
         self.local_parts: dict[int, LocalPart] = {}
         """Of what were DTensors, by the identity of the Parameter that is managed in their place."""
+        self.each_ranks: set[int] = set()
+        """Those of them that are parts over the ranks which share chunks, as experts are: each rank has its own."""
         self.models: list[PackedModel] = []
         self.parameters: list[ManagedParameter] = []
         """All managed parameters."""

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.runtime.device import runtime_mode
@@ -62,7 +63,13 @@ class SharedGradients:
 
         Raises:
             RankError: a rank is missing, or somewhere else.
+            StateError: each rank has a part of it.
         """
+        if self._shards.is_each_ranks(managed.group):
+            raise StateError(
+                f"a norm of the gradient of {managed.name}, of which each rank has a part: call "
+                "optimizer.clip_grad_norm_(max_norm) on all ranks, or set gradient_clipping"
+            )
         if self._norms_at != self._gradients.num_changes:
             self._norms.clear()
         if order not in self._norms:

@@ -201,6 +201,13 @@ class ChunkStates:
                 roles = {key: spec.role for key, spec in self.specs_of(managed).items()}
                 record.entry = form.zeros(roles, device="cpu")
 
+    def even_out(self) -> None:
+        """Where some ranks have a state of their own part of a parameter, have the others one of zeros: to be saved."""
+        each_ranks = self._host.registry.each_ranks
+        own = [managed for managed in self._members.known() if id(managed.param) in each_ranks]
+        found = self._host.ranks.any_over([managed in self for managed in own], label="states of each rank's own parts")
+        self.make_blank([managed for managed, is_there in zip(own, found, strict=True) if is_there])
+
     # What there is.
 
     def _entry(self, managed: ManagedParameter) -> Entry:
@@ -240,7 +247,7 @@ class ChunkStates:
             self._check(managed)
             if managed in self and self._host.owns(managed):
                 own[number] = self._copied_entry(managed)
-        entries = self._host.ranks.merged(own, label="the optimizer states that each rank has")
+        entries = self._host.ranks.merged(own, label="the optimizer states that each rank has") | own
         states: dict[ManagedParameter, dict[str, Any]] = {}
         for number, managed in enumerate(params):
             states[managed] = {

@@ -332,6 +332,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _save(self, *, lazily: bool) -> dict[str, Any]:
         self.updates.check_claims()
+        self.updates.states.even_out()
         own = self._state
         self._state = own.copies(lazily=lazily)  # type: ignore[assignment]  # what torch packs
         try:

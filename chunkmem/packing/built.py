@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from chunkmem.layout.pack import SLAB_FLOOR_NBYTES
-from chunkmem.layout.spec import Group, Layout, MasterCopy, digest
+from chunkmem.layout.spec import EACH, Group, Layout, MasterCopy, digest
 from chunkmem.nn.binding import ManagedParameter, dense_stride
 from chunkmem.runtime.device import give_back_freed_ram
 from chunkmem.shard.shards import ShardStore
@@ -74,7 +74,7 @@ class Built:
 
     def owns(self, group: Group) -> bool:
         """Tell whether the chunks of a group have content on this rank."""
-        return self._shards is None or self._shards.ranks.shard.rank == group.owner
+        return self._shards is None or group.owner in (EACH, self._shards.ranks.shard.rank)
 
     def is_released(self, param: nn.Parameter) -> bool:
         """Tell whether this rank need not have the values of a parameter; it was found fit to be packed."""

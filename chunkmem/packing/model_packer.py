@@ -168,7 +168,7 @@ class ModelPacker:
             )
         layouts: list[Layout] = []
         for found in named:
-            specs = tensor_specs(found, precision, on_host=on_host)
+            specs = tensor_specs(found, precision, on_host=on_host, each_ranks=self._registry.each_ranks)
             layouts.append(
                 pack(specs, slab_nbytes=slab_nbytes or ALIGN_NBYTES, first_group=first_group, num_ranks=num_ranks)
             )

@@ -27,9 +27,20 @@ _BAR_DELAY_S = 2.0
 
 
 def tensor_specs(
-    named: Sequence[tuple[str, nn.Parameter]], precision: Precision = AS_BUILT, *, on_host: Collection[int] = ()
+    named: Sequence[tuple[str, nn.Parameter]],
+    precision: Precision = AS_BUILT,
+    *,
+    on_host: Collection[int] = (),
+    each_ranks: Collection[int] = (),
 ) -> list[TensorSpec]:
-    """Describe parameters to the packer; `on_host` are the identities of those whose modules compute there."""
+    """Describe parameters to the packer.
+
+    Args:
+        named: parameters and their names.
+        precision: theirs.
+        on_host: identities of those whose modules compute there.
+        each_ranks: identities of those of which each rank has its own.
+    """
     specs = []
     for name, param in named:
         dtype = precision.of(param)
@@ -44,6 +55,7 @@ def tensor_specs(
                 master,
                 is_frozen=not param.requires_grad,
                 is_on_host=id(param) in on_host,
+                is_each_ranks=id(param) in each_ranks,
             )
         )
     return specs

@@ -31,11 +31,20 @@ class TensorParallel:
         """DTensors, without memory, by the identity of what has their places."""
 
     @contextmanager
-    def taking_apart(self, roots: Sequence[nn.Module], excluded: Iterable[nn.Module] = ()) -> Iterator[None]:
+    def taking_apart(
+        self, roots: Sequence[nn.Module], excluded: Iterable[nn.Module] = (), *, is_released: bool = False
+    ) -> Iterator[None]:
         """Surround what packs models whose DTensors were taken apart; where it fails, they are put together again.
 
-        Raises what `take_apart` does.
+        Raises what `take_apart` does, and a `LayoutError` if memory `is_released` as soon as modules are attached: what
+        divides their parameters afterwards has no values.
         """
+        named = (pair for root in roots for pair in root.named_parameters())
+        if is_released and (found := next((name for name, param in named if is_dtensor(param)), None)):
+            raise LayoutError(
+                f"parameter {found} is a DTensor, and each rank keeps what it owns alone while a model is built: set "
+                "release_after_init to true, or build it outside of manager.init() and call manager.wrap(model)"
+            )
         self.take_apart(roots, excluded)
         try:
             yield
@@ -91,13 +100,20 @@ class TensorParallel:
         own = (
             [self._ranks.name(self._ranks.rank)] if parts is None else [parts.name(rank) for rank in range(parts.size)]
         )
-        if sorted(ranks) != own:
-            raise LayoutError(
-                f"parameter {name} is a DTensor over the ranks {ranks}, and tensor parallelism of this manager is over "
-                f'{own}: make it with ChunkManager(config, mesh=mesh), whose dimension "tp" has those ranks'
-            )
         if any(placement.is_partial() for placement in param.placements):
             raise LayoutError(f"parameter {name} is a DTensor of sums that have not been formed; redistribute it first")
+        if sorted(ranks) != own and not self._is_over_shards(param, ranks):
+            raise LayoutError(
+                f"parameter {name} is a DTensor {param.placements} over the ranks {ranks}, and tensor parallelism of "
+                f'this manager is over {own}: make it with ChunkManager(config, mesh=mesh), whose dimension "tp" has '
+                "those ranks. Experts may be divided over all ranks that shard one model, where there is one replica"
+            )
+
+    def _is_over_shards(self, param: Any, ranks: Sequence[int]) -> bool:
+        """Tell whether each of the ranks that share chunks has a part of its own, as of experts."""
+        is_whole_row = self._ranks.size > 1 and self._ranks.replicate is None
+        is_divided = all(placement.is_shard() for placement in param.placements)
+        return is_whole_row and is_divided and sorted(ranks) == list(self._ranks.connection.names)
 
     def _local_of(self, param: Any, name: str) -> tuple[nn.Parameter, LocalPart]:
         part = LocalPart.of(param, name)
@@ -107,6 +123,8 @@ class TensorParallel:
         param._local_tensor = torch.empty(part.local_shape, dtype=param.dtype, device="meta")
         self._wholes[id(local)] = param
         self._registry.local_parts[id(local)] = part
+        if self._is_over_shards(param, param.device_mesh.mesh.flatten().tolist()):
+            self._registry.each_ranks.add(id(local))
         return local, part
 
 

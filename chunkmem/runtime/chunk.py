@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from chunkmem.layout.spec import Group
+from chunkmem.layout.spec import EACH, Group
 from chunkmem.plan.semantics import ReplicaState, Residency
 from chunkmem.runtime.disk_pool import DiskSlab
 from chunkmem.runtime.pool import Slab
@@ -149,6 +149,11 @@ class Chunk:
     def stays(self) -> bool:
         """It never leaves the tier where it was made: plans do not move it, and leave it its room."""
         return self.group.is_on_host or self.id.role.kind.stays
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Over ranks, its owner gives its weights to the others when they are read."""
+        return self.compute_tier is Tier.DEVICE and self.group.owner != EACH
 
     def on(self, tier: Tier) -> ReplicaState:
         """What there is of it on a tier, as plans see it."""

@@ -14,6 +14,7 @@ import torch
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.exchange import Exchange, Shard, Work
 from chunkmem.comm.ranks import Ranks
+from chunkmem.layout.spec import EACH
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
@@ -53,18 +54,27 @@ class ShardStore:
 
     def owner(self, group: int) -> int:
         """Return the rank that keeps a group and updates it, counted within its replica: see `Group`."""
-        return self._store.weights(group).group.owner
+        found = self._store.weights(group).group.owner
+        return self.ranks.shard.rank if found == EACH else found
+
+    def is_each_ranks(self, group: int) -> bool:
+        """Tell whether each rank has a group of its own there, which is not exchanged."""
+        return self._store.weights(group).group.owner == EACH
 
     def owns(self, group: int) -> bool:
         """Tell whether this rank does."""
         return self.owner(group) == self.ranks.shard.rank
 
     def together(self, groups: Iterable[int]) -> list[list[int]]:
-        """Return groups as they are exchanged: each list has at most one of each owner, all on the same tier."""
+        """Return groups as they are exchanged: each list has at most one of each owner, all on the same tier.
+
+        What is each rank's own is not.
+        """
         found: list[list[int]] = []
         seen: set[int] = set()
         was_on_host = False
-        for group in sorted(set(groups), key=lambda group: (self._is_on_host(group), group)):
+        shared = {group for group in groups if not self.is_each_ranks(group)}
+        for group in sorted(shared, key=lambda group: (self._is_on_host(group), group)):
             owner, is_on_host = self.owner(group), self._is_on_host(group)
             if not found or owner in seen or is_on_host is not was_on_host:
                 found.append([])
@@ -407,6 +417,8 @@ class ShardStore:
 
     def from_owner(self, group: int, read: Callable[[], T], *, reader: str) -> T:
         """Return what `read` returns on the rank that owns a group, as `pickle` copies it. All ranks call it."""
+        if self.is_each_ranks(group):
+            return read()
         return self.ranks.broadcast_object(read() if self.owns(group) else None, label=reader, source=self.owner(group))  # type: ignore[return-value]
 
     def values_from_owner(
@@ -416,6 +428,8 @@ class ShardStore:
 
         All ranks call it. `into` is a dense tensor in RAM, which may be written to, and be what is returned.
         """
+        if self.is_each_ranks(group):
+            return read()
         self.ranks.connection.begin(Operation(reader))
         own = read() if self.owns(group) else None
         with runtime_mode():

@@ -223,6 +223,30 @@ def test_checkpoints_are_those_of_torch(team: Team, four: Team, tmp_path: Path, 
     (team if sizes is TP else four).run(save_and_load, str(tmp_path), sizes)
 
 
+def init(rank: int, sizes: dict[str, int]) -> None:
+    """What is divided inside of `manager.init()` trains as what is wrapped."""
+    torch.set_num_threads(1)
+    task = Parallel(sizes, config_of(10 << 10), steps=3)
+    wrapped = ChunkTraining(task)
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(task.config), mesh=wrapped.mesh) as manager:
+        with manager.init():
+            model = built(wrapped.mesh["tp"])
+        wrapped_losses = [wrapped.step(number) for number in range(task.steps)]
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=task.lr)
+        for number, expected in enumerate(wrapped_losses):
+            optimizer.zero_grad()
+            loss = loss_of(model, task.batch(number, 0, task.replica_of(wrapped.mesh)))
+            manager.backward(loss)
+            optimizer.step()
+            assert full(loss.detach()).item() == expected
+    wrapped.manager.close()
+
+
+@pytest.mark.parametrize("sizes", [pytest.param(TP, marks=pytest.mark.full), TP_SHARD])
+def test_inside_of_init(team: Team, four: Team, sizes: dict[str, int]) -> None:
+    (team if sizes is TP else four).run(init, sizes)
+
+
 def ways_out(rank: int) -> None:
     """Copies and what `unwrap` leaves are DTensors again, and the ways that need more than a part are refused."""
     task = Parallel(TP)
