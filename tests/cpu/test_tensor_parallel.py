@@ -289,7 +289,7 @@ def ways_out(rank: int) -> None:
         ]
     with (
         chunkmem.ChunkManager(mesh=training.mesh["tp"]) as other,
-        pytest.raises(chunkmem.LayoutError, match="is a DTensor over the ranks"),
+        pytest.raises(chunkmem.LayoutError, match=r"is a DTensor .* over the ranks"),
     ):
         own = dist.device_mesh.DeviceMesh("cpu", [rank])
         lone = nn.Linear(4, 4)
