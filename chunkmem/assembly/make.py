@@ -124,7 +124,8 @@ def _open_ranks(config: Config, origin: Origin) -> Ranks:
     rows = mesh_of(origin.mesh, process_group=origin.process_group)
     opened = open_ranks(origin.process_group, mesh=rows, timeout_s=config.distributed.timeout_s)
     opened.require_whole()
-    for ranks in several_ranks(opened):
+    parts = [] if opened.parts is None else [opened.parts]
+    for ranks in (*parts, *several_ranks(opened)):
         values = flattened(config.to_dict()).items()
         named = {f"{path} of the configuration": json.dumps(value) for path, value in values}
         ranks.agree_on_all(named, label="comparing the configuration")

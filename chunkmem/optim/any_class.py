@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any, cast
 
 import torch
 from torch.optim.optimizer import ParamsT
 
+from chunkmem.comm.local_parts import LocalPart
 from chunkmem.errors import ConfigError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.checks import flag
@@ -94,7 +95,7 @@ class Optimizer(RuleOptimizer):
             resolved = self._resolve(trial, next(p for p in found if isinstance(p, torch.Tensor)), group)
             group = {**resolved, **{key: group[key] for key in NOT_OPTIONS if key in group}}
         registry = self._host.registry
-        tiles = tiles_in(model.root for model in registry.models)
+        tiles = tiles_in((model.root for model in registry.models), registry.local_parts)
         for managed in filter(None, map(registry.find, found)):
             require_whole(managed, trial, tiles)
         new = [id(param) for param in found if id(param) not in self._rule.trial_of]
@@ -180,12 +181,13 @@ class WholeOptimizer(Optimizer):
         """Add a parameter group, as the class does."""
         self._host.require_open()
         group = self._class.add_group(param_group) if self._is_made else param_group
-        tiles = tiles_in(model.root for model in self._host.registry.models)
+        registry = self._host.registry
+        tiles = tiles_in((model.root for model in registry.models), registry.local_parts)
         for managed in filter(None, map(self._host.registry.find, group["params"])):
             if id(managed.param) in tiles:
                 raise ConfigError(
-                    f"parameter {managed.name} is a tile of layer {tiles[id(managed.param)]}, and "
-                    f"{self._class.name} with whole=True sees whole matrices: do not tile that layer"
+                    f"parameter {managed.name} is a {tiles[id(managed.param)]}, and "
+                    f"{self._class.name} with whole=True sees whole matrices: do not divide that layer"
                 )
         RuleOptimizer.add_param_group(self, group)
 
@@ -243,7 +245,7 @@ def _groups(params: Any) -> list[dict[str, Any]]:
 
 
 def require_whole(managed: ManagedParameter, trial: ClassTrial, tiles: Mapping[int, str]) -> None:
-    """Refuse a tile to a class that may have to see the whole matrix; `tiles` are those of `tiles_in`.
+    """Refuse a part of a weight to a class that may have to see all of it; `tiles` are what `tiles_in` has found.
 
     Raises:
         ConfigError: it is one.
@@ -251,13 +253,15 @@ def require_whole(managed: ManagedParameter, trial: ClassTrial, tiles: Mapping[i
     layer = tiles.get(id(managed.param))
     if layer is not None and not trial.is_elementwise:
         raise ConfigError(
-            f"{trial.name} may need whole matrices, and parameter {managed.name} is a tile of layer {layer}; "
-            "update tiles with an elementwise class (AdamW, SGD, ...), in the same chunkmem.Optimizer([...]), or "
-            "do not tile that layer. A class of your own that updates each element by itself says so: "
-            "is_elementwise = True"
+            f"{trial.name} may need whole matrices, and parameter {managed.name} is a {layer}; update parts with an "
+            "elementwise class (AdamW, SGD, ...), in the same chunkmem.Optimizer([...]), or do not divide that "
+            "layer. A class of your own that updates each element by itself says so: is_elementwise = True"
         )
 
 
-def tiles_in(roots: Iterable[torch.nn.Module]) -> dict[int, str]:
-    """Return by the identity of each tile the name of its layer."""
-    return {id(tile): whole.layer_name for whole in tiled_weights(roots) for tile in whole.tiles}
+def tiles_in(roots: Iterable[torch.nn.Module], parts: Mapping[int, LocalPart] = MappingProxyType({})) -> dict[int, str]:
+    """Return by the identity of each tile, and of each part of a DTensor, what it is a part of."""
+    tiles = {id(tile): f"tile of layer {whole.layer_name}" for whole in tiled_weights(roots) for tile in whole.tiles}
+    return tiles | {
+        key: f"part of the DTensor {part.name}" for key, part in parts.items() if part.local_shape != part.shape
+    }

@@ -389,7 +389,7 @@ def tiled(manager: chunkmem.ChunkManager | None) -> nn.Module:
 
 def test_whole_matrix_classes_are_refused_over_tiles(manager: chunkmem.ChunkManager) -> None:
     model = tiled(manager)
-    says = r"may need whole matrices, and parameter (\S+\.tile_0_0\.weight) is a tile of layer \S+; update tiles with"
+    says = r"may need whole matrices, and parameter (\S+\.tile_0_0\.weight) is a tile of layer \S+; update parts with"
     for kind in (torch.optim.Adafactor, torch.optim.Muon, Simple):
         params = [param for param in model.parameters() if param.dim() == 2]
         with pytest.raises(chunkmem.ConfigError, match=f"{kind.__name__} {says}"):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
@@ -180,6 +181,54 @@ def test_a_checkpoint_has_all_experts(team: Team, four: Team, tmp_path: Path) ->
     folder = str(tmp_path / "checkpoint")
     expected, *_ = team.run(save, folder)
     four.run(load, folder, expected)
+
+
+class Attention(nn.Module):
+    """Each rank has a part of the sequence, and attends to all of it, as in context parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.out = nn.Linear(16, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, *others = self.qkv(x).split(16, -1)
+        key, value = (all_gather_tensor_autograd(each.contiguous(), 1, dist.group.WORLD) for each in others)
+        result: Tensor = self.out(nn.functional.scaled_dot_product_attention(query, key, value))
+        return result
+
+
+def in_context(rank: int) -> None:
+    torch.set_num_threads(1)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Embedding(WORDS, 16), Attention()))
+    plain, model = models
+    expected_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    with chunkmem.ChunkManager(mesh=mesh["dp", "cp"]._flatten("shard")) as manager:
+        manager.wrap(model)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        for step in range(4):
+            whole = torch.randint(0, WORDS, (2, 16), generator=torch.Generator().manual_seed(step))
+            own = whole.chunk(2, 1)[rank]
+            losses = [nn.functional.cross_entropy(each(own).flatten(0, 1), own.flatten()) for each in models]
+            expected_optimizer.zero_grad()
+            losses[0].backward()
+            for param in plain.parameters():
+                assert param.grad is not None
+                dist.all_reduce(param.grad)
+                param.grad.div_(2)
+            expected_optimizer.step()
+            optimizer.zero_grad()
+            manager.backward(losses[1])
+            optimizer.step()
+            assert losses[0].item() == losses[1].item()
+
+
+def test_ranks_of_context_parallelism_are_among_those_that_shard(team: Team) -> None:
+    team.run(in_context)
 
 
 def refuse(rank: int) -> None:

@@ -266,6 +266,8 @@ def ways_out(rank: int) -> None:
     manager.backward(loss_of(model, task.batch(1, 0, 0)))
     with pytest.raises(chunkmem.StateError, match=r"its parts of the parameters alone, which torch.nn.utils.clip_grad"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(chunkmem.ConfigError, match=r"Adafactor may need whole .*words.weight is a part of the DTensor"):
+        chunkmem.Optimizer(torch.optim.Adafactor, model.parameters(), manager=manager)
     training.optimizer.zero_grad()
     with pytest.raises(chunkmem.CheckpointError, match=r"blocks\.0\.up\.weight is \(3, 3\) instead of \(32, 16\)"):
         manager.load_state_dict({**weights, "blocks.0.up.weight": torch.ones(3, 3)})

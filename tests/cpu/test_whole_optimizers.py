@@ -348,7 +348,7 @@ REFUSED: list[tuple[Callable[[Any, chunkmem.ChunkManager], Any], str]] = [
     ),
     (
         lambda model, manager: chunkmem.Optimizer(Prodigy, tiled(manager).parameters(), manager=manager, whole=True),
-        r"is a tile of layer .*, and Prodigy with whole=True sees whole matrices: do not tile that layer",
+        r"is a tile of layer .*, and Prodigy with whole=True sees whole matrices: do not divide that layer",
     ),
     (
         lambda model, manager: chunkmem.Optimizer(torch.optim.LBFGS, model.parameters(), manager=manager),
