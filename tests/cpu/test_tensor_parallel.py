@@ -247,6 +247,83 @@ def test_inside_of_init(team: Team, four: Team, sizes: dict[str, int]) -> None:
     (team if sizes is TP else four).run(init, sizes)
 
 
+def averages(training: ChunkTraining, step: int) -> None:
+    if step == 0:
+        training.averages = chunkmem.EMA(training.manager, 0.9)
+    training.averages.update()
+    with training.averages.swapped():
+        pass
+
+
+def frozen(training: ChunkTraining, step: int) -> None:
+    training.optimizer.zero_grad()
+    if step == 2:
+        training.manager.freeze(training.model.blocks[0])
+    if step == 4:
+        training.manager.unfreeze(training.model.blocks[0])
+
+
+def evaluated(training: ChunkTraining, step: int) -> None:
+    with torch.no_grad():
+        training.model(training.task.batch(step, 0, 0))
+
+
+def read(training: ChunkTraining, step: int) -> None:
+    copy.deepcopy(training.model)
+    training.model.state_dict()
+    training.optimizer.state_dict()
+    dict(training.manager.stream_weights())
+    with training.manager.gather(list(training.model.parameters())[:2]):
+        pass
+
+
+def compiled(training: ChunkTraining, step: int) -> None:
+    if step == 0:
+        training.manager.compile(training.model.blocks[0], backend="eager")
+
+
+def nothing(training: ChunkTraining, step: int) -> None:
+    """Between two steps."""
+
+
+FEATURES: dict[str, tuple[dict[str, Any], Any]] = {
+    "in backward": ({"optimizer": {"params": {"in_backward": True}}}, nothing),
+    "phases": (config_of(24 << 10), lambda training, step: training.manager.offload()),
+    "averages": (config_of(24 << 10), averages),
+    "evaluation": (config_of(12 << 10), evaluated),
+    "copies": (config_of(12 << 10), read),
+    "frozen": (config_of(24 << 10), frozen),
+    "compiled": ({}, compiled),
+    "tiles": ({"with_tiling_linear": True}, nothing),
+    "disk": ({"memory": {"device": 16 << 10, "host": 96 << 10, "disk": {"capacity": "8MiB"}}}, nothing),
+}
+
+
+def cross(rank: int, sizes: dict[str, int], feature: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    config, between = FEATURES[feature]
+    if feature == "disk":
+        config = {"memory": {**config["memory"], "disk": {**config["memory"]["disk"], "path": folder}}}
+    ample = {} if feature in ("disk", "tiles", "in backward") else {**config, "memory": {"device": None}}
+    found = []
+    for each in (ample, config):
+        training = ChunkTraining(Parallel(sizes, each))
+        with training.manager:
+            losses = []
+            for step in range(6):
+                losses.append(training.step(step))
+                between(training, step)
+            found.append((losses, *training.state()))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("sizes", [TP, TP_SHARD], ids=str)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_other_features(team: Team, four: Team, tmp_path: Path, sizes: dict[str, int], feature: str) -> None:
+    (team if sizes is TP else four).run(cross, sizes, feature, str(tmp_path))
+
+
 def ways_out(rank: int) -> None:
     """Copies and what `unwrap` leaves are DTensors again, and the ways that need more than a part are refused."""
     task = Parallel(TP)

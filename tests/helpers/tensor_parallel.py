@@ -134,6 +134,7 @@ class ChunkTraining:
         self.task, self.mesh = task, task.mesh()
         self.manager = chunkmem.ChunkManager(chunkmem.Config.from_dict(task.config), mesh=self.mesh)
         self.model: Any = self.manager.wrap(built(self.mesh["tp"]))
+        self.averages: Any = None
         self.optimizer: Any = self.manager.optimizer(torch.optim.AdamW(self.model.parameters(), lr=task.lr))
 
     def step(self, number: int) -> float:
