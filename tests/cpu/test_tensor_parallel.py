@@ -62,9 +62,9 @@ def compare(rank: int, task: Parallel) -> int:
 
 
 @pytest.mark.few(2)
-@spread(device=(None, 8 << 10), precision=("fp32", "bf16"), activations=(None, "recompute", "offload"))
+@spread(device=(6 << 10, None), precision=("fp32", "bf16"), activations=(None, "recompute", "offload"))
 def test_two_ranks(team: Team, device: int | None, precision: str, activations: str | None) -> None:
-    device = device and device * (1 if activations is None else 4)
+    device = device and device * (1 if activations is None else 5)
     for moved in team.run(compare, Parallel(TP, config_of(device, precision, activations))):
         assert (moved > 0) == (device is not None)
 
