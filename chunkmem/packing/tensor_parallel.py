@@ -100,6 +100,16 @@ class TensorParallel:
         own = (
             [self._ranks.name(self._ranks.rank)] if parts is None else [parts.name(rank) for rank in range(parts.size)]
         )
+        if param.grad is not None or param._backward_hooks or param._post_accumulate_grad_hooks:
+            raise LayoutError(
+                f"parameter {name} is a DTensor that has a gradient, or hooks, and chunks have its local part in its "
+                "place: call zero_grad() before manager.wrap(), and register hooks after it"
+            )
+        if param.to_local().is_meta:
+            raise LayoutError(
+                f"parameter {name} is a DTensor on the meta device, and has no values; materialise the model first "
+                "(model.to_empty(device=...), then initialise it)"
+            )
         if any(placement.is_partial() for placement in param.placements):
             raise LayoutError(f"parameter {name} is a DTensor of sums that have not been formed; redistribute it first")
         if sorted(ranks) != own and not self._is_over_shards(param, ranks):

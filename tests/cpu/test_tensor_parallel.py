@@ -357,6 +357,16 @@ def ways_out(rank: int) -> None:
     optimizer.step()
     manager.close()
 
+    hooked: Any = built(training.mesh["tp"])
+    with chunkmem.ChunkManager(mesh=training.mesh["tp"]) as other:
+        hooked.head.weight.register_hook(lambda grad: grad)
+        with pytest.raises(chunkmem.LayoutError, match=r"words.weight is a DTensor that has a gradient, or hooks"):
+            other.wrap(hooked)
+        assert isinstance(hooked.blocks[0].up.weight, DTensor)
+        with torch.device("meta"):
+            on_meta = built(training.mesh["tp"])
+        with pytest.raises(chunkmem.LayoutError, match=r"words.weight is a DTensor on the meta device, and has no val"):
+            other.wrap(on_meta)
     with chunkmem.ChunkManager(mesh=training.mesh["tp"]) as other:
         params = list(built_anew.parameters())
         wrong: Any = distribute_tensor(torch.ones(4, 4), training.mesh["tp"], [Replicate()])
