@@ -68,6 +68,8 @@ def _change(question: Question, changed: Question) -> Change:
     values = {name: getattr(changed, key) for key, name in _NAMES.items() if vars(changed)[key] != vars(question)[key]}
     words: list[str] = []
     for name, value in values.items():
+        if name == "world" and changed.tp > 1:
+            name, value = "mesh", f"replicate={changed.replicas},shard={changed.shards},tp={changed.tp}"
         words += [f"--{name.replace(' ', '-')}", *([] if value is True else [str(value)])]
     return Change(" + ".join(values), tuple(words), changed)
 
@@ -210,7 +212,7 @@ def _more_ranks(question: Question, rehearse: Rehearse) -> Iterator[Question]:
     They are looked for with the chunks of one rehearsal, and those found are tried with chunks of their own.
     They are spread evenly over as many machines and replicas as before.
     """
-    parts = lcm(-(-question.world // question.hardware.ranks_a_machine), question.replicas)
+    parts = lcm(-(-question.world // question.peers.ranks_a_machine), question.replicas)
 
     def over(world: int) -> Question:
         return replace(question, world=-(-world // parts) * parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chunkmem.errors import ConfigError
 from chunkmem.estimate.gpt import usual_width
@@ -26,6 +26,8 @@ class Family:
     text: str
     seq: int | None
     """Positions a sample; None: as `resolve_model` has it."""
+    tp: int = 1
+    """See `Model`."""
 
     def __post_init__(self) -> None:
         if self.text.startswith("gpt:"):
@@ -46,6 +48,5 @@ class Family:
 
     def sized(self, width: int, layers: int) -> Callable[[int], Model]:
         """Return the model of a width and a number of layers, by batch."""
-        if self.text == "gpt":
-            return lambda batch: resolve_model(f"gpt:{width}x{layers}", batch=batch, seq=self.seq)
-        return lambda batch: resolve_model(self.text, batch=batch, seq=self.seq, layers=layers)
+        name, given = (f"gpt:{width}x{layers}", None) if self.text == "gpt" else (self.text, layers)
+        return lambda batch: replace(resolve_model(name, batch=batch, seq=self.seq, layers=given), tp=self.tp)
