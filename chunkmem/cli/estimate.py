@@ -142,9 +142,9 @@ def _fastest(options: argparse.Namespace) -> CommandResult:
     from chunkmem.cli.stages import refuse_with
     from chunkmem.estimate.meshes import fastest_meshes
 
-    given = ("largest", "replicas", "stages", "micro_batches", "picture", "disk", "in_backward")
-    others = [name for name in given if getattr(options, name) not in (None, False, 1)]
-    refuse_with("--mesh auto", [f"--{name.replace('_', '-')}" for name in others])
+    given = ("largest", "stages", "micro_batches", "picture", "disk", "in_backward")
+    others = [f"--{name.replace('_', '-')}" for name in given if getattr(options, name)]
+    refuse_with("--mesh auto", ["--replicas"] * (options.replicas > 1) + others)
     if options.world == 1 and options.nnodes:
         options.num_ranks = options.nnodes * HARDWARE[options.hardware].ranks_a_machine
     if options.num_ranks == 1:
@@ -158,7 +158,7 @@ def _fastest(options: argparse.Namespace) -> CommandResult:
             bar.set_postfix_str(str(mesh))
             bar.update()
 
-        return mesh_answer(question, options.num_ranks, *fastest_meshes(question, options.num_ranks, note=note))
+        return mesh_answer(question, options.num_ranks, fastest_meshes(question, options.num_ranks, note=note))
 
 
 def _answer(question: Question) -> CommandResult:
@@ -207,6 +207,8 @@ def _question(options: argparse.Namespace) -> Question:
         raise ConfigError(
             "--in-backward is estimated for one process, in fp32 or bf16 (in fp16 a step may be skipped); leave it out"
         )
+    if options.tile and options.tp > 1:
+        raise ConfigError("--tile splits whole weights, and tp of --mesh leaves parts of them; leave one of them out")
     if options.activations and options.checkpointing:
         raise ConfigError("--checkpointing and --activations are two ways to recompute blocks; leave one of them out")
     if options.world % options.replicas or options.world == options.replicas > 1:

@@ -11,22 +11,23 @@ from chunkmem.report.text import format_s
 from chunkmem.sizes import format_nbytes
 
 if TYPE_CHECKING:
-    from chunkmem.estimate.meshes import MeshStep, TooSmall
+    from chunkmem.estimate.meshes import MeshChoice, MeshStep, TooSmall
     from chunkmem.estimate.question import Question
 
 _COLUMNS = ("mesh", "step", "tokens/s a rank", "MFU", "DEVICE", "HOST", "most of it")
 
 
-def mesh_answer(
-    question: Question, num_ranks: int, fitting: Sequence[MeshStep], too_small: Sequence[TooSmall]
-) -> CommandResult:
+def mesh_answer(question: Question, num_ranks: int, choice: MeshChoice) -> CommandResult:
     """Return the answer: the fastest mesh first; where none fits, it is no."""
+    fitting, too_small = choice.fitting, choice.too_small
     head = f"{question.name} on {num_ranks} ranks, {counted(question.batch, 'sample')} a step over all of them"
     data = {"model": question.name, "num_ranks": num_ranks, "batch": question.batch, "fits": bool(fitting)}
     rows = [mesh_data(step) for step in fitting]
     data |= (rows[0] if rows else {}) | {"meshes": rows, "too_small": [_short(each) for each in too_small]}
+    data["refused"] = list(choice.refused)
     best = [f"fastest: --mesh {fitting[0].mesh}"] if fitting else ["does not fit on any mesh that was tried"]
     lines = [head, *best, "", *mesh_lines(fitting, too_small)]
+    lines += [f"not estimated: {reason}" for reason in choice.refused]
     return CommandResult(data, "\n".join(lines), fits=bool(fitting))
 
 

@@ -41,9 +41,10 @@ class Family:
         """Return the widths to try, the widest first, where so many parameters may fit; 0 is a width that is given."""
         if self.text != "gpt":
             return [0]
-        widths = [max(_NARROWEST, usual_width(num_params))]
-        while widths[-1] > _NARROWEST:
-            widths.append(max(_NARROWEST, int(_NARROWER * widths[-1]) // _NARROWEST * _NARROWEST))
+        step = self.tp * _NARROWEST  # a head is 128 wide, and `tp` divides heads
+        widths = [max(step, usual_width(num_params) // step * step)]
+        while widths[-1] > step:
+            widths.append(max(step, int(_NARROWER * widths[-1]) // step * step))
         return widths
 
     def sized(self, width: int, layers: int) -> Callable[[int], Model]:

@@ -44,6 +44,18 @@ class TooSmall:
     shortage: CapacityError
 
 
+@dataclass(frozen=True)
+class MeshChoice:
+    """Meshes of the same ranks."""
+
+    fitting: tuple[MeshStep, ...]
+    """The fastest first."""
+    too_small: tuple[TooSmall, ...]
+    """That seemed fast."""
+    refused: tuple[str, ...]
+    """Why some numbers of tensor-parallel ranks were left out."""
+
+
 def unstaged(question: Question, rehearsal: Rehearsal, mesh: RankMesh) -> MeshStep:
     """Plan a step without stages.
 
@@ -151,10 +163,8 @@ class _Cluster:
         return of_stages(question, rehearsal, mesh, step, batch=batch)
 
 
-def fastest_meshes(
-    question: Question, num_ranks: int, *, note: Callable[[RankMesh], None]
-) -> tuple[list[MeshStep], list[TooSmall]]:
-    """Return meshes on which steps are fastest, the fastest first, and those that seemed fast and do not fit.
+def fastest_meshes(question: Question, num_ranks: int, *, note: Callable[[RankMesh], None]) -> MeshChoice:
+    """Return the meshes on which steps are fastest.
 
     Each trains on `question.batch` samples over all ranks. Tensor-parallel ranks are in one machine. What steps take is
     guessed for all meshes, and planned for the few of which it is least.
@@ -176,19 +186,22 @@ def fastest_meshes(
         )
     fitting: list[MeshStep] = []
     too_small: list[TooSmall] = []
-    refused: dict[int, ConfigError] = {}
+    refused: dict[int, str] = {}
     for mesh in sorted(expected_s, key=lambda mesh: (expected_s[mesh], -mesh.shard)):
-        if mesh.tp in refused or (fitting and expected_s[mesh] == inf):
-            continue
-        if len(fitting) == _NUM_FITTING or len(too_small) == _NUM_TOO_SMALL:
+        if len(fitting) == _NUM_FITTING or len(too_small) == _NUM_TOO_SMALL or (fitting and expected_s[mesh] == inf):
             break
-        note(mesh)
-        try:
-            fitting.append(cluster.planned(mesh))
-        except CapacityError as error:
-            too_small.append(TooSmall(mesh, error))
-        except ConfigError as error:  # heads do not divide by it
-            refused[mesh.tp] = error
+        if mesh.tp not in refused:
+            try:
+                cluster.rehearsed(mesh.tp)
+            except ConfigError as error:  # heads, say, do not divide by it
+                refused[mesh.tp] = str(error)
+        if mesh.tp not in refused:
+            note(mesh)
+            try:
+                fitting.append(cluster.planned(mesh))
+            except CapacityError as error:
+                too_small.append(TooSmall(mesh, error))
     if not fitting and not too_small:
-        raise next(iter(refused.values()))
-    return sorted(fitting, key=lambda step: step.step_s), too_small
+        raise ConfigError("; ".join(refused.values()))
+    fitting.sort(key=lambda step: step.step_s)
+    return MeshChoice(tuple(fitting), tuple(too_small), tuple(refused.values()))

@@ -13,6 +13,8 @@ from torch import nn
 
 from chunkmem.cli.main import main
 from chunkmem.errors import ConfigError
+from chunkmem.estimate.families import Family
+from chunkmem.estimate.gpt import shape_of
 from chunkmem.estimate.hardware import HARDWARE
 from chunkmem.estimate.mesh import RankMesh, meshes
 from chunkmem.estimate.model import Model
@@ -104,6 +106,7 @@ def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureF
     whole, part = asked(capsys, *words), asked(capsys, *words, "--mesh", "tp=2")
     assert part["parameters"] == whole["parameters"]
     assert part["flop"] == pytest.approx(whole["flop"] / 2, rel=0.01)
+    assert part["tokens_per_s"] == pytest.approx(8 / part["step_s"] / 2)
     assert_refused(capsys, *words, "--mesh", "tp=4", message="tp=4: .* has 2 num_key_value_heads")
     assert_refused(capsys, str(path), "--seq", "9", "--mesh", "tp=2", message="positions that do not divide")
 
@@ -134,12 +137,32 @@ def test_other_options_are_shorthand(mesh: str, words: str, capsys: pytest.Captu
     assert said == expected
 
 
+def test_largest_models_have_heads_for_all_parts() -> None:
+    widths = Family("gpt", 64, tp=3).widths(10**9)
+    assert widths == sorted(widths, reverse=True)
+    assert all(shape_of(f"{width}x1").heads % 3 == 0 for width in widths)
+    assert Family("gpt", 64, tp=3).sized(384, 1)(1).tp == 3
+
+
+def test_what_is_named_as_the_smallest_change_is_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("gpt:1m", "--seq", "64", "--chunk-size", "70000", "--device", "4MiB", "--host", "1MiB")
+    said = asked(capsys, *words, "--mesh", "shard=2,tp=2", status=1)
+    assert said["change"]["options"] == ["--mesh", "shard=4,tp=2"]
+    asked(capsys, *words, *said["change"]["options"])
+
+
 def test_stages_are_sharded(capsys: pytest.CaptureFixture[str]) -> None:
     words = (*SMALL, "--batch", "8", "--device", "1GiB", "--mesh")
     alone, parts, shards = (asked(capsys, *words, f"{mesh}stage=2") for mesh in ("", "tp=2,", "shard=4,"))
     assert parts["device_nbytes"] < 0.7 * alone["device_nbytes"]
     assert shards["device_nbytes"] < alone["device_nbytes"]
     assert shards["tokens_per_s"] <= alone["tokens_per_s"]
+    for one, part, shard in zip(alone["stages"], parts["stages"], shards["stages"], strict=True):
+        if one["blocks"] == shard["blocks"]:  # whole weights and gradients, in addition to a shard of everything
+            assert shard["nbytes"] == pytest.approx(one["nbytes"] / 4 + 2 * one["weight_nbytes"], rel=0.01)
+        if one["blocks"] == part["blocks"]:
+            assert part["output_nbytes"] == one["output_nbytes"] / 2
+    assert alone["stages"][0]["blocks"] == parts["stages"][0]["blocks"] == shards["stages"][0]["blocks"]
     assert parts["mesh"] == {"replicate": 1, "shard": 1, "tp": 2, "stage": 2}
     tokens = 8 * 64
     assert parts["tokens_per_s"] == pytest.approx(tokens / parts["step_s"] / 4)
@@ -172,6 +195,12 @@ def test_no_other_mesh_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
         assert one["step_s"] >= 0.85 * said["step_s"], mesh
 
 
+def test_models_without_a_plan_have_meshes_without_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
+    said = asked(capsys, MLP, "--world", "4", "--mesh", "auto")
+    assert {row["mesh"]["tp"] for row in said["meshes"]} == {1}
+    assert any("does not say how its weights are divided" in reason for reason in said["refused"])
+
+
 def test_no_mesh_fits(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--world", "8", "--mesh", "auto", "--device", "4MiB", "--host", "4MiB")
     said = asked(capsys, *SMALL, *words, status=1)
@@ -197,6 +226,8 @@ WRONG = {
     "and --world": (["gpt:1m", "--mesh", "tp=2", "--world", "2"], "--mesh cannot be given with --world"),
     "and --stages": (["gpt:1m", "--mesh", "tp=2", "--stages", "2"], "--mesh cannot be given with --stages"),
     "auto and --replicas": (["gpt:1m", "--mesh", "auto", "--replicas", "2"], "--mesh auto cannot be given with --rep"),
+    "auto and --largest": (["gpt", "--mesh", "auto", "--world", "2", "--largest"], "--mesh auto .* with --largest"),
+    "tp and --tile": (["gpt:1m", "--mesh", "tp=2", "--tile", "999"], "--tile splits whole weights"),
     "auto and one rank": (["gpt:1m", "--mesh", "auto"], "give --world, its ranks, or --nnodes, its machines"),
     "auto and few samples": (["gpt:1m", "--mesh", "auto", "--world", "97"], "cannot be divided over 97 ranks"),
     "no plan": ([MLP, "--mesh", "tp=2"], "tp=2: a Sequential does not say how its weights are divided"),
