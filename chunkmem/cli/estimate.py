@@ -142,7 +142,7 @@ def _fastest(options: argparse.Namespace) -> CommandResult:
     from chunkmem.cli.stages import refuse_with
     from chunkmem.estimate.meshes import fastest_meshes
 
-    given = ("largest", "stages", "micro_batches", "picture", "disk", "in_backward")
+    given = ("largest", "stages", "micro_batches", "picture", "disk", "tile", "in_backward")
     others = [f"--{name.replace('_', '-')}" for name in given if getattr(options, name)]
     refuse_with("--mesh auto", ["--replicas"] * (options.replicas > 1) + others)
     if options.world == 1 and options.nnodes:

@@ -277,7 +277,7 @@ def _subject_line(question: Question, rehearsal: Rehearsal) -> str:
     batch = f"{rehearsal.tokens:,} tokens" if rehearsal.tokens else f"a batch of {question.batch}"
     ranks = f", {question.num_ranks} ranks" if question.num_ranks > 1 else ""
     ranks += f" in {question.replicas} replicas" if question.replicas > 1 else ""
-    ranks += f", {question.tp} of them tensor-parallel" if question.tp > 1 else ""
+    ranks += f", tensor-parallel by {question.tp}" if question.tp > 1 else ""
     recomputing = ", recomputing blocks" if question.checkpointing else ""
     if question.activations is not None:
         recomputing = f", activations: {question.activations}"

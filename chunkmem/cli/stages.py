@@ -62,29 +62,25 @@ def pipeline_answer(
     from chunkmem.cli.mesh_answer import mesh_data, mesh_lines
     from chunkmem.estimate.meshes import of_stages
     from chunkmem.estimate.model_blocks import model_blocks
-    from chunkmem.estimate.staged import staged_step
+    from chunkmem.estimate.staged import micro_batches, staged_step
 
     name = question.name
-    data: dict[str, Any] = {"model": name, "num_devices": num_devices}
+    num_micro_batches, size = micro_batches(question.batch, num_devices, num_micro_batches)
+    data: dict[str, Any] = {"model": name, "num_devices": num_devices, "num_micro_batches": num_micro_batches}
     try:
         blocks = model_blocks(question, rehearsal)
         staged = staged_step(question, rehearsal, blocks, num_devices, num_micro_batches=num_micro_batches)
     except CapacityError as error:
         return does_not_fit(data | {"cap_nbytes": error.cap_nbytes}, error)
-    choice, num_micro_batches = staged.choice, staged.num_micro_batches
-    data |= {"num_micro_batches": num_micro_batches, **_choice_data(choice)}
-    data["picture"] = None if picture is None else str(picture)
+    data |= _choice_data(staged.choice) | {"picture": None if picture is None else str(picture)}
     over = f"{counted(num_devices, 'device')}, {counted(num_micro_batches, 'micro-batch', 'es')}"
-    lines = [
-        f"{name}: a pipeline over {over} of {counted(staged.micro_batch, 'sample')}",
-        *_choice_lines(choice),
-    ]
+    lines = [f"{name}: a pipeline over {over} of {counted(size, 'sample')}", *_choice_lines(staged.choice)]
     if mesh is not None:
         row = of_stages(question, rehearsal, mesh, staged, batch=question.batch)
         data |= mesh_data(row)
         lines += ["", *mesh_lines([row], [])]
     if picture is not None:
-        _draw(picture, (choice.best, *choice.others))
+        _draw(picture, (staged.choice.best, *staged.choice.others))
         lines.append(f"\nwrote {picture}")
     return CommandResult(data, "\n".join(lines))
 

@@ -23,9 +23,6 @@ class StagedStep:
     """A step of a pipeline, for the rank that has most."""
 
     choice: PipelineChoice
-    num_micro_batches: int
-    micro_batch: int
-    """Samples."""
     exchange_s: float
     """What exchanges of weights and gradients take beyond the micro-batch that they overlap with."""
     update_s: float
@@ -65,8 +62,7 @@ def staged_step(
     """
     scale = (batch or question.batch) / question.batch
     batch = batch or question.batch
-    size = -(-batch // min(num_micro_batches or MICRO_BATCHES_A_STAGE * num_devices, batch))
-    num_micro_batches = -(-batch // size)  # as `tensor.chunk`, which may give fewer
+    num_micro_batches, size = micro_batches(batch, num_devices, num_micro_batches)
     passing_nbytes = rehearsal.activation_nbytes * size // question.batch
     """Of one micro-batch, in the whole model."""
     machine = _machine(question, num_devices, passing_nbytes * min(num_micro_batches, num_devices) // num_devices)
@@ -85,13 +81,17 @@ def staged_step(
     _require_room(on_host_nbytes, question.host_nbytes, Tier.HOST, f"stages beside {in_flight}")
     return StagedStep(
         PipelineChoice(best, tuple(ways[1:])),
-        num_micro_batches,
-        size,
         max(_exchange_s(question, device, num_micro_batches) for device in devices),
         _update_s(question, fullest, on_host_nbytes),
         fullest.nbytes + activation_nbytes - on_host_nbytes,
         on_host_nbytes,
     )
+
+
+def micro_batches(batch: int, num_devices: int, wanted: int | None) -> tuple[int, int]:
+    """Return how many micro-batches there are, about as many as `wanted`, or four a device, and the samples of each."""
+    size = -(-batch // min(wanted or MICRO_BATCHES_A_STAGE * num_devices, batch))
+    return -(-batch // size), size  # as `tensor.chunk`, which may give fewer
 
 
 def _machine(question: Question, num_devices: int, activation_nbytes: int) -> PipelineMachine:
