@@ -12,6 +12,7 @@ from chunkmem.cli.answer import CommandResult, counted
 from chunkmem.cli.machine import add_size, add_speed, add_training_arguments, count, parse_speed
 from chunkmem.errors import CapacityError, ConfigError, LayoutError
 from chunkmem.estimate.hardware import HARDWARE, Hardware
+from chunkmem.estimate.mesh import RankMesh
 from chunkmem.runtime.quiet import silenced
 from chunkmem.types import ACTIVATION_POLICIES, Tier
 
@@ -41,6 +42,9 @@ it. It is given those of `batch`, `seq` and `layers` that it takes. Caps are tho
 With --largest, MODEL is gpt, whose width and layers are searched, or a config.json or module:function, whose layers
 are.
 
+With --mesh, --batch is that of each of the replicate x shard ranks, and tp divides it and MODEL over ranks, with
+sequence parallelism. With --mesh auto, it is that of all --world ranks, or of --nnodes machines (default: one each).
+
 With --stages, MODEL is cut into stages of a pipeline over N devices, and the schedule with the shortest step is
 chosen."""
 
@@ -55,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--largest", action="store_true", help="find the largest MODEL that fits; needs --host")
     add_size(parser, "--device", help="cap on DEVICE, such as 80GiB; default: 80 %% of the accelerator")
     add_training_arguments(parser, seq=2048, chunk_size="searched")
+    parser.set_defaults(batch=None)
     add_size(parser, "--disk", help="memory.disk: cap on DISK (default: there is none)")
     add(
         "--disk-speed",
@@ -75,6 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cpu-embedding", action="store_true", help="embeddings compute on HOST: use_cpu_embedding")
     add("--world", type=count, default=1, metavar="N", help="ranks, each with its own batch (default: 1)")
     add("--replicas", type=count, default=1, metavar="R", help="of the weights, each sharded over N / R of the ranks")
+    add(
+        "--mesh",
+        metavar="MESH",
+        help="instead of these and --stages: replicate=2,shard=8,tp=4,stage=4; auto: the fastest one of --world ranks",
+    )
     add("--reduce-dtype", choices=("fp32", "bf16"), default="fp32", help="distributed.reduce_dtype (default: fp32)")
     add("--stages", type=count, metavar="N", help="a pipeline over N devices, of as many stages or more")
     add("--micro-batches", type=count, metavar="M", help="of the batch, for --stages (default: 4 for each stage)")
@@ -97,6 +107,11 @@ def run(options: argparse.Namespace) -> CommandResult:
     Raises:
         ChunkmemError: the model cannot be built, or its step depends on values.
     """
+    options.num_ranks, options.tp = options.stages or options.world, 1
+    if options.mesh == "auto":
+        return _fastest(options)
+    mesh = None if options.mesh is None else _take_mesh(options)
+    options.batch = options.batch or 1
     if not options.stages and (options.micro_batches or options.picture):
         name = "--micro-batches" if options.micro_batches else "--picture"
         raise ConfigError(f"{name} is about a pipeline; give --stages, too")
@@ -104,8 +119,46 @@ def run(options: argparse.Namespace) -> CommandResult:
     gc.freeze()
     with silenced("torch._subclasses.fake_tensor"):
         if options.stages:
-            return _pipeline(options)
+            return _pipeline(options, mesh)
         return _largest(options) if options.largest else _answer(_question(options))
+
+
+def _take_mesh(options: argparse.Namespace) -> RankMesh:
+    """Set what `--mesh` stands for."""
+    from chunkmem.cli.stages import refuse_with
+
+    given = {"--world": options.world > 1, "--replicas": options.replicas > 1, "--stages": options.stages}
+    refuse_with("--mesh", [option for option, is_given in given.items() if is_given])
+    mesh = RankMesh.parse(options.mesh)
+    options.num_ranks, options.world, options.replicas = mesh.num_ranks, mesh.replicate * mesh.shard, mesh.replicate
+    options.tp, options.stages = mesh.tp, mesh.stage if mesh.stage > 1 else None
+    return mesh
+
+
+def _fastest(options: argparse.Namespace) -> CommandResult:
+    from tqdm import tqdm
+
+    from chunkmem.cli.mesh_answer import mesh_answer
+    from chunkmem.cli.stages import refuse_with
+    from chunkmem.estimate.meshes import fastest_meshes
+
+    given = ("largest", "stages", "micro_batches", "picture", "disk", "tile", "in_backward")
+    others = [f"--{name.replace('_', '-')}" for name in given if getattr(options, name)]
+    refuse_with("--mesh auto", ["--replicas"] * (options.replicas > 1) + others)
+    if options.world == 1 and options.nnodes:
+        options.num_ranks = options.nnodes * HARDWARE[options.hardware].ranks_a_machine
+    if options.num_ranks == 1:
+        raise ConfigError("--mesh auto chooses for a cluster; give --world, its ranks, or --nnodes, its machines")
+    options.batch = options.batch or options.num_ranks
+    gc.freeze()
+    with silenced("torch._subclasses.fake_tensor"), tqdm(desc="meshes", disable=None, leave=False) as bar:
+        question = _question(options)
+
+        def note(mesh: RankMesh) -> None:
+            bar.set_postfix_str(str(mesh))
+            bar.update()
+
+        return mesh_answer(question, options.num_ranks, fastest_meshes(question, options.num_ranks, note=note))
 
 
 def _answer(question: Question) -> CommandResult:
@@ -154,6 +207,8 @@ def _question(options: argparse.Namespace) -> Question:
         raise ConfigError(
             "--in-backward is estimated for one process, in fp32 or bf16 (in fp16 a step may be skipped); leave it out"
         )
+    if options.tile and options.tp > 1:
+        raise ConfigError("--tile splits whole weights, and tp of --mesh leaves parts of them; leave one of them out")
     if options.activations and options.checkpointing:
         raise ConfigError("--checkpointing and --activations are two ways to recompute blocks; leave one of them out")
     if options.world % options.replicas or options.world == options.replicas > 1:
@@ -168,7 +223,7 @@ def _question(options: argparse.Namespace) -> Question:
         resolve_model(options.model, batch=1, seq=options.seq)  # what is wrong is said before anything takes time
     same = {field.name: getattr(options, field.name) for field in fields(Question) if hasattr(options, field.name)}
     given: dict[str, Any] = {
-        "model": lambda batch: resolve_model(options.model, batch=batch, seq=options.seq),
+        "model": lambda batch: replace(resolve_model(options.model, batch=batch, seq=options.seq), tp=options.tp),
         "hardware": hardware,
         "device_nbytes": options.device or int(_DEVICE_SHARE * hardware.device_nbytes),
         "host_nbytes": options.host,
@@ -183,16 +238,17 @@ def _question(options: argparse.Namespace) -> Question:
 
 def _hardware(options: argparse.Namespace) -> Hardware:
     """Return the hardware that was named, with what is said of it instead."""
-    hardware, num_ranks = HARDWARE[options.hardware], options.stages or options.world
+    hardware, num_ranks = HARDWARE[options.hardware], options.num_ranks
     given = {"host_memory_Bps": options.host_memory, "nics": options.nics, "nic_Bps": options.nic_speed}
     said: dict[str, Any] = {name: value for name, value in given.items() if value}
     if options.nnodes:
         if options.network:
             raise ConfigError("--network is the speed of all ranks, over however many --nnodes; leave one of them out")
+        given_by = "--mesh" if options.mesh else "--world or --stages"
         said["ranks_a_machine"], rest = divmod(num_ranks, options.nnodes)
         if rest:
             raise ConfigError(
-                f"{counted(num_ranks, 'rank')} (--world or --stages) on {counted(options.nnodes, 'machine')} "
+                f"{counted(num_ranks, 'rank')} ({given_by}) on {counted(options.nnodes, 'machine')} "
                 f"(--nnodes): each has equally many; give a multiple, such as {num_ranks - rest + options.nnodes} ranks"
             )
     elif options.nics or options.nic_speed:
@@ -225,7 +281,7 @@ def _largest(options: argparse.Namespace) -> CommandResult:
     from chunkmem.estimate.families import Family
     from chunkmem.estimate.largest import Fitting, TooLarge, largest
 
-    family = Family(options.model, options.seq)
+    family = Family(options.model, options.seq, options.tp)
     if options.host is None:
         raise ConfigError("--largest needs --host: if HOST may take as much as it likes, no model is the largest")
     question = _question(options)
@@ -238,18 +294,21 @@ def _largest(options: argparse.Namespace) -> CommandResult:
         return answer(largest(family, question, note=note))
 
 
-def _pipeline(options: argparse.Namespace) -> CommandResult:
+def _pipeline(options: argparse.Namespace, mesh: RankMesh | None) -> CommandResult:
     from chunkmem.cli.stages import pipeline_answer, refuse_with
 
     refuse_with(
         "--stages",
-        ["--largest"] * options.largest + ["--world"] * (options.world > 1) + ["--disk"] * bool(options.disk),
+        ["--largest"] * options.largest
+        + ["--world"] * (options.world > 1 and mesh is None)
+        + ["--disk"] * bool(options.disk),
     )
     question = _question(options)
     return pipeline_answer(
         question,
-        question.rehearse(),
+        replace(question, world=1, replicas=1).rehearse(),
         options.stages,
+        mesh,
         num_micro_batches=options.micro_batches,
         picture=options.picture,
     )

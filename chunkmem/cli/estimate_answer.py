@@ -66,7 +66,17 @@ def _why(beyond: TooLarge) -> str:
     )
 
 
-_SAID = ("precision", "checkpointing", "cpu_embedding", "tile_numel", "activations", "world", "replicas", "optimizer")
+_SAID = (
+    "precision",
+    "checkpointing",
+    "cpu_embedding",
+    "tile_numel",
+    "activations",
+    "world",
+    "replicas",
+    "tp",
+    "optimizer",
+)
 """Of a question, in the answer."""
 
 
@@ -231,13 +241,14 @@ def _subject(question: Question, rehearsal: Rehearsal, other_nbytes: int | None,
         "need": {"device_nbytes": need.nbytes, "moment": need.moment, "first_step_nbytes": need.first_nbytes,
                  "planned_nbytes": need.planned_nbytes},
         "assumed": {name: getattr(hardware, name) for name in _ASSUMED} | {
-            "flop_per_s": hardware.flop_rate(question.dtype), "network_Bps": hardware.exchange_Bps(question.shards)},
+            "flop_per_s": hardware.flop_rate(question.dtype),
+            "network_Bps": question.peers.exchange_Bps(question.shards)},
     }  # fmt: skip
 
 
 def _subject_text(question: Question, rehearsal: Rehearsal, other_nbytes: int | None) -> str:
     subject = _subject_line(question, rehearsal)
-    params = max(1, rehearsal.num_params)
+    params = max(1, sum(managed.slot.numel for managed in rehearsal.step.parameters))
     rows = [
         (
             "gradients, at one time" if question.in_backward and role is Role.GRAD else role.label,
@@ -257,14 +268,16 @@ def _subject_text(question: Question, rehearsal: Rehearsal, other_nbytes: int | 
         way = "without" if question.checkpointing else "with"
         rows.append((f"  {way} checkpointing", format_nbytes(other_nbytes), ""))
     scope = "" if question.world == 1 else "over all ranks" if question.replicas == 1 else "of each replica"
+    scope = f"1 of {question.tp} parts" if question.tp > 1 else scope
     assumed = "\n".join(assumption_lines(question))
     return f"{subject}\n{assumed}\n\n{table((scope, 'bytes', 'a parameter'), rows)}"
 
 
 def _subject_line(question: Question, rehearsal: Rehearsal) -> str:
     batch = f"{rehearsal.tokens:,} tokens" if rehearsal.tokens else f"a batch of {question.batch}"
-    ranks = f", {question.world} ranks" if question.world > 1 else ""
+    ranks = f", {question.num_ranks} ranks" if question.num_ranks > 1 else ""
     ranks += f" in {question.replicas} replicas" if question.replicas > 1 else ""
+    ranks += f", tensor-parallel by {question.tp}" if question.tp > 1 else ""
     recomputing = ", recomputing blocks" if question.checkpointing else ""
     if question.activations is not None:
         recomputing = f", activations: {question.activations}"

@@ -28,7 +28,7 @@ def time_data(question: Question, rehearsal: Rehearsal, finding: Finding) -> dic
     return {
         "step_s": step.typical_s,
         "step_range_s": [step.fastest_s, step.slowest_s],
-        "tokens_per_s": tokens / step.typical_s if tokens and step.typical_s else None,
+        "tokens_per_s": tokens / question.tp / step.typical_s if tokens and step.typical_s else None,
         "stall_s": finding.timeline.stall_s,
         "start_up": {"build_s": 4 * rehearsal.num_params / BUILD_Bps, "pin_s": _pinned_nbytes(finding) / PIN_Bps},
         "lower_bounds": asdict(bounds) | {"binding": bounds.binding},
@@ -37,7 +37,8 @@ def time_data(question: Question, rehearsal: Rehearsal, finding: Finding) -> dic
 
 def time_lines(question: Question, finding: Finding, said: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is printed otherwise; `said`: the data of the answer."""
-    bounds, tokens, (fastest_s, slowest_s) = finding.lower_bounds, said["tokens"], said["step_range_s"]
+    bounds, (fastest_s, slowest_s) = finding.lower_bounds, said["step_range_s"]
+    tokens = said["tokens"] / question.tp
     speed = ""
     if tokens and fastest_s:
         speed = (
@@ -47,7 +48,7 @@ def time_lines(question: Question, finding: Finding, said: Mapping[str, Any]) ->
     yield f"a step takes about {said['step_s']:.2g} s ({fastest_s:.2g} to {slowest_s:.2g} s){speed}"
     if said["stall_s"] > 0.01 * said["step_s"]:
         yield f"of that, computing waits {said['stall_s']:.2g} s for copies"
-    is_there = {"network": question.world > 1, "disk": question.disk_nbytes > 0}
+    is_there = {"network": question.num_ranks > 1, "disk": question.disk_nbytes > 0}
     shown = (f"{name} {seconds:.3g} s" for name, seconds in bounds.seconds.items() if is_there.get(name, True))
     yield f"lower bounds at the speeds above: {', '.join(shown)}; {bounds.binding} binds"
     build_s, pin_s = said["start_up"].values()
@@ -111,13 +112,15 @@ def assumption_lines(question: Question) -> Iterator[str]:
             f"; disk {hardware.disk_read_Bps / 1e9:.2g} GB/s reading, {hardware.disk_write_Bps / 1e9:.2g} writing"
         )
     if question.world > 1:
-        assumed += f"; network {hardware.exchange_Bps(question.shards) / 1e9:.3g} GB/s a rank"
+        assumed += f"; network {question.peers.exchange_Bps(question.shards) / 1e9:.3g} GB/s a rank"
     if question.replicas > 1:
-        assumed += f" of a replica, {hardware.across_Bps(question.world) / 1e9:.3g} GB/s to other replicas"
-    if question.world > hardware.ranks_a_machine:
+        assumed += f" of a replica, {question.peers.across_Bps(question.world) / 1e9:.3g} GB/s to other replicas"
+    if question.tp > 1:
+        assumed += f"; {hardware.exchange_Bps(question.tp) / 1e9:.3g} GB/s among tensor-parallel ranks"
+    if question.num_ranks > hardware.ranks_a_machine:
         assumed += (
-            f", over {-(-question.world // hardware.ranks_a_machine)} machines of "
-            f"{counted(hardware.ranks_a_machine, 'rank')} and {counted(hardware.nics, 'NIC')} of "
+            f", over {-(-question.num_ranks // hardware.ranks_a_machine)} machines of "
+            f"{counted(hardware.ranks_a_machine, 'rank')} and {counted(int(hardware.nics), 'NIC')} of "
             f"{hardware.nic_Bps / 1.25e8:.3g} Gb/s (--nnodes, --nics, --nic-speed)"
         )
     yield assumed

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 from chunkmem.cli.answer import CommandResult, counted, does_not_fit, table
 from chunkmem.errors import CapacityError, ConfigError, PlanError
 from chunkmem.plan.balance import Block, Stage, balance, tie_groups, tied_over
-from chunkmem.plan.pipeline_choice import PipelineCandidate, PipelineChoice, PipelineMachine, choose_schedule
+from chunkmem.plan.pipeline_choice import PipelineCandidate, PipelineChoice
 from chunkmem.plan.pipeline_schedule import PipelineStep, Schedule
 from chunkmem.report.text import format_s
 from chunkmem.sizes import format_nbytes
 
 if TYPE_CHECKING:
+    from chunkmem.estimate.mesh import RankMesh
     from chunkmem.estimate.question import Question
     from chunkmem.estimate.rehearse import Rehearsal
 
 _COLUMNS = ("stage", "blocks", "weights", "model data", "computes", "share")
-_MICRO_BATCHES_A_STAGE = 4
-"""Where their number is not given: the bubble is a fifth then."""
 
 
 def cut_answer(
@@ -48,6 +47,7 @@ def pipeline_answer(
     question: Question,
     rehearsal: Rehearsal,
     num_devices: int,
+    mesh: RankMesh | None = None,
     *,
     num_micro_batches: int | None,
     picture: Path | None = None,
@@ -59,31 +59,28 @@ def pipeline_answer(
     Raises:
         ConfigError: there are fewer blocks than devices; matplotlib is missing, or the file cannot be written.
     """
+    from chunkmem.cli.mesh_answer import mesh_data, mesh_lines
+    from chunkmem.estimate.meshes import of_stages
     from chunkmem.estimate.model_blocks import model_blocks
+    from chunkmem.estimate.staged import micro_batches, staged_step
 
-    hardware = question.hardware
-    cap_nbytes = None if question.host_nbytes is None else question.device_nbytes + question.host_nbytes
-    wanted = _MICRO_BATCHES_A_STAGE * num_devices if num_micro_batches is None else num_micro_batches
-    size = -(-question.batch // min(wanted, question.batch))
-    num_micro_batches = -(-question.batch // size)  # as `tensor.chunk`, which may give fewer
-    machine = PipelineMachine(
-        num_devices,
-        send_Bps=hardware.send_Bps(num_devices),
-        fetch_Bps=hardware.link_Bps,
-        kept_nbytes=max(0, question.device_nbytes - rehearsal.activation_nbytes // num_devices),
-        cap_nbytes=cap_nbytes,
-    )
     name = question.name
+    num_micro_batches, size = micro_batches(question.batch, num_devices, num_micro_batches)
     data: dict[str, Any] = {"model": name, "num_devices": num_devices, "num_micro_batches": num_micro_batches}
     try:
-        choice = choose_schedule(model_blocks(question, rehearsal), num_micro_batches, machine)
+        blocks = model_blocks(question, rehearsal)
+        staged = staged_step(question, rehearsal, blocks, num_devices, num_micro_batches=num_micro_batches)
     except CapacityError as error:
         return does_not_fit(data | {"cap_nbytes": error.cap_nbytes}, error)
-    data |= _choice_data(choice) | {"picture": None if picture is None else str(picture)}
+    data |= _choice_data(staged.choice) | {"picture": None if picture is None else str(picture)}
     over = f"{counted(num_devices, 'device')}, {counted(num_micro_batches, 'micro-batch', 'es')}"
-    lines = [f"{name}: a pipeline over {over} of {counted(size, 'sample')}", *_choice_lines(choice)]
+    lines = [f"{name}: a pipeline over {over} of {counted(size, 'sample')}", *_choice_lines(staged.choice)]
+    if mesh is not None:
+        row = of_stages(question, rehearsal, mesh, staged, batch=question.batch)
+        data |= mesh_data(row)
+        lines += ["", *mesh_lines([row], [])]
     if picture is not None:
-        _draw(picture, (choice.best, *choice.others))
+        _draw(picture, (staged.choice.best, *staged.choice.others))
         lines.append(f"\nwrote {picture}")
     return CommandResult(data, "\n".join(lines))
 

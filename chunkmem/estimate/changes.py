@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from chunkmem.errors import LayoutError, StateError
+from chunkmem.estimate.mesh import RankMesh
 from chunkmem.estimate.optimizers import is_elementwise
 from chunkmem.estimate.question import (
     UNLIMITED_NBYTES,
@@ -68,6 +69,8 @@ def _change(question: Question, changed: Question) -> Change:
     values = {name: getattr(changed, key) for key, name in _NAMES.items() if vars(changed)[key] != vars(question)[key]}
     words: list[str] = []
     for name, value in values.items():
+        if name == "world" and changed.tp > 1:
+            name, value = "mesh", RankMesh(changed.replicas, changed.shards, changed.tp)
         words += [f"--{name.replace(' ', '-')}", *([] if value is True else [str(value)])]
     return Change(" + ".join(values), tuple(words), changed)
 
@@ -159,8 +162,8 @@ def _tiled(question: Question, rehearse: Rehearse) -> Iterator[Question]:
     """Find the largest of quarters, sixteenths and so on of the widest weight as tiles of which it fits."""
     rehearsal = rehearse(question)
     need_nbytes = device_need(question, rehearsal).nbytes
-    if need_nbytes <= question.device_nbytes or not is_elementwise(question.optimizer):
-        return  # HOST is what is too small, or whole matrices are updated
+    if need_nbytes <= question.device_nbytes or not is_elementwise(question.optimizer) or question.tp > 1:
+        return  # HOST is what is too small, or whole matrices are updated, or parts are what there is
     widest = max(rehearsal.layout.tensors, key=lambda tensor: tensor.numel)
     # Gradients on their way to a chunk are among the activations, and shrink with the tiles.
     least_nbytes = rehearsal.activation_nbytes - 2 * widest.nbytes
@@ -210,7 +213,7 @@ def _more_ranks(question: Question, rehearse: Rehearse) -> Iterator[Question]:
     They are looked for with the chunks of one rehearsal, and those found are tried with chunks of their own.
     They are spread evenly over as many machines and replicas as before.
     """
-    parts = lcm(-(-question.world // question.hardware.ranks_a_machine), question.replicas)
+    parts = lcm(-(-question.world // question.peers.ranks_a_machine), question.replicas)
 
     def over(world: int) -> Question:
         return replace(question, world=-(-world // parts) * parts)

@@ -59,6 +59,13 @@ class OperatorClock:
         self._elapsed_s = 0.0
         self.flop = 0
         """Floating-point operations so far."""
+        self.exchange_s = 0.0
+        """That exchanges of activations have taken so far."""
+
+    def exchange(self, seconds: float) -> None:
+        """Count an exchange that computing waits for."""
+        self.exchange_s += seconds
+        self._elapsed_s += seconds
 
     def count(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Count one operator that was called."""

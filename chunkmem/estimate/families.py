@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chunkmem.errors import ConfigError
 from chunkmem.estimate.gpt import usual_width
@@ -26,6 +26,8 @@ class Family:
     text: str
     seq: int | None
     """Positions a sample; None: as `resolve_model` has it."""
+    tp: int = 1
+    """See `Model`."""
 
     def __post_init__(self) -> None:
         if self.text.startswith("gpt:"):
@@ -39,13 +41,13 @@ class Family:
         """Return the widths to try, the widest first, where so many parameters may fit; 0 is a width that is given."""
         if self.text != "gpt":
             return [0]
-        widths = [max(_NARROWEST, usual_width(num_params))]
-        while widths[-1] > _NARROWEST:
-            widths.append(max(_NARROWEST, int(_NARROWER * widths[-1]) // _NARROWEST * _NARROWEST))
+        step = self.tp * _NARROWEST  # a head is 128 wide, and `tp` divides heads
+        widths = [max(step, usual_width(num_params) // step * step)]
+        while widths[-1] > step:
+            widths.append(max(step, int(_NARROWER * widths[-1]) // step * step))
         return widths
 
     def sized(self, width: int, layers: int) -> Callable[[int], Model]:
         """Return the model of a width and a number of layers, by batch."""
-        if self.text == "gpt":
-            return lambda batch: resolve_model(f"gpt:{width}x{layers}", batch=batch, seq=self.seq)
-        return lambda batch: resolve_model(self.text, batch=batch, seq=self.seq, layers=layers)
+        name, given = (f"gpt:{width}x{layers}", None) if self.text == "gpt" else (self.text, layers)
+        return lambda batch: replace(resolve_model(name, batch=batch, seq=self.seq, layers=given), tp=self.tp)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chunkmem.errors import ConfigError
+from chunkmem.estimate.tensor_parallel import GATHER
 
 VOCAB = 50257
 
@@ -103,7 +104,7 @@ def _shape(size: str, width: int, layers: int) -> Shape:
 class _Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.heads = shape.heads
+        self.head_width = shape.width // shape.heads
         self.norm1 = nn.LayerNorm(shape.width)
         self.qkv = nn.Linear(shape.width, 3 * shape.width)
         self.out = nn.Linear(shape.width, shape.width)
@@ -113,7 +114,7 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, time, width) -> the same
         q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
+            part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
@@ -124,8 +125,16 @@ class _Block(nn.Module):
 class GPT(nn.Module):
     """A pre-norm GPT with a tied head."""
 
+    tp_plan = MappingProxyType(
+        {"embedding": "embedding_rowwise", "norm": GATHER}
+        | {f"blocks.*.{name}": "colwise" for name in ("qkv", "up")}
+        | {f"blocks.*.{name}": "rowwise" for name in ("out", "down")}
+    )
+    """How tensor parallelism divides its weights; see `chunkmem.estimate.tensor_parallel`."""
+
     def __init__(self, shape: Shape, *, seq: int) -> None:
         super().__init__()
+        self.num_attention_heads = shape.heads
         self.embedding = nn.Embedding(shape.vocab, shape.width)
         self.position = nn.Embedding(seq, shape.width)
         self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))

@@ -100,13 +100,18 @@ class Hardware:
     """What cuBLAS takes of the accelerator's memory."""
     ranks_a_machine: int = 8
     """Those that reach each other at `peer_Bps`."""
-    nics: int = 8
+    nics: float = 8
     """Of a machine, for traffic between accelerators alone."""
     disk_read_Bps: float = 6e9
     """Of a rank's own file on an NVMe drive."""
     disk_write_Bps: float = 4e9
     is_accelerator: bool = True
     """False: DEVICE is a part of RAM, whose cap covers chunks alone, and chunks are exchanged point to point."""
+
+    def divided(self, tp: int) -> Hardware:
+        """Return the hardware as ranks see it that have the same of `tp` parts: the others share machines and NICs."""
+        num_apart = min(tp, self.ranks_a_machine)
+        return replace(self, ranks_a_machine=self.ranks_a_machine // num_apart, nics=self.nics / num_apart)
 
     def exchange_Bps(self, world: int) -> float:
         """Return the bus bandwidth of exchanges between `world` ranks: see [Note: Two levels of network]."""
@@ -135,6 +140,10 @@ class Hardware:
     def flop_rate(self, dtype: torch.dtype) -> float:
         """Return the operations a second in `dtype`."""
         return self.fp32_flop_per_s if dtype.itemsize == 4 else self.flop_per_s
+
+    def peak_flop_per_s(self, dtype: torch.dtype) -> float:
+        """Return the dense peak in `dtype`, of the data sheet."""
+        return self.flop_rate(dtype) / _MATMUL_SHARE
 
     @property
     def usable_nbytes(self) -> int:

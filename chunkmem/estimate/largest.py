@@ -82,7 +82,7 @@ def largest(family: Family, question: Question, *, note: Callable[[Fitting | Too
         note(found)
         return found
 
-    for width in family.widths(total_nbytes // _BYTES_A_PARAM):
+    for width in family.widths(family.tp * total_nbytes // _BYTES_A_PARAM):
         first = tried(width, 1)
         if isinstance(first, Fitting):
             break

@@ -36,13 +36,16 @@ class LowerBounds:
         return {name.removesuffix("_s").replace("_", " "): seconds for name, seconds in asdict(self).items()}
 
 
-def lower_bounds_of(plan: Plan, trace: Trace, hardware: Hardware, *, exchange_s: float = 0.0) -> LowerBounds:
+def lower_bounds_of(
+    plan: Plan, trace: Trace, hardware: Hardware, *, exchange_s: float = 0.0, stalled_s: float = 0.0
+) -> LowerBounds:
     """Return the lower bounds of a step whose groups are updated where `plan` has them.
 
     Every weight that HOST updates crosses the link once a step, and again for backward unless DEVICE kept it since
     forward; every gradient that HOST uses crosses it once. What crosses the link is read or written on HOST. Computing
     takes at least what operators take one by one; `trace` has the times of an eager step. `exchange_s` is what ranks
-    exchange, at full speed. The disk reads and writes at once what `disk_bound` says.
+    exchange, at full speed, apart from `stalled_s`, which computing waits for. The disk reads and writes at once what
+    `disk_bound` says.
     """
     on_host = {group for group, tier in plan.update_tiers.items() if tier is Tier.HOST}
     to_device = _nbytes(trace, on_host, Role.PARAM) + _fetched_again_nbytes(plan, trace) if on_host else 0
@@ -51,10 +54,10 @@ def lower_bounds_of(plan: Plan, trace: Trace, hardware: Hardware, *, exchange_s:
     eager_s = sum(m.duration_s for m in trace.moments if m.kind is not Kind.UPDATE)
     disk = disk_bound(trace, plan.machine)
     return LowerBounds(
-        compute_s=hardware.eager_share * eager_s,
+        compute_s=hardware.eager_share * (eager_s - stalled_s),
         link_s=max(max(to_device, to_host) / hardware.link_Bps, (to_device + to_host) / hardware.duplex_Bps),
         host_memory_s=host_nbytes / hardware.host_memory_Bps,
-        network_s=exchange_s,
+        network_s=exchange_s + stalled_s,
         disk_s=max(disk.read_nbytes / hardware.disk_read_Bps, disk.write_nbytes / hardware.disk_write_Bps),
     )
 

@@ -29,7 +29,10 @@ def model_blocks(question: Question, rehearsal: Rehearsal) -> tuple[Block, ...]:
     blocks = blocks_of(rehearsal.trace, numels={param.name: param.slot.numel for param in rehearsal.step.parameters})
     sizes = _border_nbytes(question.model(question.batch), question.dtype)
     borders = [sizes[block.name, "in"] or sizes[before.name, "out"] for before, block in pairwise(blocks)]
-    return tuple(replace(block, output_nbytes=nbytes) for block, nbytes in zip(blocks, [*borders, 0], strict=True))
+    # Of tensor-parallel ranks, each hands on a part.
+    return tuple(
+        replace(block, output_nbytes=nbytes // question.tp) for block, nbytes in zip(blocks, [*borders, 0], strict=True)
+    )
 
 
 def _border_nbytes(model: Model, dtype: torch.dtype) -> Counter[tuple[str, str]]:

@@ -11,8 +11,9 @@ from typing import Any
 
 from chunkmem.comm.exchange import Traffic
 from chunkmem.errors import CapacityError
-from chunkmem.estimate.hardware import FASTER, SLOWER, across_share
+from chunkmem.estimate.hardware import FASTER, SLOWER, Hardware, across_share
 from chunkmem.estimate.lower_bounds import LowerBounds, lower_bounds_of
+from chunkmem.estimate.mesh import RankMesh
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.needs import DeviceNeed, least_on_device, least_on_host, least_over_disk
 from chunkmem.estimate.rank_stage import RankStage, RankSteps, Step
@@ -57,6 +58,27 @@ class Question(Setting):
     def name(self) -> str:
         """Of the model."""
         return self.model(self.batch).name
+
+    @functools.cached_property
+    def tp(self) -> int:
+        """Tensor-parallel ranks in the place of each of `world`; they have the same batch."""
+        return self.model(self.batch).tp
+
+    @property
+    def num_ranks(self) -> int:
+        """Those of one stage."""
+        return self.world * self.tp
+
+    @property
+    def peers(self) -> Hardware:
+        """The hardware as ranks see it that have the same part of the model."""
+        return self.hardware.divided(self.tp)
+
+    def on(self, mesh: RankMesh) -> Question:
+        """Return the question of the ranks of a stage."""
+        whole, replicate = self.model, mesh.replicate
+        model = lambda batch: replace(whole(batch), tp=mesh.tp)  # noqa: E731
+        return replace(self, world=replicate * mesh.shard, replicas=replicate, model=model)
 
     def rehearse(self, *, kept: frozenset[int] = frozenset()) -> Rehearsal:
         """Return the step of one rank, of whatever number of them; under "auto", all but `kept` is recomputed."""
@@ -158,11 +180,13 @@ def find(question: Question, rehearsal: Rehearsal) -> Finding:
     _require_steps(question, rehearsal)
     step, plan, timeline = _planned(question, rehearsal)
     most_nbytes = max(step.exchanged.sent_nbytes, step.exchanged.received_nbytes)
-    exchange_s = most_nbytes / question.hardware.exchange_Bps(question.shards)
+    exchange_s = most_nbytes / question.peers.exchange_Bps(question.shards)
     gradients = sum(nbytes for chunk, nbytes in step.trace.chunk_nbytes.items() if chunk.role is Role.GRAD)
     across_nbytes = int(across_share(question.world, question.replicas) * question.sent_share * gradients)
-    exchange_s += across_nbytes / question.hardware.across_Bps(question.world)
-    lower_bounds = lower_bounds_of(plan, step.trace, question.hardware, exchange_s=exchange_s)
+    exchange_s += across_nbytes / question.peers.across_Bps(question.world)
+    lower_bounds = lower_bounds_of(
+        plan, step.trace, question.hardware, exchange_s=exchange_s, stalled_s=rehearsal.exchange_s
+    )
     least, taken = _least_on_host(question, steps), step.on_host_nbytes.total()
     return Finding(step.trace, plan, timeline, lower_bounds, step.exchanged, taken, least, across_nbytes)
 
@@ -275,7 +299,7 @@ def _host_nbytes(question: Question) -> int:
 def _machine(question: Question, step: Step | None = None) -> Machine:
     """Return what plans are made for: a rank's caps, less what modules take that compute on HOST in `step`."""
     taken_nbytes = 0 if step is None else step.on_host_nbytes.total()
-    return question.hardware.machine(
+    return question.peers.machine(
         question.device_nbytes,
         max(0, _host_nbytes(question) - taken_nbytes),
         disk_nbytes=question.disk_nbytes,

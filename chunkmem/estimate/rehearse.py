@@ -50,6 +50,7 @@ from chunkmem.estimate.needs import gradient_peak_nbytes
 from chunkmem.estimate.optimizers import BUILT_IN, states_kept
 from chunkmem.estimate.peers import Unison
 from chunkmem.estimate.rank_stage import RankStage, RankSteps
+from chunkmem.estimate.tensor_parallel import make_local
 from chunkmem.estimate.weightless import ANYTHING, NO_CAP_NBYTES, counted_memory, uncapped
 from chunkmem.estimate.workspace import with_workspace
 from chunkmem.layout.pack import dealt
@@ -106,7 +107,7 @@ class Setting:
     cpu_embedding: bool = False
     """`use_cpu_embedding` of the configuration."""
     world: int = 1
-    """Ranks that train together."""
+    """Ranks with a batch each."""
     replicas: int = 1
     """Of the weights; each is sharded over `world / replicas` ranks."""
 
@@ -143,10 +144,12 @@ class Rehearsal:
 
     step: StepCalls
     num_params: int
-    """Elements of distinct parameters."""
+    """Elements of distinct parameters of the whole model."""
     flop: int
-    """Floating-point operations of forward and backward, recomputation included."""
+    """Floating-point operations of a rank's forward and backward, recomputation included."""
     tokens: int
+    exchange_s: float
+    """That exchanges of activations take, which computing waits for."""
     _replayed: dict[tuple[int, int, bool, bool, int], RankSteps] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -237,7 +240,7 @@ def rehearse(model: Model, setting: Setting, *, kept: frozenset[int] = frozenset
     fake = FakeTensorMode()
     try:
         with fake:
-            module = _build(model, setting)
+            module, num_params = _build(model, setting, clock)
         stage = _Stage(module, setting, clock, kept)
         with fake, stage:
             loss = model.loss(module)
@@ -251,15 +254,21 @@ def rehearse(model: Model, setting: Setting, *, kept: frozenset[int] = frozenset
         raise TraceError(f"{model.name} raised {type(error).__name__}: {error} ({place_of(error)})") from error
     return Rehearsal(
         stage.step(),
-        num_params=sum(param.numel() for param in module.parameters()),
+        num_params=num_params,
         flop=clock.flop,
         tokens=model.tokens,
+        exchange_s=clock.exchange_s,
     )
 
 
-def _build(model: Model, setting: Setting) -> nn.Module:
+def _build(model: Model, setting: Setting, clock: OperatorClock) -> tuple[nn.Module, int]:
+    """Return a rank's part of the model, and how many parameters the whole has."""
     module = model.build()
+    num_params = sum(param.numel() for param in module.parameters())
     module.train()
+    if (tp := model.tp) > 1:
+        seconds_a_byte = (tp - 1) / tp / setting.hardware.exchange_Bps(tp)
+        make_local(module, tp, exchange=lambda nbytes: clock.exchange(seconds_a_byte * nbytes))
     if setting.tile_numel is not None:
         tile_linears(module, max_numel=setting.tile_numel)
     if setting.checkpointing and not checkpointed(module):
@@ -267,7 +276,7 @@ def _build(model: Model, setting: Setting) -> nn.Module:
             f"{model.name} has no nn.ModuleList or nn.Sequential, whose children could be recomputed; leave out "
             "checkpointing, or call torch.utils.checkpoint in the model"
         )
-    return module
+    return module, num_params
 
 
 def place_of(error: Exception) -> str:

@@ -66,7 +66,7 @@ TESTING_NAMES = {
 OPTIONS = {
     "run": "CHUNKMEM.json SCRIPT.py ... --nproc",
     "estimate": "MODEL --accumulate --activations --batch --checkpointing --chunk-size --cpu-embedding --device "
-    "--disk --disk-speed --hardware --host --host-memory --in-backward --largest --link --master "
+    "--disk --disk-speed --hardware --host --host-memory --in-backward --largest --link --master --mesh "
     "--micro-batches --network --nic-speed --nics --nnodes --no-master-weights --optimizer --picture --precision "
     "--reduce-dtype --replicas --seq --stages --states --tflops --tile --world --json",
     "check": "MODEL --batch --chunk-size --device --disk --host --optimizer --orders --precision --seed --seq --steps "
