@@ -60,7 +60,7 @@ def state_nbytes(manager: chunkmem.ChunkManager) -> dict[str, int]:
     return found
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_with_ample_room_and_on_demand_at_the_smallest_cap(name: str) -> None:
     alike(lambda twin: twin.steps(*STEPS), name)

@@ -516,6 +516,7 @@ LOSSES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("way", "operation", "how"), LOSSES)
 def test_a_lost_rank_is_named_on_all_others(team: Team, way: str, operation: str, how: str) -> None:
     answers = team.run(lose, way, operation, how, timeout_s=4 * TIMEOUT_S, lost=[1])

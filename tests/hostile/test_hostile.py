@@ -59,7 +59,7 @@ def cases() -> list[Any]:
     return found
 
 
-@pytest.mark.few(60)
+@pytest.mark.few(40)
 @pytest.mark.parametrize(("name", "mode"), cases())
 def test_a_script(name: str, mode: str, report_of: ReportOf) -> None:
     reports = report_of(name)
