@@ -251,6 +251,7 @@ def many_in_flight(rank: int, way: str) -> None:
     ranks.close()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_several_exchanges_are_waited_for_in_any_order(team: Team, way: str) -> None:
     team.run(many_in_flight, way)

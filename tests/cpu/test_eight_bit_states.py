@@ -316,7 +316,7 @@ HOW = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @spread(kind=HOW, asynchronous=[False, True])
 def test_a_resumed_training_continues_to_the_bit(tmp_path: Path, kind: str, asynchronous: bool) -> None:
     how = Saved(states="8bit", **HOW[kind])

@@ -157,6 +157,7 @@ def follow(how: Saved, steps: int = 4) -> None:
         assert all(value.dtype is torch.float32 for value in found.values())
 
 
+@pytest.mark.few(2)
 @cpu_only
 @spread(precision=["fp32", "bf16", "fp16"], kind=["tight", "ample", "disk"])
 def test_averages_are_those_of_master_weights(precision: str, kind: str, tmp_path: Path) -> None:

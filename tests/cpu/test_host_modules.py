@@ -177,7 +177,7 @@ def test_lanes_as_late_as_they_may_be_and_updates_ahead_change_nothing(seed: int
         assert_equal(ours.left(), plain.left())
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("embedding", [lambda: nn.Embedding(WORDS, WIDTH), renormed, bag])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_has_the_bits_of_an_embedding_on_device(

@@ -76,6 +76,7 @@ def in_backward(cap_nbytes: int, build: Callable[[], nn.Module], **keys: Any) ->
     return chunkmem.ChunkManager(config(cap_nbytes, **keys))
 
 
+@pytest.mark.few(3)
 @spread(kind=MODELS, cap=("ample", "smallest"))
 def test_it_has_the_numbers_of_plain_pytorch(kind: str, cap: str) -> None:
     plain = Twin(None, MODELS[kind])

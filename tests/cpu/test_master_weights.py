@@ -166,6 +166,7 @@ def test_small_updates_of_a_model_built_in_bf16_are_not_lost() -> None:
     assert changed[False] == 0
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("max_norm", [0.0, 1e-3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("host", [False, True])

@@ -123,7 +123,7 @@ def test_no_order_of_copies_and_updates_shows(
     audit(runs[0].manager)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_do_not_show(threads: int) -> None:
     train(pair(max_norm=2.0, threads=threads), range(10), lambda seed: 30.0 if seed % 4 == 3 else 0.1)

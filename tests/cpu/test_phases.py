@@ -148,7 +148,7 @@ def written(twin: Twin) -> Any:
 SCENARIOS = (between_steps, evaluated, with_a_graph, accumulating, gradients_read, written)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_no_bit_changes(scenario: Callable[[Twin], Any]) -> None:
     same(lambda: Blocks(Shrinks(WIDTH, WIDTH)) if scenario is written else Blocks(), scenario)

@@ -285,6 +285,7 @@ def test_an_error_in_the_middle(where: str, sides: Any) -> None:
     assert_equal(found[1], found[0])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_weights_that_were_changed_before_the_backward(checkpoint: str, sides: Any) -> None:
     """As in plain PyTorch, also where blocks are recomputed."""

@@ -341,6 +341,7 @@ def compute_too_early(rank: int, what: str) -> None:
         optimizer.step()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("what", "words"),
     [

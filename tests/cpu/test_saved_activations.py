@@ -117,6 +117,7 @@ def test_the_steps_of_an_adopted_trace_follow_its_plan(
     assert again == losses
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("before", "now"),
     [

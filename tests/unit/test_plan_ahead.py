@@ -99,6 +99,7 @@ def test_with_masters_the_log_takes_them_the_states_and_the_weights() -> None:
     simulate(plan, trace, iterations=6)
 
 
+@pytest.mark.few(3)
 @spread(block=range(6), lowered=(False, True))
 def test_candidates_keep_the_caps_and_end_as_they_begin(block: int, *, lowered: bool) -> None:
     num_ahead = 0
