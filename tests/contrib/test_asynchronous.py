@@ -28,6 +28,7 @@ def different(plain: AsynchronousOutcome, outcomes: list[AsynchronousOutcome]) -
     return found + [f"rank {rank}: losses" for rank, each in enumerate(outcomes) if each.losses != plain.losses]
 
 
+@pytest.mark.few(1)
 @spread(optimizer=("adamw", "sgd"), micro_batches=(2, 1, 4), flush_after=((), (2,)))
 def test_stashed_weights_have_the_bits_of_a_simulation(
     pair: Team, optimizer: str, micro_batches: int, flush_after: tuple[int, ...]
@@ -52,6 +53,7 @@ def test_three_stages(three: Team, task: AsynchronousTask) -> None:
     assert different(stashed(task), three.run(train, task)) == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "task",
     [
@@ -178,7 +180,7 @@ def test_another_batch_on_another_rank_is_an_error(pair: Team) -> None:
     assert all("stage 1 was given another batch than stage 0" in error for error in said)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @spread(
     optimizer=("adamw", "adam", "adam without decay", "sgd", "sgd with decay"),
     scheduled=(True, False),
@@ -201,6 +203,7 @@ def test_predicted_weights_are_those_of_a_simulation(
     assert any((value - stashed_instead.weights[key]).abs().max() > 1e-5 for key, value in plain.weights.items())
 
 
+@pytest.mark.few(1)
 @spread(optimizer=("adam", "sgd with decay", "sgd", "adamw"), scheduled=(True, False), micro_batches=(2, 1))
 def test_gradients_are_divided_by_gaps_as_in_a_simulation(
     pair: Team, optimizer: str, scheduled: bool, micro_batches: int
@@ -221,6 +224,7 @@ def test_gradients_are_divided_by_gaps_as_in_a_simulation(
     assert any((value - without.weights[key]).abs().max() > 1e-5 for key, value in plain.weights.items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "task",
     [
@@ -245,6 +249,7 @@ def test_gaps_of_other_trainings(pair: Team, three: Team, task: AsynchronousTask
             assert torch.allclose(value, outcome.weights[key], rtol=0, atol=1e-6), key
 
 
+@pytest.mark.few(1)
 @spread(
     versions=("stash", "predict", "predict+gap"),
     precision=("fp16", "bf16"),

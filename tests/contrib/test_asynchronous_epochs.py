@@ -120,6 +120,7 @@ def test_what_was_saved_after_a_flush_resumes_to_the_bit(
         assert all(torch.equal(value, found.weights[key]) for key, value in expected.weights.items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("steps", [3, pytest.param(7, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("versions", "keep_states"),

@@ -128,6 +128,7 @@ def test_what_cannot_be_saved_is_said_at_once(tmp_path: Path) -> None:
     training.manager.save(tmp_path / "saved", asynchronous=True).wait()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("number", range(5))
 def test_a_disk_that_fails(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One `fsync` of five raises."""

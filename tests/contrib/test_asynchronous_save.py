@@ -85,6 +85,7 @@ def test_what_is_saved_is_what_was_there_at_the_call(
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 20))])
 def test_copies_that_come_late(seed: int, disk: SlowDisk, tmp_path: Path) -> None:
     """What a copy fills is not read before it has come."""

@@ -74,6 +74,7 @@ def test_four_ranks_halve_twice(
     assert different(found, four.run(by_checkpoints, run, found[0].shapes, str(tmp_path))) == []
 
 
+@pytest.mark.full
 @spread(precision=["fp32", "bf16"], model=["plain", "tied"])
 @pytest.mark.few(1)
 def test_stages_are_cut_again_where_exchanges_are_slow(pair: Team, precision: str, model: str, tmp_path: Path) -> None:
@@ -131,6 +132,7 @@ def run_the_document(rank: int, code: str) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.full
 def test_the_code_of_the_document(pair: Team) -> None:
     text = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text(encoding="utf-8")
     (code,) = (each for each in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if 'width="auto"' in each)

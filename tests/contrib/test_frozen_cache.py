@@ -95,7 +95,7 @@ def run(tmp_path: Path, device_nbytes: int, options: dict[str, Any]) -> tuple[An
     return found, report
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("device_nbytes", [AMPLE_NBYTES, pytest.param(20 << 10, marks=pytest.mark.full)])
 def test_losses_are_those_without_it(name: str, device_nbytes: int, tmp_path: Path) -> None:
@@ -272,6 +272,7 @@ def test_host_has_to_have_room(tmp_path: Path) -> None:
         audit(manager)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_written", [0, 3])
 def test_a_full_disk_is_said_once_and_the_rest_is_computed(
     num_written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -140,7 +140,7 @@ def without_cache() -> Callable[[Team, int], list[Any]]:
 
 
 @spread(name=list(SIZES), device_nbytes=[AMPLE_NBYTES, 20 << 10])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_ranks_have_one_copy(
     name: str, device_nbytes: int, team: Team, tmp_path: Path, without_cache: Callable[[Team, int], list[Any]]
 ) -> None:

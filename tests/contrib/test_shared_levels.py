@@ -119,6 +119,7 @@ OPERATIONS = st.lists(
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("host", "disk"), [(4, None), (3, 4), (0, 5), pytest.param(1, 1, marks=pytest.mark.full), (12, 0)]
 )
@@ -283,6 +284,7 @@ def die_in(where: str) -> None:
     setattr(SharedIndex if hasattr(SharedIndex, where) else SharedDisk, where, die)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("killed", ["", "put", "between calls", pytest.param("write", marks=pytest.mark.full)])
 def test_many_ranks_at_once(killed: str, team: Team, tmp_path: Path) -> None:
     lost = {1} if killed else set()

@@ -135,7 +135,7 @@ def test_in_bf16_the_numbers_are_those_of_plain_pytorch_with_master_weights(poli
         assert_same(train(case, variant, policy, device_nbytes, seed, "bf16"), expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", FEW)
 def test_the_smallest_cap_is_as_reported(policy: str) -> None:
     """One byte less is too little."""
@@ -150,7 +150,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {"gpt": (), "cnn": ("scales.0", "scales.1"
 """By model: weights that the model itself reads between blocks, and autograd has saved there."""
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("policy", FEW)
 @pytest.mark.parametrize("model", OUTSIDE)
 def test_the_smallest_cap_is_what_the_backward_of_a_block_takes(model: str, policy: str) -> None:

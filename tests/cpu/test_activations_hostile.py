@@ -192,7 +192,7 @@ def test_what_a_user_keeps_stays(leak: str) -> None:
     same(stack(lambda: Leaking(LEAKS[leak], kept)), scenario)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("when", ["forward", "before backward", "after backward"])
 def test_what_a_graph_shows_of_what_it_saved_stays(when: str) -> None:
     """`grad_fn._saved_result` is the memory itself."""

@@ -237,13 +237,14 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Please use `torch.ao")
 @pytest.mark.parametrize("name", BLOCKS)
 def test_kinds_of_blocks(name: str) -> None:
     same(stack(BLOCKS[name]), losses)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision(precision: str) -> None:
     """Whose numbers plain PyTorch does not have: those with ample room."""
@@ -284,7 +285,7 @@ def test_layers_that_are_dropped() -> None:
     same(lambda: Dropped(num_blocks=5), scenario)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "sizes", [[4, 4, 4, 4, 2, 4, 4, 2], [4, 4, 4, 4, 8, 4, 4, 8, 4], [4, 2] * 5, [2, 3, 4, 5, 6, 7]]
 )
@@ -410,6 +411,7 @@ class Raises(nn.Module):
             raise error("in backward")
 
 
+@pytest.mark.few(1)
 @spread(
     keeps_graph=(False, True),
     place=("forward_error", "backward_error"),
@@ -719,6 +721,7 @@ def test_another_thread_in_the_middle_of_a_backward(takes_gradient: bool) -> Non
         assert_nothing_left(twin)
 
 
+@pytest.mark.full
 def test_a_fork_in_the_middle() -> None:
     """As of a DataLoader's worker, between forward and backward."""
 

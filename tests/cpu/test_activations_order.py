@@ -52,7 +52,7 @@ CASES_HERE = (
 )  # fmt: skip
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @spread(case=CASES_HERE, spare=(0.0, 0.3))
 def test_no_race(case: tuple[str, str], spare: float) -> None:
     checker, moved = train(*case, spare=spare)
@@ -60,6 +60,7 @@ def test_no_race(case: tuple[str, str], spare: float) -> None:
     assert moved > 0 or spare
 
 
+@pytest.mark.few(1)
 @spread(model=("gpt", "cnn"), policy=("recompute", "auto"))
 def test_no_race_where_blocks_are_recomputed(model: str, policy: str) -> None:
     checker, _ = train(model, "plain", policy=policy)

@@ -110,7 +110,7 @@ def matrix() -> list[Any]:
     return cases
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("model", "way", "seed"), matrix())
 def test_late_copies_never_show(model: str, way: str, seed: int) -> None:
     case, variant = CASES[model], WAYS[way]

@@ -60,7 +60,7 @@ def state_nbytes(manager: chunkmem.ChunkManager) -> dict[str, int]:
     return found
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_with_ample_room_and_on_demand_at_the_smallest_cap(name: str) -> None:
     alike(lambda twin: twin.steps(*STEPS), name)
@@ -227,7 +227,7 @@ def overlapped(kind: str, *, overlap: bool, precision: str, max_norm: float = 0.
         return (losses, twin.left()), num_begun, manager.runtime.updater.ahead.guesses.num_wrong
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @spread(kind=[*FEW, "ASGD", "Rprop", "pairs"], precision=["fp32", "bf16"], max_norm=[0.0, 1e3])
 @cpu_only
 def test_updates_during_backward(kind: str, precision: str, max_norm: float) -> None:

@@ -41,7 +41,7 @@ class OrdinaryClass(ClassTwin):
 
 
 @spread(kind=KINDS, clip=CLIPS, is_compiled=[True, False], num_micro=[2, 1])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_clipped_and_accumulated(kind: str, clip: str, is_compiled: bool, num_micro: int) -> None:
     def scenario(twin: Any) -> Any:
         found = []
@@ -65,6 +65,7 @@ def train_from_scratch(rank: int, task: Task) -> Outcome:
     return train(rank, task)
 
 
+@pytest.mark.full
 @spread(
     optimizer=["NAdam", "Adafactor", "Muon and AdamW"],
     clip=["torch", "method", ""],

@@ -396,6 +396,7 @@ def test_whole_matrix_classes_are_refused_over_tiles(manager: chunkmem.ChunkMana
             chunkmem.Optimizer(kind, params, manager=manager)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, Lion])
 def test_elementwise_classes_over_tiles_have_the_bits_of_untiled_layers(kind: Any) -> None:
     """Of the same tiles in plain PyTorch; saved, states are those of untiled layers."""
@@ -498,6 +499,7 @@ def test_states_of_different_dtypes_under_one_name_are_refused(manager: chunkmem
         chunkmem.Optimizer(torch.optim.NAdam, parameters[1::2], manager=manager)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["Adafactor", "NAdam"])
 def test_what_is_frozen_gives_its_states_back(kind: str) -> None:
     """And begins as the class makes them when it is trained again, as in plain PyTorch once its state was deleted."""

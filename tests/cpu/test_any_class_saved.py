@@ -37,7 +37,7 @@ def moved(source: Twin, target: Twin) -> None:
     target.optimizer.load_state_dict(state)
 
 
-@pytest.mark.few(13)
+@pytest.mark.few(5)
 @spread(name=NAMES, device_nbytes=[AMPLE_NBYTES, SMALL_NBYTES])
 def test_states_go_to_torch_and_back(name: str, device_nbytes: int) -> None:
     """Half of the steps on one side, the other half on the other: as if all had been made on one."""
@@ -58,7 +58,7 @@ def test_states_go_to_torch_and_back(name: str, device_nbytes: int) -> None:
 SAVED = ("SGD", "nesterov", "NAdam", "Adafactor", "Lion", "ASGD", "pairs", *(way.name for way in WHOLE))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @spread(name=SAVED, device_nbytes=[SMALL_NBYTES, AMPLE_NBYTES])
 def test_checkpoints(name: str, device_nbytes: int, tmp_path: Path) -> None:
     """Written under one cap, read under another, by an optimizer that has its own weights and states already."""
@@ -244,7 +244,7 @@ def team() -> Any:
         yield found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_ranks_have_the_bits_of_one_process(name: str, team: Team) -> None:
     threads = torch.get_num_threads()

@@ -35,7 +35,7 @@ def check(seed: int) -> None:
             cap_nbytes = disorder.cap_nbytes(manager.memory().device.required_nbytes)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @cpu_only
 @pytest.mark.parametrize(
     "seed", [seed if seed < NUM_QUICK else pytest.param(seed, marks=pytest.mark.full) for seed in range(NUM_ALL)]

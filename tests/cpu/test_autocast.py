@@ -83,7 +83,7 @@ def _composed_attention() -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(True)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("_composed_attention")
 @pytest.mark.parametrize(("case", "variant"), CASES)
 def test_training_is_that_of_plain_pytorch_without_the_cache(case: ZooModel, variant: Variant) -> None:
@@ -94,7 +94,7 @@ def test_training_is_that_of_plain_pytorch_without_the_cache(case: ZooModel, var
     assert_same(train_chunked(cached, variant, STEPS, capped(case, ample.required_nbytes)), plain)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gpt", "cnn", "reused"])
 def test_training_inside_one_autocast(name: str) -> None:
     """Forward, backward and updates of all steps. With its cache, plain PyTorch would go on with the first weights."""

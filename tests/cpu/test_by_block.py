@@ -279,6 +279,7 @@ class _Stop(Exception):
     pass
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("module", ["norm", "k"])
 def test_backward_that_stops_inside_of_a_block(module: str) -> None:
     """What has come waits in `.grad`; the step can be repeated, or taken with what there is, as in plain PyTorch."""
@@ -399,6 +400,7 @@ DEEDS = (
 )  # fmt: skip
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__)
 def test_what_users_do_beside(deed: Callable[[Any], None]) -> None:
     with both() as (plain, ours):

@@ -11,6 +11,7 @@ from tests.helpers.twins import cpu_only
 BLOCKS = 16
 
 
+@pytest.mark.few(1)
 @cpu_only
 @pytest.mark.parametrize(("share", "most"), [(None, 7), (0.3, 230)])
 def test_a_step_takes_few_calls_more_than_plain_pytorch(
@@ -21,6 +22,7 @@ def test_a_step_takes_few_calls_more_than_plain_pytorch(
     assert ours - count(plain, BLOCKS) <= most
 
 
+@pytest.mark.few(1)
 @cpu_only
 @pytest.mark.parametrize(("checkpoint", "most"), [("never", 95), ("always", 930)])
 def test_a_block_in_a_pipeline_takes_few_calls_more_than_plain_pytorch(checkpoint: str, most: int) -> None:

@@ -158,7 +158,7 @@ def test_the_cap_an_error_asks_for_is_the_one_that_works(name: str) -> None:
         assert_equal(twin.left(), plain.left())
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @spread(tier=("device", "host"), case=ZOO)
 def test_the_cap_that_is_certain_to_do_does_the_first_time(case: ZooModel, tier: str) -> None:
     """It took up to eight rounds of raising the cap to what one access needed."""

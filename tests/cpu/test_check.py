@@ -442,6 +442,7 @@ def asked(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     return status, out, err
 
 
+@pytest.mark.full
 def test_a_preset_from_the_command_line(capfd: pytest.CaptureFixture[str]) -> None:
     status, out, err = asked(capfd, "gpt:1m", "--seq", "16", "--orders", "1", "--json")
     assert (status, err) == (0, "")  # no progress bar: this is no terminal
@@ -459,6 +460,7 @@ def test_a_preset_from_the_command_line(capfd: pytest.CaptureFixture[str]) -> No
 OPTIMIZERS = ("muon", "sgd", "sgd-momentum", "adam", "adafactor", "tests.helpers.any_class:Lion")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
     [

@@ -61,6 +61,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_what_is_loaded_is_what_was_saved(before: str, after: str, tmp_path: Path) -> None:
     first = SHAPES[before].open()
@@ -359,7 +360,7 @@ def test_wrong_places(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "thesis.tex").exists()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("number", range(6))
 def test_a_disk_that_fails(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One `fsync` of six raises: what was saved before is there, and nothing else."""

@@ -62,7 +62,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("fate", "where", "sizes"), CASES)
 def test_a_rank_that_is_lost_is_named(
     fate: str, where: str, sizes: tuple[int, ...], teams: dict[int, Team], tmp_path: Path

@@ -60,6 +60,7 @@ KINDS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_reads_nothing_of_what_chunkmem_has_saved(kind: str, tmp_path: Path, read_by_torch: list[str]) -> None:
     first, second = (how.open() for how in KINDS[kind])

@@ -56,7 +56,7 @@ def looked_at(twin: Twin, options: StateDictOptions) -> list[Any]:
     return copied([both[1], ordered(states)])
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_looking_shows_what_torch_has_and_changes_nothing(options: str) -> None:
     """Between steps, and while gradients wait, with a learning rate in the groups that has to come back."""
@@ -199,6 +199,7 @@ def look_and_train(rank: int, task: Task, looks: tuple[int, ...], hands_over: bo
     return result
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.parametrize("model", ["tied", "frozen"])
 def test_over_ranks_looking_changes_nothing(model: str, pair: Team) -> None:

@@ -86,6 +86,7 @@ def test_stages_of_a_recorded_step(trace: Path, ask: Ask, capsys: pytest.Capture
     assert lines[-1] == "the slowest stage takes 1.00 x the mean; no other cut is faster"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_stages_of_a_model_are_the_best_ones(ask: Ask, num_stages: int) -> None:
     whole = ask("plan", "gpt:1m", "--stages", 8)["stages"]

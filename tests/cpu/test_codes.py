@@ -246,6 +246,7 @@ def test_every_instruction_set_has_the_same_bits(native: Kernels, param: torch.d
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), level
 
 
+@pytest.mark.few(3)
 @spread(
     dtypes=[
         (torch.float32, torch.bfloat16, torch.bfloat16),

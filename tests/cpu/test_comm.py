@@ -251,6 +251,7 @@ def many_in_flight(rank: int, way: str) -> None:
     ranks.close()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_several_exchanges_are_waited_for_in_any_order(team: Team, way: str) -> None:
     team.run(many_in_flight, way)
@@ -516,6 +517,7 @@ LOSSES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("way", "operation", "how"), LOSSES)
 def test_a_lost_rank_is_named_on_all_others(team: Team, way: str, operation: str, how: str) -> None:
     answers = team.run(lose, way, operation, how, timeout_s=4 * TIMEOUT_S, lost=[1])

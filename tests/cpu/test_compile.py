@@ -197,7 +197,7 @@ def same_compiled(
     same(build, counted(scenario), keys=keys, twin=partial(Compiled, **options))  # type: ignore[arg-type]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @spread(way=WAYS, when=WHEN)
 def test_however_and_whenever(way: str, when: str) -> None:
     same_compiled(way=way, when=when)
@@ -482,7 +482,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
     "model",
@@ -502,7 +502,7 @@ def test_what_blocks_may_be_in_other_steps(model: str, scenario: str) -> None:
     same_compiled(SCENARIOS[scenario], MODELS[model])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @spread(policy=["keep", "recompute", "offload", "auto"], model=["random", "normed", "repeated"])
 def test_activation_policies(policy: str, model: str) -> None:
     build = partial(blocks, partial(Block, 0.3)) if model == "random" else MODELS[model]
@@ -524,6 +524,7 @@ def compiled_train(rank: int, task: Task) -> tuple[Outcome, int]:
 SAVING = {"client": {"opts": {"with_mem_saving_comm": True}}}
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @spread(
     model=["checkpointed", "reused", "frozen"],
@@ -653,6 +654,7 @@ def test_bf16(backend: str, policy: str | None) -> None:
     assert stats() == (1, 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [Mixed, Normed])
 def test_bf16_with_modules_in_float32_inside(kind: type[nn.Module]) -> None:
     """Casts are in the graph. Plain PyTorch's casts here are hooks that break it: those of blocks are not compiled."""
@@ -801,6 +803,7 @@ def test_weights_read_in_a_compiled_function() -> None:
     same(blocks, scenario, twin=Compiled)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_a_compiled_step_calls_the_model_where_its_graph_breaks(is_compiled: bool) -> None:
     """As the error about a model that is called without that says."""

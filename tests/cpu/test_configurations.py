@@ -25,7 +25,7 @@ KEYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("what", KEYS)
 def test_a_key_changes_no_number(what: str) -> None:
     same(lambda: Blocks(Weighted()), Twin.train, keys=KEYS[what])

@@ -39,7 +39,7 @@ def read(path: Path, form: Format) -> Any:
     return {"model": tree_map_only(LazyTensor, LazyTensor.read, open_safetensors(path))}
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(Format, Format)))
 def test_there_and_back(first: Format, second: Format, saved: Path, tmp_path: Path) -> None:
     one = convert(saved, tmp_path / "one", first, max_shard_nbytes=SHARD)

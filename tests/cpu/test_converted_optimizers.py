@@ -46,6 +46,7 @@ def train(model: Any, optimizer: Any, *seeds: int) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize("is_before", [True, False], ids=["made before", "made after"])
 def test_it_has_the_groups_options_and_states(kind: str, is_before: bool) -> None:

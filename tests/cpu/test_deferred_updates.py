@@ -117,7 +117,7 @@ def flat(value: object) -> list[torch.Tensor]:
     return [tensor for each in values for tensor in flat(each)]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @spread(read=READS, precision=("fp32", "bf16"))
 def test_who_reads_waits(read: Callable[[Run], object], precision: str) -> None:
     runs = learned(make_lanes=Unhurried, precision=precision), plain(precision=precision)
@@ -136,7 +136,7 @@ def test_who_reads_waits(read: Callable[[Run], object], precision: str) -> None:
     audit(runs[0].manager)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @cpu_only
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=[] if s < 2 else [pytest.mark.full]) for s in range(40)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -272,6 +272,7 @@ def evaluated(training: Training) -> None:
         training.model(torch.ones(2, WIDTH))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("disturb", [Training.train, interrupted, skipping, evaluated])
 def test_events_go_back_to_their_pool(device: TimedDevice, disturb: Callable[[Training], None]) -> None:
     training = Training(device, num_chunks=4)

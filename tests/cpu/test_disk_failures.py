@@ -212,6 +212,7 @@ def test_a_disk_that_stays_down(
             assert lost <= needed, "what is on other tiers, and was not to be saved, is not lost"
 
 
+@pytest.mark.few(1)
 @cpu_only
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
 def test_the_last_checkpoint_is_loaded_after_a_disk_that_was_down(
@@ -242,7 +243,7 @@ def continue_or_say_lost(training: Training, step: int, plain: list[list[torch.T
         assert same(training.weights(), plain[step + 1])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @cpu_only
 @pytest.mark.parametrize("at", [1, 4, 9])
 def test_a_disk_that_is_full(at: int, tmp_path: Path, plain: list[list[torch.Tensor]]) -> None:
@@ -292,7 +293,7 @@ def again(call: Callable[[], object]) -> None:
     raise AssertionError("there is room again")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @cpu_only
 @pytest.mark.parametrize("seed", range(4))
 def test_short_and_late_calls_are_no_failures(seed: int, tmp_path: Path, plain: list[list[torch.Tensor]]) -> None:

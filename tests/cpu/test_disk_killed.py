@@ -102,6 +102,7 @@ def resume(rank: int, task: Task) -> tuple[list[float], dict[str, Tensor], dict[
     return losses, weights, states
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_killed_run_resumes_on_twice_the_ranks(num_ranks: int, tmp_path: Path) -> None:
     """HOST has 25 % of the model data of a rank. The other run had ample memory, and nobody killed it."""

@@ -267,7 +267,7 @@ def as_numpy(params: Sequence[nn.Parameter]) -> list[float]:
 TOUCHES = (clamped, scaled, replaced, averaged, as_numpy)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @cpu_only
 @pytest.mark.parametrize(
     "scenario",
@@ -314,7 +314,7 @@ def test_a_checkpoint_is_read_from_where_the_chunks_are(tmp_path: Path) -> None:
 # Caps.
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @cpu_only
 @spread(case=ZOO)
 def test_the_smallest_host_holds_what_one_update_touches(case: ZooModel, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def trained(device_nbytes: int, kind: str, *, overlap: bool | None = None, steps
         return (losses, twin.left()), manager.memory().device.required_nbytes, is_overlapped
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @cpu_only
 @pytest.mark.parametrize("kind", KINDS)
 def test_neither_caps_nor_overlap_change_a_bit(kind: str) -> None:
@@ -316,7 +316,7 @@ HOW = {
 }
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(2)
 @spread(kind=HOW, asynchronous=[False, True])
 def test_a_resumed_training_continues_to_the_bit(tmp_path: Path, kind: str, asynchronous: bool) -> None:
     how = Saved(states="8bit", **HOW[kind])
@@ -384,7 +384,7 @@ def shared(rank: int, how: Saved, path: Path) -> Any:
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @spread(kind=["fp32", "bf16", "bf16 alone"], sizes=[(2,), (2, 1)])
 def test_ranks_change_no_bit(pair: Team, tmp_path: Path, kind: str, sizes: tuple[int, ...]) -> None:
     """Both have the same batch, so that the mean of their gradients is that of one; stages have half the model each."""

@@ -89,6 +89,7 @@ class Averaged:
 # Bits.
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["ample", "tight", "one tier", "disk"])
 @cpu_only
 def test_the_bits_of_torch(kind: str, tmp_path: Path) -> None:
@@ -156,6 +157,7 @@ def follow(how: Saved, steps: int = 4) -> None:
         assert all(value.dtype is torch.float32 for value in found.values())
 
 
+@pytest.mark.few(2)
 @cpu_only
 @spread(precision=["fp32", "bf16", "fp16"], kind=["tight", "ample", "disk"])
 def test_averages_are_those_of_master_weights(precision: str, kind: str, tmp_path: Path) -> None:
@@ -700,6 +702,7 @@ def resumed(how: Saved, path: Path, *, asynchronous: bool) -> None:
     training.manager.close()
 
 
+@pytest.mark.few(1)
 @cpu_only
 @spread(asynchronous=[True, False], kind=["disk", "host"], precision=["bf16", "fp32"])
 def test_training_resumes_with_its_averages(asynchronous: bool, kind: str, precision: str, tmp_path: Path) -> None:

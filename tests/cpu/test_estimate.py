@@ -131,6 +131,7 @@ def test_a_step_is_a_range_around_what_is_assumed(capsys: pytest.CaptureFixture[
     assert said["step_s"] >= max(said["lower_bounds"][key] for key in ("compute_s", "link_s", "host_memory_s"))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", HARDWARE)
 def test_slower_hardware_takes_longer(name: str) -> None:
     start = question(hardware=HARDWARE[name], device_nbytes=96 << 10, batch=4)
@@ -206,7 +207,7 @@ GRID = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "share", "host_share", "batch", "checkpointing"), GRID)
 def test_every_change_that_is_named_makes_it_fit(
     name: str, share: float, host_share: float | None, batch: int, checkpointing: bool
@@ -308,6 +309,7 @@ def test_exchanges_are_as_fast_as_the_slowest_of_what_they_cross(name: str) -> N
     assert replace(usual, ranks_a_machine=1, nics=2000).exchange_Bps(2) == min(usual.peer_Bps, usual.link_Bps)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("words", "GBps", "says"),
     [

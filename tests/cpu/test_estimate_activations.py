@@ -55,6 +55,7 @@ def recorded(policy: str) -> Trace:
         return manager.trace
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_chunks_and_moments_are_those_of_the_step(policy: str) -> None:
     trace, mine = recorded(policy), estimated(policy).trace
@@ -74,7 +75,7 @@ def test_other_activations_are_those_of_the_step(policy: str) -> None:
     assert mine[:-1] == pytest.approx(forward[:-1], rel=0.03, abs=1024)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("policy", "kept"), [*((policy, frozenset()) for policy in POLICIES), ("auto", frozenset({1}))]
 )

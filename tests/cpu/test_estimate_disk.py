@@ -103,6 +103,7 @@ def test_wrong_questions(words: tuple[str, ...], message: str, capsys: pytest.Ca
     assert_refused(capsys, *SMALL, *words, message=message)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_chunks", [4, 8])
 def test_what_is_predicted_is_what_a_run_moves(num_chunks: int, tmp_path: Path) -> None:
     """The plan of an estimate, followed by a training under the same caps: bytes on DISK's links, and its peak."""

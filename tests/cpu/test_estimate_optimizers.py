@@ -118,7 +118,7 @@ def trained(way: Way, *, device_nbytes: int, trace: Trace | None = None) -> Run:
         return Run(manager.trace, manager.plan, manager.timeline(), dict(roles))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_has_the_moments_and_the_chunks_of_states_that_were_predicted(way: Way) -> None:
     run, mine = trained(way, device_nbytes=1 << 30), estimated(way)

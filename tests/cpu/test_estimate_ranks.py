@@ -75,7 +75,7 @@ def moments_of(trace: Trace) -> list[tuple[str, str]]:
     return [(f"{moment.kind.value} {moment.chunk}", str(moment)) for moment in trace.moments]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device_nbytes", [26 << 10, 80 << 10, 1 << 20], ids=["one unit", "two units", "all stay"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("model", STEADY)
@@ -112,6 +112,7 @@ def runs(team: Team, case: Case, device_nbytes: int, host_nbytes: int) -> bool:
     return facts[0] is not None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", ALL)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_smallest_cap_on_device(teams: dict[int, Team], name: str, size: int) -> None:

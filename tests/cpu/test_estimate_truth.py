@@ -94,7 +94,7 @@ def recorded(case: ZooModel, variant: Variant) -> tuple[Trace, dict[str, int], i
     return trace, roles, peak
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("case", "variant"), CASES)
 def test_the_moments_are_those_of_the_step(case: ZooModel, variant: Variant) -> None:
     trace, _, _ = recorded(case, variant)
@@ -130,7 +130,7 @@ def test_bytes_by_role(case: ZooModel, variant: Variant) -> None:
     assert {role: roles[role] for role in predicted} == predicted
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("case", "variant"), CASES)
 def test_a_plan_of_the_estimate_is_followed_and_peaks_as_predicted(case: ZooModel, variant: Variant) -> None:
     sizes = footprint(case, variant, freezes_first=True)

@@ -29,7 +29,7 @@ def reports(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     return found  # type: ignore[no-any-return]
 
 
-@pytest.mark.few(30)
+@pytest.mark.few(12)
 @pytest.mark.parametrize("op", OPERATIONS, ids=lambda op: op.name)
 def test_an_operation_on_evicted_parameters(op: Op, reports: dict[str, dict[str, Any]]) -> None:
     report = reports[op.name]

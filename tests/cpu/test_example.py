@@ -153,6 +153,7 @@ def test_it_trains_on_the_standard_library_as_plain_pytorch_does(tmp_path: Path)
     assert len((tmp_path / "run" / "sample.txt").read_bytes()) == len("\ndef ") + 4
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
 def test_adapters_are_trained_over_a_base_that_moves(tmp_path: Path, text: Path) -> None:
     """What is printed in the end, and an adapter that peft loads; the loss falls."""

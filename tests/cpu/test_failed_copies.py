@@ -189,7 +189,7 @@ def refuses_all(training: Training) -> bool:
     return False
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", WAYS)
 def test_each_copy_of_a_step(name: str, disk: Disk, plain: list[list[torch.Tensor]]) -> None:
     way = WAYS[name]
@@ -209,7 +209,7 @@ def test_each_copy_of_a_step(name: str, disk: Disk, plain: list[list[torch.Tenso
     assert way.by_lanes or "in step(), after updates" in where
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", WAYS)
 def test_a_link_that_stays_down_for_a_while(name: str, disk: Disk, plain: list[list[torch.Tensor]]) -> None:
     """From one copy on all fail, those that save what is left, too. No weight is wrong, and what is lost says so."""

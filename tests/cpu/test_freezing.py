@@ -165,7 +165,7 @@ SCENES: dict[str, Callable[[Training], Any]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @spread(scene=SCENES, precision=("fp32", "bf16"), cap=("ample", "smallest"), disk=(False, True))
 def test_it_has_the_numbers_of_plain_pytorch(scene: str, precision: str, cap: str, disk: bool, tmp_path: Any) -> None:
     plain: Side = Plain() if precision == "fp32" else LowPlain(torch.bfloat16)
@@ -295,7 +295,7 @@ def test_a_plan_that_is_not_what_steps_do_any_more_is_made_again_after_two_of_th
         assert kinds[10:] == ["recorded", "planned"]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("keep_states", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Adafactor, torch.optim.Rprop])
 def test_with_any_optimizer(kind: type[torch.optim.Optimizer], keep_states: bool) -> None:

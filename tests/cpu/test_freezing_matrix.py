@@ -38,7 +38,7 @@ def matrix() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("task", list(matrix()))
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_it_has_the_numbers_of_plain_pytorch(task: Task, pair: Team) -> None:
     ours = [train(0, task)] if task.how.num_ranks == 1 else pair.run(train, task, timeout_s=15.0 * task.steps_a_phase)
     plain = expected(task)

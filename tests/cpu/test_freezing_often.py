@@ -87,6 +87,7 @@ ORDINARY = ((3, "auto"),)
 REST = [(every, policy) for every in (1, 2, 3, 4) for policy in (None, "keep", "offload", "auto")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device_nbytes", [AMPLE_NBYTES, pytest.param(24 << 10, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("every", "policy"),
@@ -111,6 +112,7 @@ def test_each_kind_of_step_is_recorded_once(every: int, policy: str | None, devi
         assert all(torch.equal(value, found.weights[name]) for name, value in ours[0].weights.items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("after", "first"),
     [

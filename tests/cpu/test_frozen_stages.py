@@ -248,6 +248,7 @@ def divide_again(run: Run) -> Any:
     return reports, frozen, copied(run.manager.state_dict())
 
 
+@pytest.mark.full
 def test_the_schedule_and_the_cache_survive_a_repartition(pair: Team) -> None:
     first, second = pair.run(in_stages, divide_again, UNCACHED)
     assert_equal(first, second)

@@ -189,7 +189,7 @@ class TwoModels:
             return losses, timeline.plan_misses
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @cpu_only
 @pytest.mark.parametrize("log_ratio", [0.5, None])
 @pytest.mark.parametrize(

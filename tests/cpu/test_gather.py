@@ -33,7 +33,7 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("how", WRITES)
 def test_writes_inside_are_kept(how: str) -> None:
     """Chunk after chunk is written, read by an evaluation that pushes it out, and trained on."""

@@ -170,6 +170,7 @@ def assert_equal(found: list[Found], expected: Found) -> None:
         assert each.num_planned > 0
 
 
+@pytest.mark.few(1)
 @spread(
     how=[("loop", "off"), ("loop", "auto"), ("pipeline", "auto")],
     what=["weights", "blocks", "clipped", "read"],
@@ -201,7 +202,7 @@ def test_means_are_exact_where_nothing_is_chosen(
     assert_equal(pair.run(train, what, "each", *how, device_nbytes), expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @spread(
     how=[("loop", "off"), ("pipeline", "auto"), ("loop", "auto")], what=["clipped", "blocks"], when=["each", "first"]
 )
@@ -298,6 +299,7 @@ def serial_written(what: str) -> Found:
     return Found({key: value.detach() for key, value in model.state_dict().items()}, seen, 0)
 
 
+@pytest.mark.few(1)
 @spread(what=WRITES, device_nbytes=[AMPLE_NBYTES, TIGHT_NBYTES])
 def test_weights_are_written_between_backwards(pair: Team, tmp_path: Path, what: str, device_nbytes: int) -> None:
     """With room for all, where units stay, and with little, where they come and go."""

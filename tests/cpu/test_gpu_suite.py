@@ -43,6 +43,7 @@ from benchmarks.gpu.setting import GIB, WHOLE, Card, Setting
 from benchmarks.gpu.train import run
 from benchmarks.gpu.warm_up import warm_up
 from benchmarks.gpu.work import Training, Work, toy_cap_nbytes
+from tests.helpers.programs import run_python
 
 ROOT = Path(__file__).parents[2]
 CARD = Card("NVIDIA H200", 141 * GIB, 140 * GIB, "9.0", 132, 60 << 20, "580")
@@ -59,14 +60,9 @@ def empty(folder: Path, name: str = "speed") -> Store:
 
 def suite(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run the command without any CUDA device, wherever these tests run."""
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *options, *([] if "--archive" in options else ["--out", str(folder)])],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    where = [] if "--archive" in options else ["--out", str(folder)]
+    env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return run_python("-m", "benchmarks.gpu", *options, *where, env=env)
 
 
 def rows_of(folder: Path, name: str) -> dict[str, Any]:

@@ -178,7 +178,7 @@ def settings() -> list[Any]:
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("setting", settings())
 def test_no_race_in_the_zoo(setting: Setting) -> None:
     train(setting).assert_ordered()
@@ -226,7 +226,7 @@ LEAVING_OUT: dict[str, Callable[[HappensBefore], None]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LEAVING_OUT)
 def test_no_race_where_slabs_order_what_is_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     busy, found = CopyOrder._busy, []
@@ -334,6 +334,7 @@ def train_with_calls(*, checker: HappensBefore | None, overlap: bool, precision:
     return run
 
 
+@pytest.mark.few(1)
 @spread(precision=("fp32", "bf16"), overlap=(False, True))
 def test_no_race_around_gather_and_state_dicts(precision: str, overlap: bool) -> None:
     with HappensBefore() as checker:
@@ -372,7 +373,7 @@ def use_gradients(
         run.optimizer.zero_grad()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @spread(
     between=(nothing, clip, scale_gradients, copy_gradients, norms_of_gradients),
     way=(("fp32", "overlapped"), ("bf16", "in the step")),
@@ -471,7 +472,7 @@ MUTANTS = (
 )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_a_mutant_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a single run, which has the right bits: all is done in the order in which it is issued."""

@@ -128,6 +128,7 @@ def test_no_race_where_replicas_are_averaged(
         assert num_exchanges > 50
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("mutant", "sizes"), [("forget to wait", ()), ("forget replicas", (2, 1))])
 def test_mutants_are_found(pair: Team, mutant: str, sizes: tuple[int, ...]) -> None:
     for _, races, _ in pair.run(train, Task(steps=3, device_nbytes=ROOMY), PointToPoint, mutant, sizes):

@@ -100,7 +100,7 @@ def opened(caps: str, path: Path, *, overlap: bool) -> chunkmem.ChunkManager:
 FULL = pytest.mark.full
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("phase", ["forward", "backward", "step", "zero_grad"])
 @pytest.mark.parametrize(
     ("caps", "overlap", "count"),
@@ -169,7 +169,7 @@ def clipped(loop: Loop, path: Path) -> None:
 
 @pytest.mark.parametrize("call", [saved, loaded, weights, gathered, clipped], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("count", [3, pytest.param(60, marks=FULL)])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @cpu_only
 def test_in_what_is_called_between_steps(call: Callable[[Loop, Path], None], count: int | None, tmp_path: Path) -> None:
     """What is saved is whole, whenever it was interrupted."""

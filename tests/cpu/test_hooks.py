@@ -203,7 +203,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore:None of the inputs")
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str) -> None:

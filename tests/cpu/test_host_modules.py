@@ -117,6 +117,7 @@ def one_thread() -> Iterator[None]:
 # The numbers of plain PyTorch.
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("embedding", [lambda: nn.Embedding(WORDS, WIDTH), padded, renormed, bag, Adapted])
 def test_ten_steps_are_those_of_plain_pytorch_down_to_the_smallest_cap(embedding: Callable[[], nn.Module]) -> None:
     required_nbytes = same(lambda: Worded(embedding), lambda twin: twin.steps(*STEPS), twin=Marked)
@@ -176,7 +177,7 @@ def test_lanes_as_late_as_they_may_be_and_updates_ahead_change_nothing(seed: int
         assert_equal(ours.left(), plain.left())
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("embedding", [lambda: nn.Embedding(WORDS, WIDTH), renormed, bag])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_has_the_bits_of_an_embedding_on_device(
@@ -348,7 +349,7 @@ def test_ids_and_rows_are_all_that_crosses_to_another_device() -> None:
 # Over ranks.
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "task",
     [

@@ -76,6 +76,7 @@ def in_backward(cap_nbytes: int, build: Callable[[], nn.Module], **keys: Any) ->
     return chunkmem.ChunkManager(config(cap_nbytes, **keys))
 
 
+@pytest.mark.few(3)
 @spread(kind=MODELS, cap=("ample", "smallest"))
 def test_it_has_the_numbers_of_plain_pytorch(kind: str, cap: str) -> None:
     plain = Twin(None, MODELS[kind])
@@ -147,6 +148,7 @@ def test_updates_stand_in_backward_and_are_planned() -> None:
         assert kinds[first:last].count(Kind.CREATE) > 2  # gradients that begin after the first update
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("keys", "per_parameter"),
     [({}, 12), (BF16, 12), (EIGHT_BITS, 6.03), (NO_MASTERS, 4.03)],
@@ -316,6 +318,7 @@ def _evaluate(ours: Any) -> None:
         ours.model(features(3))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_refused_between_backward_and_step(what: str, ours: Any, tmp_path: Any) -> None:
     """Nothing is lost: after the step, training continues as if nobody had asked."""

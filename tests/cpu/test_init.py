@@ -124,6 +124,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.filterwarnings("ignore:.*weight_norm|LSTM with projections")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_built_as_without_chunkmem(name: str) -> None:

@@ -97,7 +97,7 @@ PLACES = (
 """Variants of training, and where in them."""
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @spread(name=FAULT_AT, where=PLACES, exception=(ValueError, KeyboardInterrupt))
 def test_clean_step_after_an_exception(name: str, where: tuple[str, str], exception: type[BaseException]) -> None:
     """`zero_grad()` after it, and training goes on. Of micro-batches the third is hit: two gradients are pending."""
@@ -160,7 +160,7 @@ def test_a_manager_lives_on_when_another_closes() -> None:
         assert_same(trainer.run(), train_plain(case, PLAIN))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("variant", ["plain", "checkpoint"])
 @pytest.mark.parametrize("name", ["gpt", "cnn", "sliced", "reused"])
 def test_autograd_grad_between_steps(name: str, variant: str) -> None:
@@ -225,7 +225,7 @@ PENALTIES = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", PENALTIES, ids=lambda case: case.name)
 @pytest.mark.parametrize("name", ["plain", "micro_batches", "half_frozen"])
 def test_double_backward(case: ZooModel, name: str) -> None:

@@ -211,6 +211,7 @@ ENDS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("deed", GO_ON)
 def test_a_rank_that_raises_answers_the_others_first(teams: dict[int, Team], deed: str) -> None:
     (errors, words), (others_errors, others_words) = teams[2].run(told, deed)

@@ -179,6 +179,7 @@ def test_every_tensor_has_its_own_hyper_parameters(either: Kernels) -> None:
 # The same bits: reference, instruction sets, threads, cuts, addresses.
 
 
+@pytest.mark.few(18)
 @ORDERS
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("out", [None, *LOWP])

@@ -90,7 +90,7 @@ CHANGES: dict[str, Callable[[Twin], Any]] = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_users_do_to_gradients_is_what_plain_torch_does(name: str) -> None:
     def scenario(twin: Twin) -> list[Any]:
@@ -249,7 +249,7 @@ def test_assignment_replaces_and_none_discards() -> None:
     same(Blocks, scenario)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("optimizer", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("after_step", [True, False])

@@ -34,7 +34,7 @@ def run(loop: Loop, side: Side, steps: int) -> list[int | None]:
     return found
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", LOOPS)
 def test_every_loop_settles_on_plans(name: str) -> None:
     plain, chunked = Side(None), Side(5.5)
@@ -58,7 +58,7 @@ LATE = (
 )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @spread(name=LATE, overlap=(False, True), has_disk=(False, True))
 def test_settled_loops_wait_for_all_they_have_to(name: str, overlap: bool, has_disk: bool, tmp_path: Path) -> None:
     """Copies and updates overlapped with backward are as late as the waits allow."""

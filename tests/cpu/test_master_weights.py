@@ -74,7 +74,7 @@ def without_masters(outcome: Outcome) -> Outcome:
     return Outcome(outcome.losses, outcome.weights, outcome.buffers, state)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @spread(case=CASES, precision=("bf16", "fp16"), variant=VARIANTS_HERE)
 def test_what_was_built_in_any_dtype_trains_as_with_float32_copies(
     case: ZooModel, precision: str, variant: Variant
@@ -88,6 +88,7 @@ def test_what_was_built_in_any_dtype_trains_as_with_float32_copies(
     assert {name: value.dtype for name, value in outcome.weights.items()} == dtypes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_estimate_counts_the_same_bytes(case: ZooModel) -> None:
     with chunkmem.ChunkManager(config(case, AMPLE_NBYTES)) as manager:
@@ -165,6 +166,7 @@ def test_small_updates_of_a_model_built_in_bf16_are_not_lost() -> None:
     assert changed[False] == 0
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("max_norm", [0.0, 1e-3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("host", [False, True])

@@ -146,6 +146,7 @@ def assert_alike(outcomes: list[tuple[dict[str, Tensor], Any, int]]) -> None:
 SIZES = [(2, 2), (4, 1), (1, 4)]
 
 
+@pytest.mark.full
 def test_replicas_update_inside_backward_to_the_bit(team: Team) -> None:
     task = Task("tied", steps=5, device_nbytes=26 << 10)
     outcomes = team.run(train, (2, 2), replace(task, config={"optimizer": {"params": {"in_backward": True}}}), 0.0)

@@ -474,6 +474,7 @@ CHUNK_NBYTES = 4 * MIB
 MEASURED = {"precision": ["fp32", "bf16"], "how": ["param_init_fn", "reset_parameters"]}
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(not IS_COUNTED, reason=NEEDS_COUNT)
 @spread(**MEASURED)
 def test_two_chunks_more_are_enough(precision: str, how: str) -> None:

@@ -200,7 +200,7 @@ def test_a_recorded_step_shows_the_same_activations_under_any_cap(case: ZooModel
     ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_required_nbytes_is_the_smallest_cap(case: ZooModel) -> None:
     """Planned steps passed it by what the first update had left behind; one byte less does not do."""

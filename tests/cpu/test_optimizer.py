@@ -73,7 +73,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_learning_rate_schedulers(name: str) -> None:
     """`OneCycleLR` and `CyclicLR` cycle the first beta too."""

@@ -69,7 +69,7 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_outputs(kind: str, frozen: bool) -> None:

@@ -65,6 +65,7 @@ def spiky(seed: int) -> float:
     return 1e30 if draw < 0.03 else 30.0 if draw < 0.28 else 0.1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_step_is_that_of_a_run_which_waits(precision: str) -> None:
     runs = pair(precision=precision)
@@ -107,7 +108,7 @@ def test_a_thousand_steps(precision: str, device_nbytes: int, chunk_numel: int, 
         assert runs[0].manager.num_skipped_steps >= 10
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=[] if s < 3 else [pytest.mark.full]) for s in range(50)])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_no_order_of_copies_and_updates_shows(
@@ -122,7 +123,7 @@ def test_no_order_of_copies_and_updates_shows(
     audit(runs[0].manager)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_do_not_show(threads: int) -> None:
     train(pair(max_norm=2.0, threads=threads), range(10), lambda seed: 30.0 if seed % 4 == 3 else 0.1)
@@ -158,7 +159,7 @@ def test_where_torch_has_other_bits_master_weights_are_updated_by_our_kernels_al
     assert_alike(run, ordinary)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_updates_on_host_are_in_the_order_of_the_device(
@@ -280,7 +281,7 @@ BETWEEN = (
 )  # fmt: skip
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda function: function.__name__)
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_what_happens_between_backward_and_step_counts(precision: str, between: Callable[[Run], None]) -> None:

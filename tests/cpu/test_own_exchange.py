@@ -110,7 +110,7 @@ def train(rank: int, methods: Sequence[type[chunkmem.ExchangeMethod] | None], ta
         return manager.state_dict(), manager.runtime.sharding.shards.buffered_nbytes[1], used
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [Plainly, InTheBackground])
 @pytest.mark.parametrize("model", ["tied", "reused"])
 def test_an_exchange_of_ones_own_trains_to_the_bit(

@@ -60,6 +60,7 @@ def test_training_takes_another_way(pair: Team) -> None:
     assert more == 3 * less > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("saves_memory", [False, True])
 def test_so_do_the_collectives_of_the_library(pair: Team, *, saves_memory: bool) -> None:
     way = {"client": {"opts": {"with_mem_saving_comm": saves_memory}}}

@@ -29,7 +29,7 @@ OTHERS = (torch.optim.Adafactor, torch.optim.Rprop, torch.optim.SGD, torch.optim
 
 
 @spread(scene=SCENES, precision=("fp32", "bf16"), cap=("ample", "smallest"))
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_it_has_the_numbers_of_plain_pytorch(scene: str, precision: str, cap: str) -> None:
     plain: Side = Plain() if precision == "fp32" else LowPlain(torch.bfloat16)
     reference = HalfFrozen(plain)
@@ -103,6 +103,7 @@ def test_what_a_user_holds_stays() -> None:
         assert manager.timeline().plan_misses == 0  # type: ignore[union-attr]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "direction",
     [

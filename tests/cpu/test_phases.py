@@ -148,6 +148,7 @@ def written(twin: Twin) -> Any:
 SCENARIOS = (between_steps, evaluated, with_a_graph, accumulating, gradients_read, written)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_no_bit_changes(scenario: Callable[[Twin], Any]) -> None:
     same(lambda: Blocks(Shrinks(WIDTH, WIDTH)) if scenario is written else Blocks(), scenario)
@@ -180,6 +181,7 @@ def test_training_goes_on_as_if_nothing_had_been(kind: str, cap_nbytes: int) -> 
 # Plans.
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("onload", [False, True])
 @pytest.mark.parametrize("cap_nbytes", [AMPLE_NBYTES, TIGHT_NBYTES])
 def test_nothing_is_recorded_again_and_no_plan_is_missed(
@@ -227,7 +229,7 @@ def activations_nbytes(manager: chunkmem.ChunkManager) -> tuple[int, int]:
 
 
 @counted_only
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("onload", [False, True])
 @pytest.mark.parametrize("cap_nbytes", [2 << 20, 32 << 10])
 def test_what_an_engine_takes_meanwhile_is_not_taken_for_activations(
@@ -570,6 +572,7 @@ def leave_device(pipe: StagedPipeline, manager: chunkmem.ChunkManager, step: int
         manager.onload()
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.parametrize("cap_nbytes", [48 << 10, staged_training.AMPLE])
 def test_over_pipeline_stages(pair: Team, cap_nbytes: int) -> None:

@@ -160,7 +160,7 @@ def assert_right(setup: Setup, device_nbytes: int, seed: int | None = None) -> i
     return required_nbytes
 
 
-FEW = {("gpt", 5, "auto"), ("dense", 3, "auto"), ("unet", 2, "except_last"), ("cnn", 20, "never")}
+FEW = {("gpt", 3, "auto"), ("dense", 3, "auto"), ("unet", 2, "except_last"), ("cnn", 20, "never")}
 """What an ordinary run has of the matrix."""
 
 

@@ -121,6 +121,7 @@ def groups_of(manager: chunkmem.ChunkManager, *modules: nn.Module) -> set[int]:
     return {managed.group for managed in found if managed is not None}
 
 
+@pytest.mark.full
 @spread(checkpoint=("auto", "always"), device_nbytes=(20 << 10, AMPLE_NBYTES), host=(HOST_NBYTES, 10 * WIDTH * 4))
 @pytest.mark.few(1)
 def test_losses_are_those_without_a_cache(checkpoint: str, device_nbytes: int, host: int) -> None:
@@ -290,6 +291,7 @@ X, Y = torch.zeros(BATCH, WIDTH), torch.zeros(BATCH, 4)
 IDS = list(range(BATCH))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ids", "said"),
     [
@@ -318,6 +320,7 @@ class Noise(nn.Module):
         return x + torch.randn_like(x)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("module", "said"),
     [
@@ -373,6 +376,7 @@ def test_a_cache_is_refused_where_batches_overlap() -> None:
             )
 
 
+@pytest.mark.full
 def test_other_weights_of_frozen_blocks_are_noticed() -> None:
     """What the cache has is of the old ones."""
     found = []
@@ -405,6 +409,7 @@ def with_other_hits(rank: int, has_new_samples: bool) -> tuple[list[float], list
         return losses, run.model.take_counts()
 
 
+@pytest.mark.full
 def test_ranks_leave_frozen_blocks_out_together() -> None:
     """Where one rank has to run them, the other one gathers them, too, and runs nothing."""
     with Team(2) as team:

@@ -483,7 +483,7 @@ class Fails(Owner):
             raise self.error("on purpose")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("at", [pytest.param(0, marks=FULL), 1, pytest.param(2, marks=FULL), 4])
 @pytest.mark.parametrize("error", [ValueError, pytest.param(KeyboardInterrupt, marks=FULL)])
 @pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
@@ -812,7 +812,7 @@ def with_looks_at_gradients(twins: Twins, step: int) -> None:
         assert torch.equal(own.grad, plain.grad)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("checkpoint", [pytest.param("always", marks=FULL), "auto", pytest.param("never", marks=FULL)])
 @pytest.mark.parametrize(
     "way",

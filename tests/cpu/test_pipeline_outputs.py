@@ -137,6 +137,7 @@ class Gan(nn.Module):
         self.first, self.blocks, self.last = chain.first, chain.blocks, chain.last
 
 
+@pytest.mark.few(1)
 def test_gradients_go_through_a_frozen_discriminator_to_a_generator(sides: Any) -> None:
     """And the discriminator is trained next, on what is real and on what is not."""
     found = []
@@ -194,6 +195,7 @@ def test_gradients_of_inputs_and_outputs_without_history(sides: Any) -> None:
     assert_equal(found[1], found[0])
 
 
+@pytest.mark.few(1)
 def test_a_teacher_and_a_student(sides: Any) -> None:
     """Targets come from the pipeline itself, without gradients, before each step."""
     found = []
@@ -211,6 +213,7 @@ def test_a_teacher_and_a_student(sides: Any) -> None:
     assert_equal(found[1], found[0])
 
 
+@pytest.mark.few(1)
 def test_what_is_refused_and_what_is_right_afterwards(sides: Any) -> None:
     found = []
     for manager, model, pipe in sides():
@@ -265,6 +268,7 @@ def failing() -> Any:
     return chain
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_error_in_the_middle(where: str, sides: Any) -> None:
     """The next batch is right, once gradients of before are discarded."""
@@ -281,6 +285,7 @@ def test_an_error_in_the_middle(where: str, sides: Any) -> None:
     assert_equal(found[1], found[0])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_weights_that_were_changed_before_the_backward(checkpoint: str, sides: Any) -> None:
     """As in plain PyTorch, also where blocks are recomputed."""

@@ -71,6 +71,7 @@ def more(step: int) -> tuple[Tensor, Tensor]:
     return torch.cat([inputs, inputs]), torch.cat([target, target])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last", "auto"])
 def test_numbers_are_those_of_a_plain_loop(checkpoint: str) -> None:
     with managed() as manager:

@@ -83,7 +83,7 @@ def train(micro_batches: int, checkpoint: str, *, device: str) -> Run:
     return Run(timeline, trace)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "micro_batches", [2, 8, *(pytest.param(num, marks=pytest.mark.full) for num in (1, 3, 4, 16, 32))]
 )

@@ -92,7 +92,7 @@ def script(
     return copied([str(seen), dict(model.state_dict()), optimizer.state_dict()["state"]])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*autocast.*:UserWarning")
 @pytest.mark.parametrize(
     ("precision", "scale"),

@@ -57,7 +57,7 @@ def refuse_nan(model: nn.Module) -> None:
         module.register_forward_hook(after)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cached", [pytest.param(0, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize(
     ("name", "variant"),

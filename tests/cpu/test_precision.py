@@ -93,7 +93,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
 @pytest.mark.parametrize(("case", "variant"), CASES)
 def test_training_is_that_of_plain_pytorch_with_master_weights(
@@ -117,7 +117,7 @@ ESTIMATED = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("case", "variant"), ESTIMATED)
 def test_the_estimate_has_the_same_moments_and_bytes(case: ZooModel, variant: Variant) -> None:
     with chunkmem.ChunkManager(config(case, AMPLE_NBYTES)) as manager:

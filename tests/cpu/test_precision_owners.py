@@ -239,7 +239,7 @@ def by_hand(case: Case, precision: str) -> Any:
     return Trainer(case.model, ORDINARY, ByHand(DTYPES[precision], scaler, case.kept)).run(STEPS)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @spread(case=CASES, precision=("bf16", "fp16"), variant=(ORDINARY, CHECKPOINT))
 def test_floating_buffers_and_children_train_as_with_casts_by_hand(
     case: Case, precision: str, variant: Variant
@@ -250,7 +250,7 @@ def test_floating_buffers_and_children_train_as_with_casts_by_hand(
     assert_same(tight, by_hand(case, precision))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.model.name)
 def test_the_estimate_has_the_same_moments_and_bytes(case: Case) -> None:
     with chunkmem.ChunkManager(config(case.model, AMPLE_NBYTES)) as manager:

@@ -391,7 +391,7 @@ def room(size: int, num_staying: int) -> int:
     return (3 * len(own(size, 0)) + NUM_BLOCKS + 2 + num_staying + 1) * CHUNK_NBYTES
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("num_staying", [NUM_BLOCKS, 3, 0])
 @pytest.mark.parametrize("size", SIZES)
@@ -475,6 +475,7 @@ def train_short_of_room(rank: int, until: int, is_ahead: bool) -> tuple[dict[str
         return manager.state_dict(), counts
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_a_rank_that_finds_no_room_has_all_units_come_and_go(teams: dict[int, Team], *, is_ahead: bool) -> None:
     (expected, counts), _ = teams[2].run(train_short_of_room, -1, is_ahead)
@@ -544,6 +545,7 @@ def most_of_others(size: int, rank: int, *, at_a_time: int) -> int:
     return max(sum(group % size != rank for group in window) for window in windows)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stay", [True, False])
 @pytest.mark.parametrize("size", SIZES)
 def test_what_a_rank_holds_is_as_the_formulas_say(teams: dict[int, Team], size: int, stay: bool) -> None:

@@ -89,7 +89,7 @@ def matrix() -> list[Any]:
 SIZES = [pytest.param(size, marks=[] if size == 2 else [pytest.mark.full]) for size in ALL]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("size", "model"), matrix())
 def test_point_to_point_has_the_bits_of_one_process(teams: dict[int, Team], size: int, model: str) -> None:
     task = Task(model)
@@ -220,7 +220,7 @@ WRONG_GUESSES = ("more than in the step before",)
 """What is reduced too early is added up in another order."""
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @spread(what=UNEVEN, way=WAYS)
 def test_ranks_that_have_less_to_do_take_part_in_what_others_exchange(
     teams: dict[int, Team], what: str, way: str
@@ -234,7 +234,7 @@ def test_ranks_that_have_less_to_do_take_part_in_what_others_exchange(
             assert all(torch.allclose(outcome.weights[key], value, atol=1e-4) for key, value in weights.items())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_clipping_is_by_the_norm_over_all_ranks(teams: dict[int, Team], precision: str) -> None:
     keys = {
@@ -252,7 +252,7 @@ def test_clipping_is_by_the_norm_over_all_ranks(teams: dict[int, Team], precisio
 IN_BACKWARD = {"optimizer": {"params": {"in_backward": True}}}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @spread(model=MODELS, way=WAYS, precision=("fp32", "bf16"), is_tight=(True, False))
 def test_updates_inside_backward_change_no_bit(
     teams: dict[int, Team], model: str, way: str, precision: str, *, is_tight: bool
@@ -341,6 +341,7 @@ def compute_too_early(rank: int, what: str) -> None:
         optimizer.step()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -673,7 +674,7 @@ def look_at_gradients(rank: int, how: str) -> tuple[dict[str, Tensor], dict[str,
         return seen, manager.state_dict(), left
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["in place", "instead", "blocking"])
 def test_gathered_gradients_are_means_and_what_owners_write_is_kept(teams: dict[int, Team], how: str) -> None:
     task = Task()

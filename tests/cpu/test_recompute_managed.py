@@ -218,7 +218,7 @@ def cases() -> list[Any]:
     return found
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "way"), cases())
 def test_training_is_plain_pytorch_without_recomputation(name: str, way: str) -> None:
     losses, weights, states = plain(name)

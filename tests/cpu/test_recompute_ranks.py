@@ -139,7 +139,7 @@ def serial() -> dict[str, Tensor]:
     return {key: value.detach() for key, value in model.state_dict().items()}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["sequential", "torch"])
 @pytest.mark.parametrize("segments", [1, 2, 3, 6])
 @pytest.mark.parametrize("stay", [True, False])
@@ -161,6 +161,7 @@ def test_the_bytes_are_those_without_recomputation(pair: Team, way: str, segment
         assert found.num_pinned == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("segments", [1, 3])
 def test_reentrant_segments_are_backwards_of_their_own(pair: Team, segments: int) -> None:
     expected = serial()

@@ -112,7 +112,7 @@ def steps(twin: Twin, *, leaf: bool = True, extra: Callable[[], Any] = lambda: 0
     return seen
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("leaf", [False, True])
 @pytest.mark.parametrize(("make", "most"), [(DetachedAndLive, 4), (Masked, 5), (UsesClosure, 4)])
@@ -183,7 +183,7 @@ ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @cpu_only
 @pytest.mark.parametrize("how", list(ALIASES))
 def test_an_alias_that_outlives_its_moment_sees_every_update(how: str) -> None:

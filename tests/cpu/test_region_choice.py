@@ -104,6 +104,7 @@ def test_where_no_step_can_be_planned_the_recorded_one_stays() -> None:
     assert found.kept(KEY) == frozenset()
 
 
+@pytest.mark.few(1)
 @cpu_only
 @pytest.mark.parametrize("is_ample", [True, False])
 def test_numbers_and_caps_hold_while_the_choice_changes(is_ample: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,6 +168,7 @@ def test_every_wait_is_needed(scene: Scene) -> None:
     assert [name for name, plan in scene.waits() if not Reading(plan, scene.trace, iterations=FOLLOWED).races] == []
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.parametrize("scene", scenes())
 def test_a_missing_wait_shows(scene: Scene) -> None:

@@ -31,6 +31,7 @@ def test_two_stages_become_two_data_parallel_ranks(pair: Team, precision: str, o
     assert differences(pair.run(divided, change), pair.run(resumed, change)) == []
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @spread(precision=["bf16", "fp32", "fp16"], model=["tied", "norms", "frozen"])
 def test_two_data_parallel_ranks_become_two_stages(pair: Team, precision: str, model: str) -> None:
@@ -52,12 +53,14 @@ def test_states_of_classes_of_torch(pair: Team, optimizer: str, way: Way, precis
     assert differences(pair.run(divided, change), pair.run(resumed, change)) == []
 
 
+@pytest.mark.few(1)
 @spread(optimizer=["Muon and NAdam", "Adafactor"], way=[((2, 1), 1), ((1, 2), 2)])
 def test_room_for_states_of_classes_of_torch(pair: Team, optimizer: str, way: Way) -> None:
     sizes, stages = way
     pair.run(measured, Change(StagedTask(sizes=sizes), stages, optimizer=optimizer))
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("way", "model"),
@@ -105,7 +108,7 @@ def test_other_parts_of_a_run(pair: Team, kind: str, way: Way, precision: str) -
     assert differences(pair.run(divided, change), pair.run(resumed, change)) == []
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @spread(
     way=[((2, 1), 1), ((1, 2), 2), ((4, 1), 1), ((4, 1), 2)],
     precision=["fp32", "bf16"],
@@ -213,7 +216,7 @@ def refuse(rank: int) -> None:
     assert [key for key, value in expected.items() if not torch.equal(value, weights[key])] == []
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @spread(
     kind=["plain", "on host", "tiled", "excluded", "averaged"],
     model=["frozen", "tied", "norms"],

@@ -306,6 +306,7 @@ def forget_a_state(twin: Twin) -> None:
 BETWEEN = (nothing, move_to_another_group, leave_one_out, exchange_two, write_in_place, assign_data, forget_a_state)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("deed", BETWEEN)
 def test_what_is_done_between_steps_is_noticed(deed: Callable[[Twin], None], precision: str) -> None:

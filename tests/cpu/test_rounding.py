@@ -70,7 +70,7 @@ def train(chosen: chunkmem.Config, *, make_lanes: MakeLanes | None = None) -> tu
         return (losses, ours.left()), num_rounded, timeline
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lanes", [None, "adversarial"])
 @pytest.mark.parametrize("states", STATES)
 def test_the_bits_are_those_of_weights_that_stay(states: str, lanes: str | None) -> None:
@@ -86,6 +86,7 @@ def test_the_bits_are_those_of_weights_that_stay(states: str, lanes: str | None)
     assert {span.lane for span in spans} == {Lane.HOST_UPDATE}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_no_race(overlap: bool) -> None:
     chosen = config("masters", tight=True, device_nbytes=8 * NUMEL + ACTIVATIONS_NBYTES, overlap_optimizer=overlap)
@@ -95,6 +96,7 @@ def test_no_race(overlap: bool) -> None:
     checker.assert_ordered()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", ["copies for roundings", "roundings for what read their slabs"])
 def test_each_wait_for_or_of_a_rounding_is_needed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it there is a race, which the checker finds in a single run."""

@@ -87,6 +87,7 @@ def trained(
         return losses, manager.trace
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("policy", "device", "contents"),
     [
@@ -116,6 +117,7 @@ def test_the_steps_of_an_adopted_trace_follow_its_plan(
     assert again == losses
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("before", "now"),
     [
@@ -141,6 +143,7 @@ def test_a_trace_without_activations_is_refused_where_they_are_managed() -> None
         manager.trace = trace
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("policy", "before", "now", "said"),
     [
@@ -171,6 +174,7 @@ def test_a_trace_of_other_policies_of_regions_is_refused(
         assert timeline.plan_misses == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["offload", None])
 def test_a_trace_of_a_pipeline_by_layer_is_followed(policy: str | None) -> None:
     """Outputs wait in chunks for the next block, and the pipeline says itself what its blocks save."""

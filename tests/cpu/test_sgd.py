@@ -63,7 +63,7 @@ def roles(manager: chunkmem.ChunkManager) -> set[Role]:
     return {key.role for key in manager.runtime.memory.store.chunks}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_with_ample_room_and_on_demand_at_the_smallest_cap(way: str) -> None:
     alike(lambda twin: twin.steps(*STEPS), **WAYS[way])
@@ -105,7 +105,7 @@ def overlapped(*, overlap: bool, precision: str = "fp32", max_norm: float = 0.0,
         return (losses, twin.left()), num_begun
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("way", WAYS)
 @cpu_only

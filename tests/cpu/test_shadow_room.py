@@ -58,7 +58,7 @@ def test_by_default_all_of_host_that_a_plan_leaves_is_used() -> None:
     audit(run.manager)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @cpu_only
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("num_slabs", [0, 0.4, 1, 2.5, 40])
@@ -166,7 +166,7 @@ def skip(run: Run) -> None:
 HOSTILE = (change_lr, load, gather, gather_one, evaluate, freeze, skip)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @cpu_only
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 @pytest.mark.parametrize("num_slabs", [0, 2.5, 40])

@@ -190,7 +190,7 @@ def steps(twin: Twin, step: Step) -> list[Any]:
     return seen
 
 
-@pytest.mark.few(13)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", CASES)
 def test_the_smallest_cap(name: str) -> None:
     """All weights were needed at once: each was pinned until a gradient landed that never came, or came last."""
@@ -198,7 +198,7 @@ def test_the_smallest_cap(name: str) -> None:
     assert same(build, lambda twin: steps(twin, step)) <= most * CHUNK_NBYTES
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CASES)
 def test_late_copies_do_not_show_at_the_smallest_cap(name: str) -> None:
     build, step, most = CASES[name]

@@ -79,7 +79,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("task", OTHERS)
 def test_other_models_and_batches(pair: Team, task: StagedTask) -> None:
     assert different(task, pair.run(train, task)) == []
@@ -95,7 +95,7 @@ OUTSIDE = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("task", OUTSIDE)
 def test_a_loss_outside_of_the_pipeline(pair: Team, task: StagedTask) -> None:
     outcomes = pair.run(train, task)
@@ -229,7 +229,7 @@ OF_VALUES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", OF_VALUES)
 def test_what_goes_between_stages_is_said_where_shapes_do_not_tell(pair: Team, name: str) -> None:
     """Blocks that look at values were refused, and all ranks had to be given the whole batch."""
@@ -539,6 +539,7 @@ def test_messages_live_no_longer_than_their_micro_batches(
         assert messages.most_sent <= len(in_flight) + 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", ["plain", "saves its output", pytest.param("pairs", marks=pytest.mark.full)])
 @pytest.mark.parametrize("checkpoint", ["never", pytest.param("always", marks=pytest.mark.full)])
 def test_the_cap_covers_messages(pair: Team, model: str, checkpoint: str) -> None:

@@ -160,7 +160,7 @@ def make_some(twin: Twin) -> None:
 KEPT = [set_moments, replace_entries, remove_one, remove_all, assign_nothing, assign_entries, pass_through, make_some]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("write", KEPT, ids=lambda write: write.__name__)
 @pytest.mark.parametrize("when", ["between steps", "before the step"])
 def test_what_is_assigned_is_kept(write: Callable[[Twin], None], when: str) -> None:

@@ -144,6 +144,7 @@ LOADED: dict[str, Callable[[Twin, Any], Any]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("how", LOADED)
 def test_loading(how: str) -> None:
     """Values, what is returned, and how training goes on, also between two steps."""

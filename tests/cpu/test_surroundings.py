@@ -114,7 +114,7 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("what", AROUND)
 def test_training_inside(what: str) -> None:

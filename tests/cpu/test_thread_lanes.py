@@ -71,7 +71,7 @@ def test_a_program_ends_while_an_update_is_under_way() -> None:
         "lanes, one, begun, said = ThreadLanes(), torch.ones(200, 200), threading.Event(), threading.Event()\n"
         "def update():\n"
         "    begun.set(); said.wait()\n"
-        "    for _ in range(3000): one @ one\n"
+        "    for _ in range(600): one @ one\n"
         "    print('updated')\n"
         "lanes.work(update, after=(), label='update')\n"
         "begun.wait(); print('the end'); said.set()"

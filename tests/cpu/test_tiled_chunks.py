@@ -200,6 +200,7 @@ def load(twin: Twin, state: Mapping[str, Any], **options: Any) -> Any:
     return owner.load_state_dict(state, **options)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["manager", "model", "assign"])
 def test_loading_an_untiled_state_between_steps(how: str) -> None:
     state = copied({key: value + 0.5 for key, value in Twin(None, Untiled).model.state_dict().items()})

@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name_and_training_goes_on(name: str, after: int) -> None:

@@ -29,6 +29,7 @@ def save_apart(rank: int, folder: Path, asynchronous: bool) -> str:
     return str(raised.value)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_saving_is_refused_on_all_ranks(asynchronous: bool, pair: Team, tmp_path: Path) -> None:
     for rank in range(2):

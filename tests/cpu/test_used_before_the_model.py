@@ -107,7 +107,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("loss_of", "keys"), CASES)
 def test_steps_follow_a_plan(loss_of: Callable[[Twin, int], Tensor], keys: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ def matrix() -> list[Any]:
     return cases
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("case", "variant", "cap"), matrix())
 def test_training_is_plain_pytorch_bit_for_bit(case: ZooModel, variant: Variant, cap: str) -> None:
     sizes = footprint(case, variant)
@@ -98,7 +98,7 @@ def with_features() -> list[Any]:
     return cases
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("case", "variant", "feature"), with_features())
 def test_features_have_the_same_bits(case: ZooModel, variant: Variant, feature: str) -> None:
     """With room for all, and in as little of DEVICE as training without them needs.
@@ -114,7 +114,7 @@ def test_features_have_the_same_bits(case: ZooModel, variant: Variant, feature: 
             assert_same(Trainer(case, variant, FEATURES[feature](manager)).run(), expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 @pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
 def test_states_in_8_bits_do_not_depend_on_room(case: ZooModel, variant: Variant) -> None:
@@ -131,7 +131,7 @@ def on_a_rank(_: int, name: str, variant: Variant) -> Outcome:
         return Trainer(case, variant, Chunked(manager)).run()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 @pytest.mark.parametrize("case", [case for case in ZOO if case.name != "loose"], ids=lambda case: case.name)
 def test_two_ranks_with_the_same_batches_are_as_one(case: ZooModel, variant: Variant, pair: Team) -> None:
@@ -157,6 +157,7 @@ def below_smallest() -> list[Any]:
     return cases
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("case", "variant"), below_smallest())
 def test_one_slab_below_the_smallest_is_a_capacity_error(case: ZooModel, variant: Variant) -> None:
     """It names both numbers, and leaves the training state of the last whole step."""

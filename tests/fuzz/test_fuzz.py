@@ -49,8 +49,8 @@ def fuzz(num_cases: int, seed: int, *, in_turn: bool = False, each: Callable[[Ca
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_twenty_trainings(in_turn: bool) -> None:
-    fuzz(20, SEED, in_turn=in_turn)
+def test_ten_trainings(in_turn: bool) -> None:
+    fuzz(10, SEED, in_turn=in_turn)
 
 
 def test_hooks_come_and_go(tmp_path: Path) -> None:

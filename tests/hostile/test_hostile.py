@@ -59,7 +59,7 @@ def cases() -> list[Any]:
     return found
 
 
-@pytest.mark.few(60)
+@pytest.mark.few(40)
 @pytest.mark.parametrize(("name", "mode"), cases())
 def test_a_script(name: str, mode: str, report_of: ReportOf) -> None:
     reports = report_of(name)
@@ -89,7 +89,7 @@ def test_a_script_with_a_feature(name: str, mode: str, report_of: ReportOf) -> N
     assert wrong is None, f"{name}, {mode}: {wrong}\n{reports[mode].get('stderr', '')}"
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [name for name, script in SCRIPTS.items() if not script.is_lowered])
 def test_a_script_on_two_ranks(name: str, pair: Team) -> None:
     """On the same batches: the mean of two equal gradients is each of them. Or an error of ours on both."""

@@ -112,7 +112,7 @@ def team() -> Iterator[Team]:
         yield found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("run", "phrase"),
     [

@@ -40,7 +40,7 @@ def teams() -> Iterator[dict[int, Team]]:
         team.close()
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("name", "exchange", "size"), cases())
 def test_a_script(name: str, exchange: str, size: int, teams: dict[int, Team]) -> None:
     reports = teams[size].run(run_named, name, exchange, timeout_s=HANGS_S)

@@ -177,7 +177,7 @@ def test_what_does_not_fit_has_no_bound() -> None:
 # Beside others' answers.
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
 @pytest.mark.parametrize("percent", [30, 70, 150, 300])
 @pytest.mark.parametrize(("num_groups", "modules_per_group"), [(12, 1), (80, 1), (16, 6)])
@@ -191,7 +191,7 @@ def test_close_to_the_linear_program(num_groups: int, modules_per_group: int, pe
     assert bound.certain_nbytes <= bound.nbytes
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("start", range(0, 100, 20))
 def test_never_above_the_optimum_of_random_traces(start: int) -> None:
     ratios = []

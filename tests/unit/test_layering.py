@@ -230,9 +230,9 @@ def test_importing_lower_layers_does_not_import_torch() -> None:
     assert done.stdout.strip() == ""
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_banned_apis_stay_home(module: str) -> None:
-    assert strays(SOURCES[module], module) == []
+def test_banned_apis_stay_home() -> None:
+    found = {module: strays(source, module) for module, source in SOURCES.items()}
+    assert {module: names for module, names in found.items() if names} == {}
 
 
 def test_only_optimizers_name_their_states() -> None:

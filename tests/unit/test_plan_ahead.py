@@ -99,6 +99,7 @@ def test_with_masters_the_log_takes_them_the_states_and_the_weights() -> None:
     simulate(plan, trace, iterations=6)
 
 
+@pytest.mark.few(3)
 @spread(block=range(6), lowered=(False, True))
 def test_candidates_keep_the_caps_and_end_as_they_begin(block: int, *, lowered: bool) -> None:
     num_ahead = 0
@@ -215,6 +216,7 @@ def test_a_gradient_written_late_holds_its_update_back() -> None:
         assert at == moment_of(Kind.CREATE, group) + 1
 
 
+@pytest.mark.full
 def test_eight_times_as_many_updates_ahead_are_read_in_not_much_more_than_eight_times_the_time() -> None:
     """Each one once looked at all moments for its own: half of the time of `chunkmem estimate` for 1 500 groups."""
 
@@ -273,6 +275,7 @@ def test_updates_left_to_the_lane_are_read_after_them() -> None:
             simulate(replace(plan, actions=tuple(actions)), TRACE)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("slowness", [1.0, 2.0, 4.0, 8.0])
 def test_more_memory_makes_no_step_much_slower(slowness: float) -> None:
     """What a smaller HOST or DEVICE would allow is a candidate: to keep all and to update all ahead is not always best.

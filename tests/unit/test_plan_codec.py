@@ -531,7 +531,7 @@ def with_damaged_values(values: object, rng: random.Random) -> object:
     return values
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_damaged_bytes_are_refused_in_one_sentence_or_harmless(kind: FileKind, tmp_path: Path) -> None:
     file = tmp_path / "file.json"
@@ -545,7 +545,7 @@ def test_damaged_bytes_are_refused_in_one_sentence_or_harmless(kind: FileKind, t
     assert seen == {"refused", "read"}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_damaged_values_are_refused_in_one_sentence_or_harmless(kind: FileKind, tmp_path: Path) -> None:
     file = tmp_path / "file.json"

@@ -84,6 +84,7 @@ def without(plan: Plan, moment: int, at: int) -> Plan:
     return replace(plan, actions=tuple(actions))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_traces", [FEW_TRACES, pytest.param(NUM_TRACES, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", [Wait, Copy, Alloc, Free])
 def test_nothing_that_disk_does_can_be_left_out(kind: type[Action], num_traces: int) -> None:

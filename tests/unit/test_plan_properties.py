@@ -191,7 +191,7 @@ def named_host_nbytes(error: PlanError) -> int:
     return int(found[1])
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("block", BLOCKS[:6])
 def test_a_small_host_is_refused_with_the_smallest_that_works(block: int) -> None:
     """Plans leave on HOST what DEVICE never writes. With that and all gradients, an update on HOST always fits."""
@@ -402,7 +402,7 @@ def walk(action: object, replicas: dict[tuple[ChunkId, Tier], bool]) -> None:
         replicas[action.chunk, action.target] = True
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_there_is_a_way_into_a_plan_from_everywhere(block: int) -> None:
     """With room for everything on HOST there always is one; with less, what is returned has to be right."""

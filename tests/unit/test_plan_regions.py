@@ -148,6 +148,7 @@ def test_without_host_what_does_not_fit_is_recomputed() -> None:
     assert len(ample.kept) == 8
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["gpt", "cnn"])
 @pytest.mark.parametrize("cap", [120, 200])
 def test_slow_forwards_of_a_first_step_rule_nothing_out(name: str, cap: int) -> None:

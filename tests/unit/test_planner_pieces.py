@@ -168,6 +168,7 @@ def moved_nbytes(plan: Plan, trace: Trace) -> int:
     return sum(simulate(plan, trace).moved_nbytes.values())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cap_slabs", [16, 30, 100])
 def test_the_first_plan_of_a_large_step_moves_little_more_than_the_last(cap_slabs: int) -> None:
     """By layer, with as many groups resident as fit, the gradients of a block came and went for each micro-batch: 3 to

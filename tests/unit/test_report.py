@@ -141,6 +141,7 @@ def test_non_model_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 NO_THREAD = "did not run, or saw nothing (client.mem_tracer.use_async_mem_monitor)"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("sampled_nbytes", "interval_s", "lines"),
     [

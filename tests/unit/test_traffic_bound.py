@@ -198,7 +198,7 @@ def test_host_cannot_update_what_device_uses() -> None:
         derive(trace, {0: Tier.HOST})
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("start", range(0, 200, 20))
 def test_the_integer_optimum_is_brute_force_s(start: int) -> None:
     num_checked = 0
@@ -214,6 +214,7 @@ def test_the_integer_optimum_is_brute_force_s(start: int) -> None:
     assert num_checked >= 10
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("seed", range(100))
 def test_no_policy_moves_less_than_the_relaxation(seed: int) -> None:
     trace, budgets, tiers = drawn(seed, max_groups=9)
