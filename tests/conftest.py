@@ -17,6 +17,7 @@ from tests.helpers.scripts import Scripts
 
 SEED = 20240607
 LONG_FILES = (
+    "cpu/test_tensor_parallel.py",
     "cpu/test_estimate.py",
     "cpu/test_stages.py",
     "cpu/test_compile.py",

@@ -97,7 +97,6 @@ def loss_of(model: torch.nn.Module) -> float:
         return float(model(rows[:, :-1], rows[:, 1:]))
 
 
-@pytest.mark.full
 def test_two_ranks_train_what_plain_pytorch_loads(tmp_path: Path, text: Path, example: Any) -> None:
     said = train("--steps", 6, "--save-every", 4, "--data", text, "--out", "run", log=tmp_path / "log")
     assert said.count("0/6 [") == 1  # one bar, which begins once

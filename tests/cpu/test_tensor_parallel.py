@@ -242,7 +242,8 @@ def init(rank: int, sizes: dict[str, int]) -> None:
     wrapped.manager.close()
 
 
-@pytest.mark.parametrize("sizes", [pytest.param(TP, marks=pytest.mark.full), TP_SHARD])
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [TP, TP_SHARD], ids=str)
 def test_inside_of_init(team: Team, four: Team, sizes: dict[str, int]) -> None:
     (team if sizes is TP else four).run(init, sizes)
 
@@ -317,7 +318,7 @@ def cross(rank: int, sizes: dict[str, int], feature: str, folder: str) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [TP, TP_SHARD], ids=str)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_other_features(team: Team, four: Team, tmp_path: Path, sizes: dict[str, int], feature: str) -> None:

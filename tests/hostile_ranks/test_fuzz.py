@@ -68,7 +68,7 @@ def judge(case: Case, team: Team, run: Callable[..., Any] = train) -> bool:
 
 @pytest.mark.parametrize(
     ("count", "most_ranks", "least_steps", "most_steps"),
-    [pytest.param(10, 2, 1, 2, id="few"), pytest.param(MANY, MAX_RANKS, 2, 5, marks=pytest.mark.full, id="many")],
+    [pytest.param(20, 2, 1, 2, id="few"), pytest.param(MANY, MAX_RANKS, 2, 5, marks=pytest.mark.full, id="many")],
 )
 def test_random_trainings_are_those_of_one_process(
     count: int, most_ranks: int, least_steps: int, most_steps: int, teams: dict[int, Team]
