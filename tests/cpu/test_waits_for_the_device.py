@@ -82,7 +82,7 @@ def pending(*, is_lowered: bool) -> PendingGradients:
         gradient_replicas=lambda one: [torch.empty_like(one.param)],
         native=NativeUpdate(lambda: Kernels(frozenset())),
     )
-    ranks: Any = SimpleNamespace(are_one=True, rank=0)
+    ranks: Any = SimpleNamespace(are_one=True, rank=0, parts=None)
     registry = SimpleNamespace(in_order=list, counted_elsewhere=())
     host: Any = SimpleNamespace(updater=updater, is_lowered=is_lowered, scaler=None, ranks=ranks, registry=registry)
     return PendingGradients(host, params, managed)
