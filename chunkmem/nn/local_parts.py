@@ -8,7 +8,7 @@ autograd brings its gradient back as the local part's, redistributed as the para
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from operator import add
 from typing import Any
@@ -84,13 +84,18 @@ class _Joined(Source):
         return whole[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]
 
 
-def take_apart(module: nn.Module, parts: Mapping[str, tuple[nn.Parameter, LocalPart]]) -> None:
-    """Have local parts take the places of a module's DTensors."""
-    shown = {name: _shown(name) for name in parts}
-    cls = type(module)
+def shown_class(cls: type[nn.Module], names: Iterable[str]) -> type[nn.Module]:
+    """Return a subclass, of the same name, whose instances show DTensors under these names."""
     own = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    made: type[nn.Module] = type(cls)(cls.__name__, (cls,), own | shown)  # type: ignore[misc]
-    module.__class__ = made
+    made: type[nn.Module] = type(cls)(cls.__name__, (cls,), own | {name: _shown(name) for name in names})  # type: ignore[misc]
+    return made
+
+
+def take_apart(
+    module: nn.Module, parts: Mapping[str, tuple[nn.Parameter, LocalPart]], *, become: type[nn.Module]
+) -> None:
+    """Have local parts take the places of a module's DTensors; `become` is its `shown_class`."""
+    module.__class__ = become
     vars(module)[_PARTS] = {name: part for name, (_, part) in parts.items()}
     for name, (local, _) in parts.items():
         module._parameters[name] = local

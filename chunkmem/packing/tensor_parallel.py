@@ -13,7 +13,7 @@ from chunkmem.comm.local_parts import LocalPart, is_dtensor
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import LayoutError
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.local_parts import parts_of, put_together, shown, take_apart
+from chunkmem.nn.local_parts import parts_of, put_together, shown, shown_class, take_apart
 from chunkmem.nn.parameter_reads import own_parameters
 from chunkmem.nn.registry import ModelRegistry
 
@@ -29,6 +29,8 @@ class TensorParallel:
         """By the identity of a DTensor: its local part."""
         self._wholes: dict[int, nn.Parameter] = {}
         """DTensors, without memory, by the identity of what has their places."""
+        self._classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+        """Of modules with DTensors, by what they were and the names of these."""
 
     @contextmanager
     def taking_apart(
@@ -62,19 +64,23 @@ class TensorParallel:
         for root in roots:
             named = {id(p): name for name, p in root.named_parameters() if is_dtensor(p) and id(p) not in ordinary}
             found = {id(param): param for param in root.parameters() if id(param) in named}
-            for key, param in found.items():
-                self._check(param, named[key])
-            for key, param in found.items():
-                self._parts[key] = self._local_of(param, named[key])
+            for number, param in found.items():
+                self._check(param, named[number])
+            for number, param in found.items():
+                self._parts[number] = self._local_of(param, named[number])
             for module in root.modules() if found else ():
                 own = {name: self._parts[id(p)] for name, p in module._parameters.items() if id(p) in found}
                 if own:
-                    take_apart(module, own)
+                    key = type(module), tuple(own)
+                    if key not in self._classes:  # one for all: torch.compile compiles blocks of one class once
+                        self._classes[key] = shown_class(*key)
+                    take_apart(module, own, become=self._classes[key])
                     module._register_state_dict_hook(_on_state_dict)
                     module.register_load_state_dict_pre_hook(_before_load)
 
     def put_together(self, roots: Iterable[nn.Module]) -> None:
         """Undo `take_apart`: the DTensors are there again, with the values that their local parts have now."""
+        ended = {}
         for module in (module for root in roots for module in root.modules() if parts_of(module)):
             wholes = {}
             for name in parts_of(module):
@@ -82,8 +88,11 @@ class TensorParallel:
                 whole: Any = self._wholes[id(local)]
                 whole._local_tensor = local.detach()
                 whole.requires_grad_(local.requires_grad)
-                wholes[name] = whole
+                wholes[name] = ended[id(local)] = whole
             put_together(module, wholes)
+        for key, whole in ended.items():  # identities may be others' from now on
+            del self._wholes[key], self._parts[id(whole)], self._registry.local_parts[key]
+            self._registry.each_ranks.discard(key)
 
     def count(self, parameters: Iterable[ManagedParameter]) -> None:
         """Note which of the parameters that were packed another rank counts in norms."""

@@ -140,7 +140,8 @@ def test_two_ranks(team: Team, device: int | None, precision: str, activations: 
         assert (moved > 0) == (device is not None)
 
 
-@pytest.mark.parametrize("max_norm", [0.3, pytest.param(0.0, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("max_norm", [0.3, 0.0])
 def test_four_ranks(four: Team, max_norm: float) -> None:
     four.run(compare, {"memory": {"device": 24 << 10}}, max_norm)
 
@@ -227,6 +228,7 @@ def in_context(rank: int) -> None:
             assert losses[0].item() == losses[1].item()
 
 
+@pytest.mark.full
 def test_ranks_of_context_parallelism_are_among_those_that_shard(team: Team) -> None:
     team.run(in_context)
 

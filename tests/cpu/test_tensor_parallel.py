@@ -61,7 +61,7 @@ def compare(rank: int, task: Parallel) -> int:
         return ours.manager.memory().moved.h2d_nbytes
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @spread(device=(6 << 10, None), precision=("fp32", "bf16"), activations=(None, "recompute", "offload"))
 def test_two_ranks(team: Team, device: int | None, precision: str, activations: str | None) -> None:
     device = device and device * (1 if activations is None else 5)
@@ -82,7 +82,8 @@ def test_replicas_of_shards_of_local_parts(device: int | None, precision: str) -
         eight.run(compare, Parallel(EIGHT, config_of(device, precision)))
 
 
-@pytest.mark.parametrize("max_norm", [pytest.param(0.0, marks=pytest.mark.full), 1e-3])
+@pytest.mark.full  # stages ask for norms in an ordinary run
+@pytest.mark.parametrize("max_norm", [0.0, 1e-3])
 def test_norms_count_each_element_once(four: Team, max_norm: float) -> None:
     four.run(compare, Parallel(TP_SHARD, config_of(10 << 10), steps=3, micro_batches=2, max_norm=max_norm, lr=1e-3))
 
@@ -218,7 +219,8 @@ def save_and_load(rank: int, folder: str, sizes: dict[str, int]) -> None:
         training.manager.close()
 
 
-@pytest.mark.parametrize("sizes", [pytest.param(TP, marks=pytest.mark.full), TP_SHARD])
+@pytest.mark.full  # stages save, and other ranks load, in an ordinary run
+@pytest.mark.parametrize("sizes", [TP, TP_SHARD], ids=str)
 def test_checkpoints_are_those_of_torch(team: Team, four: Team, tmp_path: Path, sizes: dict[str, int]) -> None:
     (team if sizes is TP else four).run(save_and_load, str(tmp_path), sizes)
 
