@@ -140,7 +140,7 @@ def train(rank: int, case: Case) -> None:
     [
         Case("llama3", 2, tp=2),
         Case("llama3", 2, tp=2, device=48 << 10),
-        Case("llama3", 4, tp=2, device=56 << 10),
+        Case("llama3", 4, tp=2, device=64 << 10),
         Case("llama4", 2, tp=2, device=96 << 10),
         Case("llama4", 2, tp=2, has_experts_over_ranks=True, device=96 << 10),
         Case("llama4", 2, tp=1, has_experts_over_ranks=True),
