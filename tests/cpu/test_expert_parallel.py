@@ -19,7 +19,7 @@ import chunkmem
 from tests.helpers.experts import WORDS, Mixture
 from tests.helpers.ranks import Team
 from tests.helpers.spread import spread
-from tests.helpers.tensor_parallel import full
+from tests.helpers.tensor_parallel import full, in_two_groups
 
 STEPS = 5
 
@@ -54,9 +54,7 @@ class PlainTraining:
         self.max_norm = max_norm
         self.model = built()
         self.low = built().to(torch.bfloat16) if precision == "bf16" else self.model
-        params = list(self.model.parameters())
-        kinds = [[param for param in params if isinstance(param, DTensor) is kind] for kind in (True, False)]
-        self.optimizer = torch.optim.AdamW([{"params": params} for params in kinds], lr=1e-2, fused=True)
+        self.optimizer = torch.optim.AdamW(in_two_groups(self.model), lr=1e-2, fused=True)
 
     def step(self, number: int) -> float:
         self.low.zero_grad()

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import chunkmem
 from tests.helpers.ranks import Team
@@ -146,6 +147,43 @@ def test_stages_are_tensor_parallel(four: Team, tmp_path: Path, device: int) -> 
 def test_stages_of_shards_of_local_parts(tmp_path: Path) -> None:
     with Team(8) as eight:
         eight.run(staged, {"stage": 2, "shard": 2, "tp": 2}, str(tmp_path / "checkpoint"), 24 << 10)
+
+
+def odd_sizes(rank: int, width: int, precision: str, folder: str) -> None:
+    """Parts of several sizes, maybe empty, next to parameters that each rank has whole: counted and saved once."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tp"))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+        plan: dict[str, Any] = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+        models.append(parallelize_module(layers, mesh["tp"], plan))
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    plain, model = models[0].to(dtype), models[1]
+    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    plain(batch).float().square().sum().backward()
+    expected = sum(full(param.grad).double().square().sum() for param in plain.parameters()).sqrt().item()
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict({"precision": precision}), mesh=mesh) as manager:
+        manager.wrap(model)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        manager.backward(model(batch).float().square().sum())
+        assert float(optimizer.clip_grad_norm_(0.1)) == pytest.approx(expected, rel=1e-3)
+        optimizer.step()
+        saved = {name: full(value) for name, value in manager.state_dict().items()}
+        manager.save(folder, optimizer)
+        optimizer.zero_grad()
+        manager.backward(model(batch).float().square().sum())
+        optimizer.step()
+        manager.load(folder, optimizer)
+        torch.testing.assert_close({k: full(v) for k, v in manager.state_dict().items()}, saved, rtol=0, atol=0)
+
+
+@pytest.mark.few(1)
+@spread(width=(1, 5, 16), precision=("bf16", "fp32"))
+def test_parts_of_several_sizes_next_to_whole_parameters(
+    team: Team, tmp_path: Path, width: int, precision: str
+) -> None:
+    team.run(odd_sizes, width, precision, str(tmp_path / "checkpoint"))
 
 
 def overflow(rank: int) -> list[Any]:

@@ -45,6 +45,13 @@ def built(mesh: DeviceMesh) -> Any:
     return parallel(Net(), mesh)
 
 
+def in_two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Return parameter groups of DTensors and of others: torch's fused optimizers take no group that has both."""
+    params = list(model.parameters())
+    kinds = [[param for param in params if isinstance(param, DTensor) is kind] for kind in (True, False)]
+    return [{"params": found} for found in kinds if found]
+
+
 def full(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 

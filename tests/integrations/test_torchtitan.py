@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import chunkmem
 from tests.helpers.ranks import Team
-from tests.helpers.tensor_parallel import full
+from tests.helpers.tensor_parallel import full, in_two_groups
 from tests.helpers.twins import cpu_only
 
 pytestmark = [
@@ -105,8 +105,7 @@ def train(rank: int, case: Case) -> None:
         return torch.nn.functional.cross_entropy(full(model(batch)).flatten(0, 1).float(), batch.flatten())
 
     plain, model = make(), make()
-    kinds = [[p for p in plain.parameters() if isinstance(p, DTensor) is kind] for kind in (True, False)]
-    expected_optimizer = torch.optim.AdamW([{"params": params} for params in kinds if params], lr=1e-3, fused=True)
+    expected_optimizer = torch.optim.AdamW(in_two_groups(plain), lr=1e-3, fused=True)
     with chunkmem.ChunkManager(chunkmem.Config.from_dict({"memory": {"device": case.device}}), mesh=mesh) as manager:
         manager.wrap(model)
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-3)
