@@ -47,8 +47,8 @@ class TensorParallel:
                 f"parameter {found} is a DTensor, and each rank keeps what it owns alone while a model is built: set "
                 "release_after_init to true, or build it outside of manager.init() and call manager.wrap(model)"
             )
-        self.take_apart(roots, excluded)
         try:
+            self.take_apart(roots, excluded)
             yield
         except BaseException:
             self.put_together(roots)

@@ -404,6 +404,13 @@ def ways_out(rank: int) -> None:
         with pytest.raises(chunkmem.LayoutError, match=r"words.weight is a DTensor that has a gradient, or hooks"):
             other.wrap(hooked)
         assert isinstance(hooked.blocks[0].up.weight, DTensor)
+        with pytest.raises(chunkmem.LayoutError, match="has a gradient, or hooks"), other.init():
+            first = nn.Linear(4, 4)
+            parallelize_module(first, training.mesh["tp"], ColwiseParallel())
+            second = nn.Linear(4, 4)
+            parallelize_module(second, training.mesh["tp"], ColwiseParallel())
+            second.weight.register_hook(lambda grad: grad)
+        assert isinstance(first.weight, nn.Parameter), "none of both is taken apart"
         with torch.device("meta"):
             on_meta = built(training.mesh["tp"])
         with pytest.raises(chunkmem.LayoutError, match=r"words.weight is a DTensor on the meta device, and has no val"):
