@@ -80,6 +80,7 @@ def build_runtime(origin: Origin, *, before: Runtime | None = None) -> Runtime:
         modules.know_as(before.modules)
     links = Links(
         sharding.shards,
+        memory.pager,
         tiers,
         origin.machine,
         lambda numel: updates_by_form(updater.native.kernels, numel),

@@ -24,6 +24,7 @@ from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.timestamps import HostClock
+from chunkmem.shard.exchange_speed import measure_exchanges
 from chunkmem.shard.units import Unit
 from chunkmem.trace.model import Kind, Mode, Moments, Region, Trace
 from chunkmem.tracing.recorder import Recorder
@@ -182,7 +183,7 @@ class RankStage:
         shards, prefetch = self._sharding.shards, self._units.prefetch
         if self._num_steps == 1 and shards is not None and prefetch is not None:
             # As ranks do after their first step.
-            shards.measure(prefetch.largest(), time_s=self._memory.compute.time_s)
+            measure_exchanges(shards, self._pager, prefetch.together(), time_s=self._memory.compute.time_s)
         self._num_steps += 1
         self._meter.moments_s.clear()
         self._exchange.traffic = _MeteredTraffic(self._meter)

@@ -196,9 +196,14 @@ class PrefetchSchedule:
         num_staying = self._shards.num_that_stay(units, spare_nbytes=int(-minus_least))
         self.has_room, self.staying = not any_is_short, frozenset(units[len(units) - num_staying :])
 
-    def largest(self) -> Groups:
-        """Return the groups of the largest gather of the step before; none if there was no gather."""
-        return max(self._schedule, key=len, default=())
+    def together(self) -> Groups:
+        """Return groups that steps to come gather at once: of units that stay, as many as fill a bucket of gradients,
+        else the unit with most groups; none if there was no gather."""
+        found: Groups = ()
+        for groups in dict.fromkeys(self._schedule) if self.has_room else ():
+            if groups in self.staying and self._shards.nbytes(found) < _BUCKET_NBYTES:
+                found += tuple(group for group in groups if group not in found)
+        return found or max(self._schedule, key=len, default=())
 
     def reset(self) -> None:
         """Drop what an interrupted step has begun. If that failed, the next exchange raises."""

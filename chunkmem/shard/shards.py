@@ -22,19 +22,18 @@ from chunkmem.runtime.store import ChunkStore
 from chunkmem.types import ChunkId, Role, Tier
 
 T = TypeVar("T")
-_MEASURING = "measuring the links between ranks"
 _JOINING = "taking part in what other ranks exchange"
-_NUM_TRIALS = 3
 
 
 class ShardStore:
     """The chunks of all roles of a group belong to one rank. Others hold its weights while a unit needs them."""
 
     def __init__(self, ranks: Ranks, exchanges: Sequence[Exchange], pager: Pager) -> None:
-        """Share nothing yet; the first of `exchanges` is used until `measure` has compared them."""
+        """Share nothing yet; the first of `exchanges` is used until `measure_exchanges` has compared them."""
         self.ranks = ranks
         self.exchange = exchanges[0]
-        self._exchanges = exchanges
+        self.exchanges = exchanges
+        """The ways that there are to exchange."""
         self._pager = pager
         self._store: ChunkStore = pager.store
         self._holds: Counter[int] = Counter()
@@ -49,7 +48,7 @@ class ShardStore:
     @property
     def buffered_nbytes(self) -> tuple[int, int]:
         """Non-model memory of exchanges: now, and at the peak."""
-        traffics = [exchange.traffic for exchange in self._exchanges]
+        traffics = [exchange.traffic for exchange in self.exchanges]
         return sum(t.buffered_nbytes for t in traffics), max(t.peak_buffered_nbytes for t in traffics)
 
     def owner(self, group: int) -> int:
@@ -289,40 +288,6 @@ class ShardStore:
     def renew(self, groups: Iterable[int]) -> None:
         """Owners may have written to their weights: have them sent again by the next `send`, though they are held."""
         self._present.difference_update(groups)
-
-    def measure(self, groups: Sequence[int], *, time_s: Callable[[Callable[[], object]], float]) -> float:
-        """Use the exchange that gathers these groups fastest from now on: a step takes the less, the faster it is.
-
-        All ranks call it, and choose alike.
-
-        Args:
-            groups: of one unit.
-            time_s: does what it is given, and returns how long that took.
-
-        Returns:
-            The bytes of chunks a second that it exchanges.
-        """
-        self.hold(groups, reader=_MEASURING)
-        try:
-            own = [self._best_s(exchange, groups, time_s) for exchange in self._exchanges]
-        finally:
-            self.release(groups)
-        times = self.ranks.max_over(own, label=_MEASURING)
-        fastest_s = min(times)
-        self.exchange = self._exchanges[times.index(fastest_s)]
-        return self.nbytes(groups) / max(fastest_s, 1e-9)
-
-    def _best_s(
-        self, exchange: Exchange, groups: Sequence[int], time_s: Callable[[Callable[[], object]], float]
-    ) -> float:
-        """Return the shortest time of a few that this rank's part in a gather takes."""
-        self.exchange = exchange
-        times = []
-        for _ in range(_NUM_TRIALS):
-            self.renew(groups)
-            self.ranks.barrier(label=_MEASURING)
-            times.append(time_s(lambda: self.gather(groups, reader=_MEASURING)))
-        return min(times)
 
     def fits_beside(self, groups: Iterable[Sequence[int]], *, always: Sequence[int]) -> bool:
         """Tell whether two lists of groups that follow each other fit this rank's DEVICE at a time.

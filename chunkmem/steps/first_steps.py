@@ -43,7 +43,7 @@ class FirstSteps:
             prefetch: the schedule of exchanges.
             controller: which records and plans.
             ranks: which have to agree.
-            measure: is called once, by all ranks, with groups that they gather together.
+            measure: is called once, by all ranks, with groups that they gather at once.
         """
         self._prefetch = prefetch
         self._controller = controller
@@ -93,7 +93,7 @@ class FirstSteps:
             state()
 
     def _learned(self) -> None:
-        self._measure(self._prefetch.largest())
+        self._measure(self._prefetch.together())
         self._may_record()
 
     def _may_record(self) -> None:

@@ -232,11 +232,12 @@ class Clock:
 
 
 class Slow:
-    """An exchange that takes a while to gather."""
+    """An exchange that takes a while to gather, and to reduce."""
 
-    def __init__(self, inner: Exchange, takes_s: float, clock: Clock) -> None:
+    def __init__(self, inner: Exchange, gather_s: float, reduce_s: float, clock: Clock) -> None:
         self.inner = inner
-        self.takes_s = takes_s
+        self.gather_s = gather_s
+        self.reduce_s = reduce_s
         self.clock = clock
 
     @property
@@ -244,15 +245,16 @@ class Slow:
         return self.inner.traffic
 
     def gather(self, shards: Sequence[Shard], *, label: str) -> Work:
-        self.clock.now_s += self.takes_s
+        self.clock.now_s += self.gather_s
         return self.inner.gather(shards, label=label)
 
     def reduce(self, shards: Sequence[Shard], *, label: str) -> Work:
+        self.clock.now_s += self.reduce_s
         return self.inner.reduce(shards, label=label)
 
 
-def choose(rank: int, slow: int) -> tuple[int, float]:
-    """Which of two exchanges is used after a step, if one is slow, on this rank at least; and the speed found."""
+def choose(rank: int, slow: int, slow_to: str) -> tuple[int, float, float]:
+    """Which of two exchanges is used after a step, if one is slow, on this rank at least; and the speeds found."""
     task, clock = Task(config=MEMORY_SAVING), Clock()
     with (
         patch.object(ComputeDevice, "time_s", lambda _device, work: clock.time_s(work)),
@@ -264,21 +266,27 @@ def choose(rank: int, slow: int) -> tuple[int, float]:
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
         shards = manager.runtime.sharding.shards
         assert shards is not None
-        ways = [Slow(shards.exchange, 0.05 if (index == slow and rank == 1) else 0.01, clock) for index in range(2)]
-        shards._exchanges, shards.exchange = ways, ways[0]
+        ways = []
+        for index in range(2):
+            is_slow = index == slow and rank == 1
+            gather_s, reduce_s = (0.05 if is_slow and slow_to == which else 0.01 for which in ("gather", "reduce"))
+            ways.append(Slow(shards.exchange, gather_s, 2 * reduce_s, clock))
+        shards.exchanges, shards.exchange = ways, ways[0]
         for step in range(2):
             manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
             optimizer.step()
             optimizer.zero_grad()
-        return [way is shards.exchange for way in ways].index(True), manager.runtime.links.exchange_Bps
+        links = manager.runtime.links
+        return [way is shards.exchange for way in ways].index(True), links.exchange_Bps, links.reduce_Bps
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_all_ranks_use_what_is_fastest_on_the_slowest_of_them(teams: dict[int, Team], slow: int) -> None:
-    (chosen, speed), other = teams[2].run(choose, slow)
-    assert (chosen, speed) == other
+@pytest.mark.parametrize("slow_to", ["gather", "reduce"])
+def test_all_ranks_use_what_is_fastest_on_the_slowest_of_them(teams: dict[int, Team], slow: int, slow_to: str) -> None:
+    (chosen, gather_Bps, reduce_Bps), other = teams[2].run(choose, slow, slow_to)
+    assert (chosen, gather_Bps, reduce_Bps) == other
     assert chosen == 1 - slow
-    assert 0 < speed < math.inf
+    assert gather_Bps == pytest.approx(2 * reduce_Bps)
 
 
 def first_gradients(rank: int, config: dict[str, Any]) -> dict[str, Tensor]:
