@@ -53,6 +53,8 @@ class Operation:
     """False: this rank would, but has no room for it."""
     count: int = 0
     """A number of which all learn the smallest and the largest over ranks."""
+    state: bytes = b""
+    """What may differ, of which all learn whether it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ class Verdict:
     """The largest one."""
     fullest: int
     """The first rank that has it."""
+    is_alike: bool
+    """`Operation.state` is the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,8 @@ def numbers_of(operation: Operation, rank: int, *, facts: str, has_joined: bool)
         facts: a digest of what has to be the same on all ranks meanwhile.
         has_joined: it has joined in what others did since it last came to the end of a step.
     """
-    text = f"{operation.label}\n{operation.detail}\n{facts}"
-    code = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    code = _hash(f"{operation.label}\n{operation.detail}\n{facts}".encode())
+    state = _hash(operation.state)
     busy, waiting = ((_NOTHING, _NOTHING), (code, -code)) if operation.waits else ((code, -code), (_NOTHING, _NOTHING))
     return [
         *busy,
@@ -110,13 +114,19 @@ def numbers_of(operation: Operation, rank: int, *, facts: str, has_joined: bool)
         -int(has_joined),
         operation.count,
         rank - operation.count * _RANKS,
+        state,
+        -state,
     ]
+
+
+def _hash(value: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(value, digest_size=7).digest(), "big")
 
 
 def verdict(smallest: Sequence[int]) -> Verdict:
     """Return what follows from the smallest of each number over ranks."""
     busy, minus_busy, waiting, minus_waiting, source, minus_waits, can, joinable, complete, *others = smallest
-    minus_joined, least, fullest = others
+    minus_joined, least, fullest, state, minus_state = others
     all_wait, one_waits = source == _NOTHING, minus_waits < 0
     if all_wait:
         is_same = waiting == -minus_waiting
@@ -133,6 +143,7 @@ def verdict(smallest: Sequence[int]) -> Verdict:
         least,
         -(fullest // _RANKS),
         fullest % _RANKS,
+        state == -minus_state,
     )
 
 

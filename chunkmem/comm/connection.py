@@ -109,6 +109,8 @@ class Connection:
         """This rank has joined operations of others since the last step."""
         self._most = 0
         """The most backwards of a rank in this step."""
+        self.is_alike = False
+        """All ranks were in the same state when they last had waited for each other."""
         self._complete: int | None = None
         """If a rank has joined others: the first rank that has not; None: none has joined."""
         if group is not None and self.size > 1:
@@ -192,25 +194,26 @@ class Connection:
         """Return the smallest number that a rank passes, below 2**31, once all are here; raises what `begin` does."""
         return self._agreed(Operation(label, count=count)).least
 
-    def wait_for_others(self, label: str, *, count: int = 0) -> Any:
+    def wait_for_others(self, label: str, *, count: int = 0, state: bytes = b"") -> Any:
         """Return what the others are about to do, which this rank has to join in; None if they all wait here, too.
 
         Args:
             label: where they wait.
             count: of the rank's backwards since the last step; `end_step` returns the largest over ranks.
+            state: of this rank; if all wait, `is_alike` tells whether it is that of all.
 
         Raises what `begin` does.
         """
         if self.size == 1:
             return None
-        operation = Operation(label, waits=True, count=count)
+        operation = Operation(label, waits=True, count=count, state=state)
         found = self._agreed(operation)
         while not found.all_can:  # then nothing is begun, and there is nothing to join in
             found = self._agreed(operation)
         if not found.all_wait:
             self._has_joined = True
             return self.send_object(None, label, found.source)
-        self._most = found.most
+        self._most, self.is_alike = found.most, found.is_alike
         if found.least < found.most:
             self._complete = found.fullest
         elif found.one_joined:  # all have, if they took turns

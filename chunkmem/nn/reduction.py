@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+import numpy
 import torch
 from torch import nn
 
@@ -58,13 +59,16 @@ class Reduction:
             CapacityError: a chunk of gradients does not fit DEVICE.
             RankError: a rank is missing, or somewhere else, or has discarded its part in a mean, and another has not.
         """
-        self._reduce_fresh(params, is_agreed=True)
+        self._reduce_fresh(params, is_alike=self.shards.ranks.connection.is_alike, is_agreed=True)
         if is_step:
             self._gradients.hand_over()
 
-    def _reduce_fresh(self, params: Sequence[ManagedParameter], *, is_agreed: bool) -> None:
+    def _reduce_fresh(self, params: Sequence[ManagedParameter], *, is_alike: bool, is_agreed: bool) -> None:
         gradients = self._gradients
-        is_fresh, is_given, is_withdrawn = self._over_ranks(params, is_agreed=is_agreed)
+        sets = self._sets()
+        if not is_alike:
+            sets = self._anywhere(params, *sets, is_agreed=is_agreed)
+        is_fresh, is_given, is_withdrawn = sets
         if disputed := is_given & is_withdrawn:
             self._refuse(disputed)
         gradients.withdrawn.clear()
@@ -78,10 +82,17 @@ class Reduction:
                 self._show(managed)  # others were updated in backward
         gradients.drop_empty()
 
-    def _over_ranks(self, params: Sequence[ManagedParameter], *, is_agreed: bool) -> list[set[ManagedParameter]]:
-        """Return of which parameters a rank has a gradient, has one in a mean, and has withdrawn one from a mean."""
+    def _sets(self) -> list[set[ManagedParameter]]:
+        """Return of which parameters this rank has a gradient, has one in a mean, and has withdrawn one from a mean."""
         fresh = {managed for landed in self._gradients.fresh.values() for managed in landed}
-        return self._anywhere(params, fresh, self._gradients.given, self._gradients.withdrawn, is_agreed=is_agreed)
+        return [fresh, set(self._gradients.given), set(self._gradients.withdrawn)]
+
+    def state(self) -> bytes:
+        """Return of which parameters this rank has gradients: where all ranks have alike, none need tell the others."""
+        sets, slots = self._sets(), self._gradients.groups
+        shared = [group for number, group in sorted(slots.items()) if not self.shards.is_each_ranks(number)]
+        flags = [managed in some for some in sets for group in shared for managed in group.members]
+        return numpy.packbits(numpy.array(flags, dtype=bool)).tobytes()
 
     def _anywhere(
         self, params: Sequence[ManagedParameter], *sets: Collection[ManagedParameter], is_agreed: bool = False
@@ -107,7 +118,7 @@ class Reduction:
         """
         groups = self._gradients.groups
         params_of_all = [managed for group in sorted(groups) for managed in groups[group].members]
-        self._reduce_fresh(params_of_all, is_agreed=False)
+        self._reduce_fresh(params_of_all, is_alike=False, is_agreed=False)
         (anywhere,) = self._anywhere(params, {m for landed in self._gradients.landed.values() for m in landed})
         return [managed for managed in params if managed in anywhere]
 

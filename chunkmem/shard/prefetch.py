@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 from chunkmem.errors import CapacityError, RankError
@@ -36,6 +37,8 @@ class Reduces(Protocol):
     def finish(self) -> None: ...
 
     def join(self, lists: Sequence[Groups]) -> None: ...
+
+    def state(self) -> bytes: ...
 
 
 _BUCKET_NBYTES = 25 << 20
@@ -158,7 +161,8 @@ class PrefetchSchedule:
             RankError: a rank is missing, or somewhere else.
         """
         self.drop_ahead()
-        while (asked := self._shards.ranks.connection.wait_for_others(label, count=num_backwards)) is not None:
+        wait = partial(self._shards.ranks.connection.wait_for_others, label, count=num_backwards)
+        while (asked := wait(state=self._reduction.state())) is not None:
             what, lists = asked
             self._reduction.join(lists) if what == "reduce" else self._shards.join_gather(lists)
 

@@ -32,10 +32,10 @@ from tests.helpers.simulated_training import TIMEOUT_S, failed, trained
 SIZES = (8, 64, 512, 1024)
 SLACK = 1.05
 """Numbers of ranks have more digits."""
-ROUNDS = {"start": 20, "step": 4, "save": 32}
+ROUNDS = {"start": 20, "step": 3, "save": 32}
 """Times that all ranks hear of each other until a model is there, in a step that follows a plan, and in a save.
 
-In a step: the gather of all units, which stay, the reduction, the options of the step, and who has gradients.
+In a step: the gather of all units, which stay, the reduction, and the step's options, with a hash of which gradients there are.
 """
 START_S = 10.0
 MOST_REQUESTS = 160
