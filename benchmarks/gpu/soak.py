@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -67,23 +68,22 @@ def soak(*, work: Mapping[str, Any], num_steps: int, every: int, limit_s: float)
     asked = Work.of(work)
     device = compute_device()
     hold_to(asked.cap_nbytes)
-    training = open_training(asked)
-    steps = batches_of(asked, device)
     looks = []
     plan_misses = 0
     loss = torch.zeros(())
-    for index in range(num_steps):
-        loss = training.step(steps[index % NUM_BATCHES])
-        if index + 1 > WARM_UP:
-            plan_misses += training.told().get("plan_misses", 0)
-            if (index + 1 - WARM_UP) % every == 0:
-                looks.append({"step": index + 1, **holdings(device)})
-        if time.monotonic() > end_s:
-            break
-    if len(looks) < 2:
-        raise TimeoutError(f"{index + 1} steps took {limit_s:.0f} s, too few to compare anything")
-    final = float(loss)
-    training.close()
+    with closing(open_training(asked)) as training:
+        steps = batches_of(asked, device)
+        for index in range(num_steps):
+            loss = training.step(steps[index % NUM_BATCHES])
+            if index + 1 > WARM_UP:
+                plan_misses += training.told().get("plan_misses", 0)
+                if (index + 1 - WARM_UP) % every == 0:
+                    looks.append({"step": index + 1, **holdings(device)})
+            if time.monotonic() > end_s:
+                break
+        if len(looks) < 2:
+            raise TimeoutError(f"{index + 1} steps took {limit_s:.0f} s, too few to compare anything")
+        final = float(loss)
     if final != final:
         raise ValueError("the loss is not a number")
     return {

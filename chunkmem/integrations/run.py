@@ -13,11 +13,12 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import multiprocessing, nn
+from torch.multiprocessing.spawn import start_processes
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -58,6 +59,7 @@ class TakeOver:
         wrap_ranks = DistributedDataParallel.__init__
         torch.optim.Optimizer.__new__ = _making(self._made)  # type: ignore[method-assign]
         DistributedDataParallel.__init__ = _packing_first(self._pack, wrap_ranks)  # type: ignore[method-assign]
+        _start_ranks_by(_refuse_ranks)
         try:
             with self._moves.watching():
                 yield
@@ -65,6 +67,7 @@ class TakeOver:
             # Without the first one, Python's own would refuse arguments from then on.
             torch.optim.Optimizer.__new__ = lambda kind, *_, **__: object.__new__(kind)  # type: ignore[method-assign]
             DistributedDataParallel.__init__ = wrap_ranks  # type: ignore[method-assign]
+            _start_ranks_by(start_processes)
 
     def _made(self, optimizer: torch.optim.Optimizer, make: Callable[[], None]) -> None:
         """Make an optimizer, and have it become one of chunkmem's if modules hold what it updates."""
@@ -239,6 +242,19 @@ def _refuse_autocast(root: nn.Module, precision: str) -> None:
                 check_precision(precision, str(torch.get_autocast_dtype(device)), "torch.autocast around the model")
 
     handle = root.register_forward_pre_hook(check)
+
+
+def _start_ranks_by(start: Callable[..., Any]) -> None:
+    """Have `torch.multiprocessing.spawn` and what else starts ranks start them by this."""
+    for module in (multiprocessing, sys.modules[start_processes.__module__]):
+        vars(module)["start_processes"] = start
+
+
+def _refuse_ranks(*_: Any, **__: Any) -> NoReturn:
+    raise Refused(
+        "the script starts ranks itself, by torch.multiprocessing, which would train in plain PyTorch: have each "
+        "process train as a rank of its own, and `chunkmem run --nproc N` start them"
+    )
 
 
 def _refuse_sharded(root: nn.Module) -> None:

@@ -167,6 +167,16 @@ REFUSED = {
         {"precision": "bf16"},
         'precision is "bf16" in the configuration, and torch.autocast around the model',
     ),
+    "ranks of its own": (
+        NETWORK + "torch.multiprocessing.spawn(print, nprocs=2)",
+        SMALL,
+        "the script starts ranks itself, by torch.multiprocessing, .* `chunkmem run --nproc N`",
+    ),
+    "ranks by a launcher": (
+        NETWORK + "torch.multiprocessing.start_processes(print, nprocs=2)",
+        SMALL,
+        "the script starts ranks itself",
+    ),
     "a parameter of no module": (
         NETWORK + "torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.ones(3))])",
         SMALL,

@@ -35,7 +35,8 @@ SLACK = 1.05
 ROUNDS = {"start": 20, "step": 3, "save": 32}
 """Times that all ranks hear of each other until a model is there, in a step that follows a plan, and in a save.
 
-In a step: the gather of all units, which stay, the reduction, and the step's options, with a hash of which gradients there are.
+In a step: the gather of all units, which stay, the reduction, and the step's options with a hash of which gradients
+there are.
 """
 START_S = 10.0
 MOST_REQUESTS = 160
