@@ -43,12 +43,14 @@ class TakeOver:
 
     Args:
         values: a configuration as plain data; "auto" is what the script says.
+        starts_ranks: other ranks that Lightning starts do the same.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], *, starts_ranks: bool = False) -> None:
         self.manager: ChunkManager | None = None
         """None: the script has trained nothing yet."""
         self._values = values
+        self._starts_ranks = starts_ranks
         self._is_making = False
         """An optimizer is being made: those that it makes inside are its own affair."""
         self._moves = PostponedMoves(lambda model: any(map(self._knows, model.parameters())))
@@ -68,6 +70,15 @@ class TakeOver:
             torch.optim.Optimizer.__new__ = lambda kind, *_, **__: object.__new__(kind)  # type: ignore[method-assign]
             DistributedDataParallel.__init__ = wrap_ranks  # type: ignore[method-assign]
             _start_ranks_by(start_processes)
+
+    @contextmanager
+    def inside_library(self) -> Iterator[None]:
+        """Take over what is made inside by a library that was told to; what cannot be is an error of the call."""
+        try:
+            with self.watching():
+                yield
+        except Refused as refused:
+            raise refused.__cause__ or refused from None
 
     def _made(self, optimizer: torch.optim.Optimizer, make: Callable[[], None]) -> None:
         """Make an optimizer, and have it become one of chunkmem's if modules hold what it updates."""
@@ -104,7 +115,7 @@ class TakeOver:
         return self.manager is not None and self.manager.runtime.registry.is_known(param)
 
     def _make_manager(self) -> ChunkManager:
-        for lightning in ("lightning.pytorch", "pytorch_lightning"):
+        for lightning in () if self._starts_ranks else ("lightning.pytorch", "pytorch_lightning"):
             if getattr(_caller(f"{lightning}{_LAUNCHER}"), "procs", ()):
                 raise StateError(
                     "Lightning has started other ranks itself, in plain Python: `chunkmem run --nproc N` starts all"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chunkmem.errors import StateError
-from chunkmem.integrations.run import Refused, TakeOver
+from chunkmem.integrations.run import TakeOver
 from chunkmem.manager import ChunkManager
 from chunkmem.schema import read_json
 
@@ -58,11 +58,8 @@ class TrainsInChunks:
                     "made before the model was in chunks; pass optimizer_cls_and_kwargs=(Class, options) instead"
                 )
             self._taken = TakeOver(read_json(self.args.chunkmem))
-        try:
-            with self._taken.watching():
-                return make(*args, **kwargs)
-        except Refused as refused:
-            raise refused.__cause__ or refused from None
+        with self._taken.inside_library():
+            return make(*args, **kwargs)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Leave a model where it is that is going to be in chunks."""

@@ -258,9 +258,9 @@ class Pager:
         try:
             self._hold_all(chunks, tier, reader)
         except CapacityError as error:
-            if tier is Tier.HOST:
+            if chunks[0].compute_tier is Tier.HOST:
                 raise
-            tier = Tier.HOST  # where a plan has it on DEVICE, users may hold on to what was to leave
+            tier = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE  # what was to leave the first choice may be in use
             try:
                 self._hold_all(chunks, tier, reader)
             except CapacityError:
@@ -413,6 +413,15 @@ class Pager:
         tier = chunk.compute_tier
         self.pinned_nbytes[tier] += chunk.nbytes
         self._note_required(tier, self.pinned_nbytes[tier])
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Inside, no step needs what is pinned: `required_nbytes` stays what it is."""
+        required = dict(self.required_nbytes)
+        try:
+            yield
+        finally:
+            self.required_nbytes.update(required)
 
     @contextmanager
     def staying(self, chunk: Chunk) -> Iterator[None]:

@@ -39,7 +39,7 @@ def measure_exchanges(shards: ShardStore, pager: Pager, groups: Sequence[int], *
         RankError: a rank is missing, or somewhere else.
     """
     gradients = _without_content(shards, pager, groups)
-    with _held(shards, groups) as is_held, _created(pager, gradients) as are_created:
+    with pager.measuring(), _held(shards, groups) as is_held, _created(pager, gradients) as are_created:
         is_short, is_short_of_gradients = shards.ranks.any_over([not is_held, not are_created], label=_READER)
         tasks: list[Callable[[], object]] = []
         if not is_short:
@@ -59,7 +59,8 @@ def measure_exchanges(shards: ShardStore, pager: Pager, groups: Sequence[int], *
 def _without_content(shards: ShardStore, pager: Pager, groups: Sequence[int]) -> list[Chunk]:
     """Return the GRAD chunks of groups that no rank has any gradients in; the same on all ranks."""
     ids = [ChunkId(Role.GRAD, group) for together in shards.together(groups) for group in together]
-    chunks = [pager.store.chunks[id_] for id_ in ids if id_ in pager.store.chunks]
+    found = [chunk for chunk in map(pager.store.chunks.get, ids) if chunk is not None]
+    chunks = [chunk for chunk in found if chunk.dtype.is_floating_point]
     in_use = shards.ranks.any_over([chunk.version != NO_CONTENT for chunk in chunks], label=_READER)
     return [chunk for chunk, is_used in zip(chunks, in_use, strict=True) if not is_used]
 

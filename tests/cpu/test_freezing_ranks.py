@@ -103,7 +103,7 @@ def follow(rank: int, device_nbytes: int, policy: str | None, every_second: bool
         assert shards is not None
 
         def sent_nbytes() -> int:
-            return sum(exchange.traffic.sent_nbytes for exchange in shards._exchanges)
+            return sum(exchange.traffic.sent_nbytes for exchange in shards.exchanges)
 
         def step(num: int) -> None:
             for _ in range(num):

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 import chunkmem
 from chunkmem.comm.methods import PointToPoint
 from chunkmem.plan.timeline import Timeline
-from chunkmem.shard.shards import ShardStore
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import Block, mean_of
 from tests.helpers.spread import spread
@@ -72,7 +71,7 @@ def train(
     values = {"default_chunk_size": CHUNK_NUMEL, "memory": {"device": device_nbytes, "host": 8 << 20}}
     # One way to exchange, said to be slow: measured on a busy machine, plans might exchange more to copy less.
     with (
-        patch.object(ShardStore, "measure", return_value=SLOW_BPS),
+        patch("chunkmem.assembly.speeds.measure_exchanges", return_value=(SLOW_BPS, SLOW_BPS)),
         chunkmem.ChunkManager(chunkmem.Config.from_dict(values), exchange=PointToPoint) as manager,
     ):
         torch.manual_seed(0)

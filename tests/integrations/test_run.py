@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "accelerate": ("accelerated.py",),
     "accelerate in bf16 autocast": ("accelerated.py", "--mixed_precision", "bf16"),
     "Lightning": ("lightning_fit.py",),
+    "Lightning that resumes": ("lightning_fit.py", "--twice"),
     "Lightning in bf16 autocast": ("lightning_fit.py", "--precision", "bf16-mixed"),
     "SFTTrainer": ("trl_trainers.py",),
     "SFTTrainer with an adapter": ("trl_trainers.py", "--lora"),
@@ -123,6 +124,26 @@ def test_ranks_that_lightning_starts_itself(scripts: Scripts, tmp_path: Path) ->
     ]
     assert "Lightning has started other ranks itself" in line
     assert "--nproc N" in line
+
+
+@pytest.mark.parametrize("devices", ["1", "2"])
+def test_lightning_by_its_strategy(
+    devices: str, scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that Lightning starts train in chunks, too: all of them make the strategy."""
+    pytest.importorskip("lightning")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chunkmem.json").write_text(json.dumps(SMALL))
+    script = str(scripts.file("lightning_fit.py"))
+
+    def fit(*words: str) -> list[str]:
+        command = (sys.executable, script, "--devices", devices, "--twice", *words)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        return sorted(line for line in done.stdout.splitlines() if line)
+
+    expected = fit("--strategy", "ddp")
+    assert fit("--chunkmem", "chunkmem.json") == expected
+    assert sum(line.startswith("validated") for line in expected) >= 18
 
 
 CONTRADICTED = {

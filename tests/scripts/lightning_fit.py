@@ -19,6 +19,10 @@ class Regression(lightning.LightningModule):
         print(f"{index} {loss.item().hex()} {rate}\n", end="")  # at once: other ranks print, too
         return loss
 
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        error = nn.functional.mse_loss(self.layers(batch), batch.sum(1, keepdim=True))
+        print(f"validated {index} {error.item().hex()}\n", end="")
+
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -29,25 +33,44 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--strategy")
+    parser.add_argument("--chunkmem", help="a configuration of the strategy")
+    parser.add_argument("--twice", action="store_true", help="resume from a checkpoint, and validate around it")
     options = parser.parse_args()
     torch.manual_seed(0)
-    module = Regression()
-    trainer = lightning.Trainer(
+    module, data = Regression(), DataLoader(torch.randn(48, 64), 8)
+    trainer = make_trainer(options, num_epochs=2)
+    if options.twice:
+        trainer.validate(module, data, verbose=False)
+    trainer.fit(module, data)
+    if options.twice:
+        trainer.validate(module, data, verbose=False)
+        trainer.save_checkpoint("lightning.ckpt")
+        module, trainer = Regression(), make_trainer(options, num_epochs=3)
+        trainer.fit(module, data, data, ckpt_path="lightning.ckpt")
+    weights = module.state_dict()
+    if trainer.is_global_zero:
+        print(sum(value.double().sum() for value in weights.values()).item().hex())
+
+
+def make_trainer(options: argparse.Namespace, *, num_epochs: int) -> lightning.Trainer:
+    strategy = options.strategy or ("ddp" if options.devices > 1 else "auto")
+    if options.chunkmem:
+        from chunkmem.integrations.lightning import ChunkmemStrategy
+
+        strategy = ChunkmemStrategy(options.chunkmem)
+    return lightning.Trainer(
         accelerator="cpu",
         precision=options.precision,
         devices=options.devices,
-        strategy="ddp" if options.devices > 1 else "auto",
-        max_epochs=2,
+        strategy=strategy,
+        max_epochs=num_epochs,
         gradient_clip_val=0.5,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(torch.randn(48, 64), 8))
-    weights = module.state_dict()
-    if trainer.is_global_zero:
-        print(sum(value.double().sum() for value in weights.values()).item().hex())
 
 
 if __name__ == "__main__":
