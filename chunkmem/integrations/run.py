@@ -27,7 +27,7 @@ from chunkmem.config import Config
 from chunkmem.errors import ChunkmemError, StateError
 from chunkmem.integrations.auto import check_options, check_precision, filled
 from chunkmem.manager import ChunkManager
-from chunkmem.optim.converted import become
+from chunkmem.optim.converted import become, converted
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.runtime.device import ComputeDevice
 
@@ -88,17 +88,32 @@ class TakeOver:
         self._is_making = True
         try:
             make()
-            if "param_groups" not in vars(optimizer):
-                return  # it wraps another one
-            params = [param for group in optimizer.param_groups for param in group["params"]]
             with _one_line(type(optimizer).__name__):
-                for root in _roots([param for param in params if not self._knows(param)]):
-                    self._pack(root)
-                if self.manager is not None and any(map(self._knows, params)):
-                    check_options(self._values, optimizer.param_groups)
-                    become(optimizer, manager=self.manager, by_class=_computes_by_class(optimizer, self.manager.config))
+                if (manager := self._pack_trained(optimizer)) is not None:
+                    become(optimizer, manager=manager, by_class=_computes_by_class(optimizer, manager.config))
         finally:
             self._is_making = False
+
+    def converted(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Pack the models that an optimizer updates; return one of chunkmem's with its groups, states and hooks."""
+        with _one_line(type(optimizer).__name__):
+            manager = self._pack_trained(optimizer)
+            if manager is None or isinstance(optimizer, RuleOptimizer):
+                return optimizer
+            by_class = _computes_by_class(optimizer, manager.config)
+            return converted(optimizer, manager=manager, max_grad_norm=None, by_class=by_class)
+
+    def _pack_trained(self, optimizer: torch.optim.Optimizer) -> ChunkManager | None:
+        """Pack the models that an optimizer updates; return their manager, None if no module holds what it updates."""
+        if "param_groups" not in vars(optimizer):
+            return None  # it wraps another one
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for root in _roots([param for param in params if not self._knows(param)]):
+            self._pack(root)
+        if not any(map(self._knows, params)):
+            return None
+        check_options(self._values, optimizer.param_groups)
+        return self.manager
 
     def _pack(self, root: nn.Module) -> None:
         """Pack a model, unless it is."""

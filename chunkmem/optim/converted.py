@@ -32,12 +32,13 @@ def converted(
     manager: HasOptimizerHost,
     max_grad_norm: float | None,
     in_backward: bool | None = None,
+    by_class: bool = False,
 ) -> RuleOptimizer:
-    """Return the counterpart of an optimizer; see `ChunkManager.optimizer`, which says what is raised, too."""
+    """Return the counterpart of an optimizer; see `ChunkManager.optimizer`, and for `by_class` `become`."""
     if isinstance(optimizer, RuleOptimizer):
         raise StateError(f"manager.optimizer() was given a chunkmem.{type(optimizer).__name__}: use it as it is")
     _check_step(optimizer)
-    kind, arguments = _counterpart(optimizer, by_class=False)
+    kind, arguments = _counterpart(optimizer, by_class=by_class)
     made: RuleOptimizer = kind(*arguments, manager=manager, max_grad_norm=max_grad_norm, in_backward=in_backward)
     if optimizer.state:
         made.load_state_dict(optimizer.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,12 +56,14 @@ CASES: dict[str, tuple[str, ...]] = {
     "SFTTrainer": ("trl_trainers.py",),
     "SFTTrainer with an adapter": ("trl_trainers.py", "--lora"),
     "DPOTrainer": ("trl_trainers.py", "--dpo"),
+    "GRPOTrainer": ("trl_trainers.py", "--grpo"),
 }
 
 
 def told(out: str) -> list[str]:
     """What was printed but times."""
-    return [line for line in out.splitlines() if "train_runtime" not in line and "eval_runtime" not in line]
+    lines = [line for line in out.splitlines() if "train_runtime" not in line and "eval_runtime" not in line]
+    return [re.sub(r"'step_time': [^,}]+", "", line) for line in lines]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -144,6 +147,17 @@ def test_lightning_by_its_strategy(
     expected = fit("--strategy", "ddp")
     assert fit("--chunkmem", "chunkmem.json") == expected
     assert sum(line.startswith("validated") for line in expected) >= 18
+
+
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_accelerate_by_its_accelerator(size: str, scripts: Scripts, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "chunkmem.json").write_text(json.dumps(SMALL))
+    script = str(scripts.file("accelerated.py"))
+    command = ("torch.distributed.run", "--standalone", "--nproc-per-node", size, script)
+    expected = printed(*command)
+    assert printed(*command, "--chunkmem", str(tmp_path / "chunkmem.json")) == expected
+    assert len(expected) > 4
 
 
 CONTRADICTED = {

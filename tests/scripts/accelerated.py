@@ -11,8 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mixed_precision", default="no")
+    parser.add_argument("--chunkmem", help="a configuration of the accelerator")
     options = parser.parse_args()
-    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True, mixed_precision=options.mixed_precision)
+    settings = {"gradient_accumulation_steps": 2, "cpu": True, "mixed_precision": options.mixed_precision}
+    accelerator = Accelerator(**settings) if options.chunkmem is None else in_chunks(options.chunkmem, settings)
     torch.manual_seed(0)
     model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(64, 64), nn.ReLU())), nn.Linear(64, 1))
     rows = torch.randn(96, 64)
@@ -32,6 +34,12 @@ def main() -> None:
         accelerator.print(loss.item().hex(), norm, schedule.get_last_lr())
     weights = accelerator.get_state_dict(model)
     accelerator.print(sum(value.double().sum() for value in weights.values()).item().hex())
+
+
+def in_chunks(config: str, settings: dict) -> Accelerator:
+    from chunkmem.integrations.accelerate import ChunkmemAccelerator
+
+    return ChunkmemAccelerator(config, **settings)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""trl's SFTTrainer and DPOTrainer, the first one with an adapter of peft if it is asked for, and with its defaults."""
+"""trl's SFTTrainer, DPOTrainer and GRPOTrainer, the first one with an adapter of peft if it is asked for."""
 
 import argparse
 
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 WORDS = [f"w{index}" for index in range(60)]
 
@@ -22,9 +22,15 @@ def text(start: int) -> str:
     return " ".join(WORDS[(start * 7 + step * step) % 60] for step in range(4 + start % 4))
 
 
+def num_words(completions: list[str], **_: object) -> list[float]:
+    """A reward."""
+    return [float(len(set(each.split()))) for each in completions]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--dpo", action="store_true")
+    parser.add_argument("--grpo", action="store_true")
     parser.add_argument("--lora", action="store_true")
     options = parser.parse_args()
     set_seed(0)
@@ -55,11 +61,17 @@ def main() -> None:
         "use_cpu": True,
     }
     given = {"model": model, "processing_class": tokenizer(), "peft_config": adapter}
-    if options.dpo:
-        pairs = [{"prompt": text(i), "chosen": " " + text(i + 1), "rejected": " " + text(i + 2)} for i in range(24)]
+    if options.dpo or options.grpo:
         model.save_pretrained("base")  # from which the trainer loads its reference, too
         given["model"] = "base"
+    if options.dpo:
+        pairs = [{"prompt": text(i), "chosen": " " + text(i + 1), "rejected": " " + text(i + 2)} for i in range(24)]
         trainer = DPOTrainer(args=DPOConfig(**settings), train_dataset=Dataset.from_list(pairs), **given)
+    elif options.grpo:
+        rows = [{"prompt": text(index)} for index in range(24)]
+        del settings["max_length"]
+        config = GRPOConfig(**settings, num_generations=2, max_completion_length=6, beta=0.1)
+        trainer = GRPOTrainer(args=config, train_dataset=Dataset.from_list(rows), reward_funcs=num_words, **given)
     else:
         rows = [{"text": text(index)} for index in range(24)]
         trainer = SFTTrainer(args=SFTConfig(**settings), train_dataset=Dataset.from_list(rows), **given)
