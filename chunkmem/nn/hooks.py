@@ -398,8 +398,8 @@ def _check_runs_itself(name: str) -> None:
     """
     if torch._C._get_tracing_state() is not None:
         raise StateError(
-            f"{name}: torch.jit.trace keeps the parameters themselves, whose memory comes and goes; trace a model of "
-            "plain PyTorch with the weights of manager.state_dict()"
+            f"{name}: torch.jit.trace keeps the parameters themselves, whose memory comes and goes; trace "
+            "copy.deepcopy(model), an ordinary model"
         )
     # The first while the compiler follows this code, the second when it has given up and the code runs.
     if torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:

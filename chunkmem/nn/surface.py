@@ -246,7 +246,7 @@ def _refuse_script(managed: ManagedParameter | None) -> NoReturn:
     """Stand in for what `torch.jit.script` asks a module for before it reads its code."""
     raise StateError(
         f"parameter {managed} is managed: torch.jit.script would keep it itself, and its memory comes and goes; script "
-        "a model of plain PyTorch with the weights of manager.state_dict()"
+        "copy.deepcopy(model), an ordinary model"
     )
 
 
