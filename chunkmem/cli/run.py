@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
     add("--nproc", type=count, metavar="N", help="processes on this machine, which torchrun starts")
+    add(
+        "--record",
+        type=Path,
+        metavar="RUN",
+        help="record a step every few seconds: `chunkmem report RUN --watch` shows it",
+    )
     add("config", metavar="CHUNKMEM.json", type=Path, help="a configuration; {} is all defaults")
     add("script", metavar="SCRIPT.py", type=Path, help="what to run")
     add("arguments", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
@@ -57,7 +63,7 @@ def run(options: argparse.Namespace) -> NoReturn:
         _launch(options)
     from chunkmem.integrations.run import Refused, TakeOver  # imports torch
 
-    taken = TakeOver(values)
+    taken = TakeOver(values, record=options.record)
     try:
         with taken.watching():
             status = _execute(options.script, options.arguments)
@@ -86,7 +92,8 @@ def _launch(options: argparse.Namespace) -> NoReturn:
     if (size := num_processes_said()) > 1:
         raise ConfigError(f"--nproc {options.nproc} in one of {size} processes that torchrun has started: leave it out")
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(options.nproc)]
-    command = ["chunkmem", NAME, str(options.config), str(options.script), *options.arguments]
+    record = [] if options.record is None else ["--record", str(options.record)]
+    command = ["chunkmem", NAME, *record, str(options.config), str(options.script), *options.arguments]
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", *torchrun, "-m", *command])
 

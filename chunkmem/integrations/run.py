@@ -8,10 +8,14 @@ none of them is changed.
 from __future__ import annotations
 
 import gc
+import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from math import inf
 from types import FrameType
 from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary
@@ -31,6 +35,7 @@ from chunkmem.optim.converted import become, converted
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.runtime.device import ComputeDevice
 
+_RECORD_S: Final = 5.0
 _LAUNCHER: Final = ".strategies.launchers.subprocess_script._SubprocessScriptLauncher"
 
 
@@ -44,13 +49,17 @@ class TakeOver:
     Args:
         values: a configuration as plain data; "auto" is what the script says.
         starts_ranks: other ranks that Lightning starts do the same.
+        record: a directory that steps are recorded in while the script trains.
     """
 
-    def __init__(self, values: Mapping[str, Any], *, starts_ranks: bool = False) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], *, starts_ranks: bool = False, record: str | os.PathLike[str] | None = None
+    ) -> None:
         self.manager: ChunkManager | None = None
         """None: the script has trained nothing yet."""
         self._values = values
         self._starts_ranks = starts_ranks
+        self._record, self._recorded_s = record, -inf
         self._is_making = False
         """An optimizer is being made: those that it makes inside are its own affair."""
         self._moves = PostponedMoves(lambda model: any(map(self._knows, model.parameters())))
@@ -91,8 +100,17 @@ class TakeOver:
             with _one_line(type(optimizer).__name__):
                 if (manager := self._pack_trained(optimizer)) is not None:
                     become(optimizer, manager=manager, by_class=_computes_by_class(optimizer, manager.config))
+                    if self._record is not None and manager.runtime.ranks.is_first:
+                        optimizer.register_step_post_hook(partial(self._stepped, manager, self._record))
         finally:
             self._is_making = False
+
+    def _stepped(self, manager: ChunkManager, directory: str | os.PathLike[str], *_: object) -> None:
+        """Record the step before, now and then."""
+        is_due = time.monotonic() - self._recorded_s >= _RECORD_S
+        if is_due and manager.plan is not None and manager.timeline() is not None:
+            manager.record(directory)
+            self._recorded_s = time.monotonic()
 
     def converted(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Pack the models that an optimizer updates; return one of chunkmem's with its groups, states and hooks."""

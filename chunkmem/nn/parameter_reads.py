@@ -79,8 +79,8 @@ class ParameterReads(dict[str, nn.Parameter | None]):
         if managed is not None and (value is None or (isinstance(value, nn.Parameter) and value is not managed.param)):
             raise StateError(
                 f"parameter {managed.name} was packed into a chunk and cannot be replaced; write to it in place, load "
-                "values with manager.load_state_dict(), give torch.func.functional_call tensors (.detach()), or export and "
-                "quantize copy.deepcopy(model), an ordinary model"
+                "values with manager.load_state_dict(), give torch.func.functional_call tensors (.detach()), or export "
+                "and quantize copy.deepcopy(model), an ordinary model"
             )
         if managed is not None and value is not None and unwrapped(value) is not value:
             for given in self._managed.values():

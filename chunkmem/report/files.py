@@ -15,11 +15,11 @@ from chunkmem.report.run import Run
 
 
 def write_report(
-    runs: Sequence[Run], folder: Path, *, with_perfetto: bool = False
+    runs: Sequence[Run], folder: Path, *, with_perfetto: bool = False, reload_s: int | None = None
 ) -> tuple[dict[str, Path | None], list[str]]:
     """Write memory.png of the first run and timeline.html of all; nothing before all of it is there.
 
-    `with_perfetto` adds perfetto.json, the same timelines as a Chrome trace.
+    `with_perfetto` adds perfetto.json, the same timelines as a Chrome trace; for `reload_s` see `timeline_page`.
 
     Returns:
         What was written, by "memory", "timeline" and, if asked for, "perfetto", and a sentence on what could not be: a
@@ -28,7 +28,7 @@ def write_report(
     Raises:
         PlanError: the directory or a file in it cannot be written.
     """
-    contents = {"timeline": ("timeline.html", timeline_page(runs).encode())}
+    contents = {"timeline": ("timeline.html", timeline_page(runs, reload_s=reload_s).encode())}
     if with_perfetto:
         contents["perfetto"] = ("perfetto.json", perfetto_trace(runs).encode())
     notes = []

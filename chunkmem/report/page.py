@@ -100,9 +100,10 @@ _LEGEND: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def timeline_page(runs: Sequence[Run]) -> str:
+def timeline_page(runs: Sequence[Run], *, reload_s: int | None = None) -> str:
     """Return the page of one run, or of two under each other on one time axis.
 
+    With `reload_s`, a browser loads it again after so many seconds.
     Times are integers of nanoseconds since the step began. A sorted column is kept as its
     first value and the differences after it, which are short. Texts and tips stand once, in tables; columns have their
     indexes.
@@ -111,6 +112,7 @@ def timeline_page(runs: Sequence[Run]) -> str:
     data = [_run_data(run, tables) for run in runs]
     names = _names(runs)
     parts = {
+        "RELOAD": "" if reload_s is None else f'<meta http-equiv="refresh" content="{reload_s}">',
         "STYLE": _source("page.css"),
         "TITLE": _html(" and ".join(names)),
         "LEGEND": "\n".join(_legend()),

@@ -14,6 +14,7 @@ from torch import nn
 
 import chunkmem
 from chunkmem.integrations.run import PostponedMoves, TakeOver
+from chunkmem.report.run import load_run
 from tests.helpers.scripts import SMALL, Scripts
 from tests.helpers.twins import cpu_only
 
@@ -38,6 +39,13 @@ def test_a_plain_loop_prints_the_same(arguments: tuple[str, ...], scripts: Scrip
     assert len(expected.splitlines()) == 7
     assert "chunkmem: last step: moved" in err
     assert "plan misses 0" in err
+
+
+def test_steps_are_recorded_meanwhile(scripts: Scripts, tmp_path: Path) -> None:
+    expected = scripts.plain("plain.py")
+    status, out, _ = scripts.chunked("plain.py", options=("--record", str(tmp_path / "run")))
+    assert (status, out) == (0, expected)
+    assert load_run(tmp_path / "run").happened.plan_misses == 0
 
 
 def test_the_two_adams_differ(scripts: Scripts) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -45,14 +45,16 @@ class Scripts:
                 runpy.run_path(str(file), run_name="__main__")
         return self._capfd.readouterr().out
 
-    def chunked(self, script: str, *arguments: str, config: Any = SMALL) -> tuple[int, str, str]:
+    def chunked(
+        self, script: str, *arguments: str, config: Any = SMALL, options: Sequence[str] = ()
+    ) -> tuple[int, str, str]:
         """The exit status under `chunkmem run`, and what was printed to stdout and stderr."""
         (self._folder / "chunkmem.json").write_text(json.dumps(config))
         status: Any
         self._capfd.readouterr()
         with _left_as_it_was():
             try:
-                status = main(["run", "chunkmem.json", str(self.file(script)), *arguments])
+                status = main(["run", *options, "chunkmem.json", str(self.file(script)), *arguments])
             except SystemExit as ended:
                 status = ended.code
         return status, *self._capfd.readouterr()

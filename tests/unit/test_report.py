@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +32,28 @@ NAMES = ["memory.png", "plan.json", "timeline.html", "timeline.json", "trace.jso
 def folder(tmp_path: Path) -> Path:
     """A run that stalls."""
     return make_run(tmp_path / "tight", Bps=2e8).path
+
+
+def test_a_run_is_watched(folder: Path, tmp_path: Path) -> None:
+    """A line each time that it is recorded, also if that begins later; what is half written is told, and tried again."""
+    now = tmp_path / "now"
+    command = [sys.executable, "-m", "chunkmem", "report", str(now), "--watch", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watch:
+        assert watch.stdout is not None
+        assert watch.stderr is not None
+        assert watch.stderr.readline() == f"chunkmem: waiting until {now} is recorded\n"
+        now.mkdir()
+        (now / "timeline.json").write_bytes((folder / "timeline.json").read_bytes())
+        assert "trace.json" in watch.stderr.readline()
+        for name in ("trace.json", "plan.json", "timeline.json"):
+            (now / name).write_bytes((folder / name).read_bytes())
+        expected = summarize(load_run(folder))
+        assert json.loads(watch.stdout.readline())["run"] == {**expected, "run": str(now)}
+        os.utime(now / "timeline.json")
+        assert json.loads(watch.stdout.readline())["run"]["num_moments"] == expected["num_moments"]
+        watch.send_signal(signal.SIGINT)
+        assert watch.wait(60) == 130
+    assert 'http-equiv="refresh"' in (now / "timeline.html").read_text()
 
 
 def contents(folder: Path) -> dict[str, bytes]:
