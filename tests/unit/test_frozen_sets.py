@@ -64,7 +64,7 @@ TESTING_NAMES = {
 """What `chunkmem.testing` offers."""
 
 OPTIONS = {
-    "run": "CHUNKMEM.json SCRIPT.py ... --nproc",
+    "run": "CHUNKMEM.json SCRIPT.py ... --nproc --record",
     "estimate": "MODEL --accumulate --activations --batch --checkpointing --chunk-size --cpu-embedding --device "
     "--disk --disk-speed --hardware --host --host-memory --in-backward --largest --link --master --mesh "
     "--micro-batches --network --nic-speed --nics --nnodes --no-master-weights --optimizer --picture --precision "
@@ -73,7 +73,7 @@ OPTIONS = {
     "--json",
     "plan": "TRACE --d2h --device --disk --disk-read --disk-write --h2d --host --keep-ties --machine "
     "--margin-use-ratio --out --stages --json",
-    "report": "RUN --against --out --perfetto --json",
+    "report": "RUN --against --out --perfetto --watch --json",
     "convert": "SOURCE TARGET --max-shard-size --to --trust --json",
     "verify": "CHECKPOINT --json",
     "chunk-size": "MODEL --device --json",

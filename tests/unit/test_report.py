@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_run_is_watched(folder: Path, tmp_path: Path) -> None:
-    """A line each time that it is recorded, also if that begins later; what is half written is told, and tried again."""
+    """A line each time that it is recorded, also if that begins later; what is half written is told and read again."""
     now = tmp_path / "now"
     command = [sys.executable, "-m", "chunkmem", "report", str(now), "--watch", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watch:
