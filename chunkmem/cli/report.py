@@ -80,7 +80,8 @@ def _line(summary: Mapping[str, Any]) -> str:
     return (
         f"{time.strftime('%H:%M:%S')}  a step takes {format_s(happened['step_s'])}, predicted "
         f"{format_s(predicted['step_s'])}, stalls {format_s(happened['stall_s'])}, plan misses "
-        f"{happened['plan_misses']}; chunks on DEVICE {format_nbytes(peak)}, plain PyTorch {format_nbytes(plain)}"
+        f"{happened['plan_misses']}; {format_nbytes(peak)} of chunks on DEVICE, where plain PyTorch has "
+        f"{format_nbytes(plain)} with activations"
     )
 
 

@@ -389,3 +389,19 @@ def test_the_program_of_a_document() -> None:
     result = python("-c", program_of(failing), cwd=ROOT)
     assert result.returncode != 0
     assert "nowhere does not exist" in result.stderr
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not all(map(find_spec, LIBRARIES)), reason="needs the extra integrations")
+def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    cells = json.loads((ROOT / "examples" / "finetune.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in cells)
+    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "run.py").write_text("\n".join([*code, "assert status == 0", "assert losses[-1] < losses[0] - 1"]))
+    done = python(tmp_path / "run.py", cwd=tmp_path / "examples")
+    assert done.returncode == 0, done.stderr
+    assert "plan misses 0" in done.stdout
+    for name in ("memory.png", "timeline.html", "model/model.safetensors"):
+        assert (tmp_path / "examples" / "runs" / "notebook" / name).exists()
