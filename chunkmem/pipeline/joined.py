@@ -113,6 +113,13 @@ class JoinedBatch:
         self._given = self._wanted = []  # nobody needs their history any more
         return structures[0].filled(_Joined.apply(self, anchor, *wanted))  # type: ignore[no-untyped-call]
 
+    def go_on(self) -> None:
+        """Run the backward of what the inputs were made by, when that of all micro-batches has run elsewhere."""
+        reached = [(x, leaf.grad) for x, leaf in zip(self._wanted, self._leaves, strict=True) if leaf.grad is not None]
+        self._wanted = self._leaves = []
+        if reached:
+            torch.autograd.backward([x for x, _ in reached], [grad for _, grad in reached])
+
     def run_backward(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """Run the backward of all micro-batches; return the gradients of inputs that want them.
 

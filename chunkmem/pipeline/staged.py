@@ -52,6 +52,9 @@ def stages_of(
     return replace(options, schedule=name), divide(options, per_rank * num_ranks), reason
 
 
+_NOT_FIRST = "inputs that require gradients on a rank without the first stage"
+
+
 class StagedPipeline(Pipeline):
     """Runs the stages of this rank, together with the ranks that have the others."""
 
@@ -181,14 +184,16 @@ class StagedPipeline(Pipeline):
         """Run forward for a batch; return all that the last stage returns, on the ranks that have it, None on others.
 
         With gradients enabled, what is returned has a history, for any loss; the ranks without outputs call
-        `pipe.backward()` while that with outputs runs the backward of its loss.
+        `pipe.backward()` while that with outputs runs the backward of its loss. With the first stage, it then runs that
+        of what the inputs were made by, if they require gradients.
 
         Args:
             inputs: as for `step`; the first stage needs them.
 
         Raises:
             StateError, CapacityError, RankError: as `step`; or the backward of an earlier call may come, or there are
-                gradients with several stages a rank, `deferred_batch_norm`, a cache, or inputs that require gradients.
+                gradients with several stages a rank, `deferred_batch_norm`, a cache, or inputs that require gradients
+                on a rank without the first stage.
         """
         joined, is_training = JoinedBatch(inputs), torch.is_grad_enabled()
         if is_training:
@@ -207,7 +212,8 @@ class StagedPipeline(Pipeline):
             last = self.stages[-1]
             has_backward = is_training and (last.is_trained or not last.is_last)
             weights = UnchangedWeights(stage.module for stage in self.stages)
-            backward = partial(self._backward_of, step, weights) if has_backward else None
+            given = joined if joined.wants_gradients else None
+            backward = partial(self._backward_of, step, weights, given) if has_backward else None
             self._pending = None if backward is None else (weakref.ref(joined), backward)
             if not last.is_last:
                 return None
@@ -236,14 +242,23 @@ class StagedPipeline(Pipeline):
             (len(self.stages) > 1, "several stages a rank"),
             (self._options.deferred_batch_norm, "deferred_batch_norm"),
             (self._options.cache is not None, "a cache"),
-            (joined is not None and joined.wants_gradients, "inputs that require gradients"),
+            (joined is not None and joined.wants_gradients and not self.stages[0].is_first, _NOT_FIRST),
         ):
             if asked and joined is not None and torch.is_grad_enabled():
                 return f"pipe(x) with gradients, over stages, and {what}: call pipe.step(x, y)"
         return ""
 
-    def _backward_of(self, step: StageStep, weights: UnchangedWeights, gradients: Sequence[Gradients] | None) -> None:
-        """Run backward for a batch; the last stage is given gradients of its outputs by micro-batch."""
+    def _backward_of(
+        self,
+        step: StageStep,
+        weights: UnchangedWeights,
+        joined: JoinedBatch | None,
+        gradients: Sequence[Gradients] | None,
+    ) -> None:
+        """Run backward for a batch; the last stage is given gradients of its outputs by micro-batch.
+
+        Then that of `joined`, whose inputs require gradients.
+        """
         scaler, (stage,) = self._runtime.scaler, self.stages
         with self._running():
             if gradients is not None and scaler is not None and not scaler.is_used:
@@ -257,6 +272,8 @@ class StagedPipeline(Pipeline):
             self._ties.end()
             self._settle()
         self.end_step()
+        if joined is not None:
+            joined.go_on()
 
     def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
         """Run forward for a batch; return its loss. Arguments and errors are those of `step`."""
