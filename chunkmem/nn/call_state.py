@@ -276,8 +276,7 @@ def copies_of(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         return {}
     by_memory: dict[int, dict[int, torch.Tensor]] = {}
     for key, tensor in tensors.items():
-        memory = storage_id(tensor)
-        by_memory.setdefault(-key if memory is None else memory, {})[key] = tensor
+        by_memory.setdefault(storage_id(tensor) or -key, {})[key] = tensor
     found: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         for alike in by_memory.values():

@@ -113,7 +113,7 @@ class ParkedTensors:
 
     def _layout(self, tensor: torch.Tensor, found: dict[int, SavedStorage]) -> torch.Tensor | _Layout:
         key = storage_id(tensor)
-        if key is None or type(tensor) is not torch.Tensor or tensor.device.type != self._device.type:
+        if not key or type(tensor) is not torch.Tensor or tensor.device.type != self._device.type:
             return tensor
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return tensor

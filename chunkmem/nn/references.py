@@ -124,7 +124,7 @@ class GraphSearch:
             if id(tensor) in params:
                 count(params[id(tensor)].group)
                 continue
-            group = groups.get(storage_id(tensor) or 0)
+            group = groups.get(storage_id(tensor))
             if group is None:
                 continue
             found.setdefault(group, 0)
@@ -135,7 +135,7 @@ class GraphSearch:
             base = tensor._base
             if base is not None and id(base) in params:
                 count(params[id(base)].group)
-            elif base is not None and id(base) not in counted and groups.get(storage_id(base) or 0) is not None:
+            elif base is not None and id(base) not in counted and storage_id(base) in groups:
                 counted[id(base)] = base
                 count(group)
         return found

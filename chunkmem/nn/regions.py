@@ -253,7 +253,7 @@ class RegionActivations(OwnHooks):
             return reference
         kept = SavedTensor(tensor, call)
         key = storage_id(tensor)
-        if key is not None and (self._is_rehearsal or tensor.device.type == self._device.type):
+        if key and (self._is_rehearsal or tensor.device.type == self._device.type):
             entry = call.storages.get(key)
             if entry is None:
                 entry = call.storages[key] = SavedStorage(tensor.untyped_storage())
@@ -379,7 +379,7 @@ class Recomputing(OwnHooks, AbstractContextManager[None]):
         self.nbytes: dict[int, int] = {}
         """By the identity of a storage."""
         self.storages: list[weakref.ref[torch.UntypedStorage]] = []
-        self.given: set[int | None] = set()
+        self.given: set[int] = set()
         """Storages that it does not make, by identity."""
 
     def __enter__(self) -> None:
@@ -391,12 +391,7 @@ class Recomputing(OwnHooks, AbstractContextManager[None]):
 
     def pack(self, tensor: torch.Tensor) -> object:
         key = storage_id(tensor)
-        if (
-            key is not None
-            and key not in self.nbytes
-            and key not in self.given
-            and self._regions.counts(self.call, key)
-        ):
+        if key and key not in self.nbytes and key not in self.given and self._regions.counts(self.call, key):
             storage = tensor.untyped_storage()
             self.nbytes[key] = aligned(storage.nbytes())
             self.storages.append(weakref.ref(storage))

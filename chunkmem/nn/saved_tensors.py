@@ -111,8 +111,7 @@ class ChunkHooks:
 
     def reference(self, tensor: torch.Tensor) -> SavedReference | None:
         """Return another tensor in the same chunk memory, which lasts as long as the chunk; None if it is in none."""
-        memory = storage_id(tensor)
-        chunk = None if memory is None else self._declared.chunk_in(memory)
+        chunk = self._declared.chunk_in(storage_id(tensor))
         if chunk is None:
             return None
         with torch._C.DisableTorchFunctionSubclass():
@@ -136,8 +135,8 @@ class ChunkHooks:
     def usable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that autograd has saved, or a copy of it if nobody keeps its chunk on DEVICE."""
         memory = storage_id(tensor)
-        chunk = None if memory is None else self._declared.chunk_in(memory)
-        if memory is None or chunk is None or self._declared.undeclared(memory) is None:
+        chunk = self._declared.chunk_in(memory)
+        if chunk is None or self._declared.undeclared(memory) is None:
             return tensor
         with self._turn.taken(in_hook=True):
             self._pager.pin(chunk, reader=_READER)

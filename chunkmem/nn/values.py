@@ -78,15 +78,15 @@ class Structure:
         return tree_unflatten(leaves, self._spec)
 
 
-def storage_id(tensor: torch.Tensor) -> int | None:
-    """Return the identity of a tensor's storage; None for one that has none (sparse, a wrapper of a transform)."""
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage; 0 for one that has none (sparse, a wrapper of a transform)."""
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.layout is not torch.strided or tensor.is_meta:
-            return None
+            return 0
         try:
             return int(torch.Tensor.untyped_storage(tensor)._cdata)
         except (NotImplementedError, RuntimeError):
-            return None
+            return 0
 
 
 def _attributes(value: object) -> Iterator[object]:
