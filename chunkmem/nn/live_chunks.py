@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -62,11 +62,6 @@ class LiveChunks:
         """Chunks that a backward uses, with its number, or that are kept."""
         self.now: Callable[[], int] = lambda: 0
         """Tells the number of moments so far."""
-
-    @property
-    def pinning(self) -> Iterator[str]:
-        """Who pins something now."""
-        return (self._pager.store.chunks[key].label for key in self._pinned)
 
     def begin(self, call: RegionCall, saved: SavedStorages, nbytes: int, *, reader: str, what: str) -> Chunk:
         """Return a chunk whose content is what a call has saved, or its inputs, or what was recomputed.

@@ -25,11 +25,8 @@ def tensors_in(value: object, *, object_depth: int = _OBJECT_DEPTH) -> Iterator[
     if isinstance(value, torch.Tensor):
         yield value
         return
-    if isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from tensors_in(item, object_depth=object_depth)
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    if isinstance(value, (list, tuple, set, frozenset, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(item, object_depth=object_depth)
     if object_depth and not isinstance(value, _OPAQUE):
         for item in _attributes(value):
@@ -87,6 +84,11 @@ def storage_id(tensor: torch.Tensor) -> int:
             return int(torch.Tensor.untyped_storage(tensor)._cdata)
         except (NotImplementedError, RuntimeError):
             return 0
+
+
+def over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that lies in a storage as another one does in its own."""
+    return like.new_empty(0).set_(storage, like.storage_offset(), like.shape, like.stride())
 
 
 def _attributes(value: object) -> Iterator[object]:
