@@ -108,11 +108,11 @@ class BackwardTracker:
         # An in-place operator on a view gives it another grad_fn, without our hook; its gradient still passes the base.
         bases = [t._base for t in made if t._base is not None]
         outputs = {id(t): t for t in (*made, *bases) if t.grad_fn is not None}
-        saves_elsewhere = hides_saved_tensors()
+        is_hidden = frame.recomputing or hides_saved_tensors()
         found = _NOTHING
         if self._is_rehearsal and frame.module is not None:
             found = Findings(left, frozenset())
-        elif left and outputs and not frame.recomputing and not saves_elsewhere:
+        elif left and outputs and not is_hidden:
             found = self._graphs.find(frame, left, outputs.values())
         if frame.module is None:  # an operator: its parameters' gradients may land much later
             found = Findings(found.saved, frozenset(frame.groups))
@@ -121,17 +121,14 @@ class BackwardTracker:
             self._counted |= found.uncertain
         if frame.recomputing:
             self._references.recomputed(frame, left)
-        if frame.module is not None and (frame.recomputing or saves_elsewhere):  # who saves tensors for others has them
+        if frame.module is not None and is_hidden:  # who saves tensors for others has them
             found = Findings(left, found.uncertain)
         if outputs:
-            self._watch(frame, outputs.values(), found, is_hidden=frame.recomputing or saves_elsewhere)
-        return {group for group, count in left.items() if count > found.saved.get(group, 0)} if left else set()
-
-    def _watch(self, frame: Frame, outputs: Iterable[torch.Tensor], found: Findings, *, is_hidden: bool) -> None:
-        call = BackwardCall(frame, found, self._access, region=self._regions.current, is_hidden=is_hidden)
-        for tensor in outputs:
-            self._follow(tensor, partial(self._announce, call))
-        self._watch_inputs(call, frame)
+            call = BackwardCall(frame, found, self._access, region=self._regions.current, is_hidden=is_hidden)
+            for tensor in outputs.values():
+                self._follow(tensor, partial(self._announce, call))
+            self._watch_inputs(call, frame)
+        return {group for group, count in left.items() if count > found.saved.get(group, 0)}
 
     def watch_unit(self, unit: Unit, result: object) -> None:
         """A unit returns that has read none of its weights, as other ranks may have: announce its backward, too."""

@@ -133,10 +133,8 @@ class ModuleHooks(NotPicklable):
         """Those that are heard of as a whole."""
         self._in_blocks: WeakKeyDictionary[nn.Module, Paused] = WeakKeyDictionary()
         """Modules in them that nothing is heard of."""
-        self.is_timed = False
-        """Somebody asks for `spent_s`."""
         self.spent_s = 0.0
-        """In hooks, while they are timed; what a step begins with is not counted."""
+        """In hooks; what a step begins with is not counted."""
 
     @property
     def is_running(self) -> bool:
@@ -262,8 +260,8 @@ class ModuleHooks(NotPicklable):
 
     def _enter(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
         _check_runs_itself(fitted.name)  # first: the compiler cannot follow the rest
-        began_s = time.perf_counter() if self.is_timed else 0.0
-        if not self._open(fitted, module, args, kwargs) and self.is_timed:
+        began_s = time.perf_counter()
+        if not self._open(fitted, module, args, kwargs):
             self.spent_s += time.perf_counter() - began_s
 
     def _open(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> bool:
@@ -316,11 +314,10 @@ class ModuleHooks(NotPicklable):
             frame.opened = unit
 
     def _leave(self, fitted: FittedModule, module: nn.Module, _args: Any, result: Any) -> None:
-        began_s = time.perf_counter() if self.is_timed else 0.0
+        began_s = time.perf_counter()
         try:
             self._close(fitted, module, result)
-            if self.is_timed:
-                self.spent_s += time.perf_counter() - began_s
+            self.spent_s += time.perf_counter() - began_s
         finally:
             # torch calls the hook while it handles what the module has raised.
             error = sys.exception() if result is None and not self._access.stack and not in_backward() else None

@@ -132,11 +132,11 @@ class _Call:
 
     def _one_by_one(self) -> list[Any]:
         """Make the call for what its lists have in each place on its own."""
-        made: list[Any] = []
-        for args, kwargs in one_by_one(len(self.listed), self.args, self.kwargs):
-            run = run_operator(self.func, args, kwargs) if _lazies_in(args, kwargs) else self.func(*args, **kwargs)
-            made += run or ()
-        return made
+
+        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return run_operator(self.func, args, kwargs) if _lazies_in(args, kwargs) else self.func(*args, **kwargs)
+
+        return one_by_one(run, len(self.listed), self.args, self.kwargs)
 
     def _require_all_gradients(self) -> None:
         """Raise a `StateError` for a norm of gradients, which is to be part of a total, where other ranks have others.

@@ -17,11 +17,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from inspect import isdatadescriptor
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkmem.errors import StateError
@@ -181,8 +183,7 @@ class ParameterServer:
         num = len(listed(getattr(func, "__name__", ""), args))
         if num > 1:
             # What is done to all of them needs no more room than what is done to one.
-            parts = one_by_one(num, args, kwargs)
-            return [result for part, options in parts for result in self.call(func, part, options) or ()] or None
+            return one_by_one(partial(self.call, func), num, args, kwargs) or None
         with self._turn.taken():
             if self._access.stack:
                 if not self._access.together.keys().isdisjoint(parameters):
@@ -257,15 +258,13 @@ class ParameterServer:
     def _differentiate(self, parameters: Sequence[ManagedParameter], args: Args, kwargs: Kwargs) -> Any:
         """Serve `torch.autograd.grad`, which asks for parameters as the ends of a graph and not for their values."""
 
-        def edge(value: Any) -> Any:
-            is_ours = isinstance(value, torch.Tensor) and id(value) in self._managed
-            return torch.autograd.graph.get_gradient_edge(value) if is_ours else value
+        def edge(tensor: torch.Tensor) -> Any:
+            return torch.autograd.graph.get_gradient_edge(tensor) if id(tensor) in self._managed else tensor
 
         bound = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
-        inputs = bound.pop("inputs")
         outputs = bound.pop("outputs")
         with torch._C.DisableTorchFunctionSubclass():
-            edges = [edge(one) for one in inputs] if isinstance(inputs, (list, tuple)) else edge(inputs)
+            edges = tree_map_only(torch.Tensor, edge, bound.pop("inputs"))
         if bound.get("materialize_grads") or any(self._parameters_in(outputs)):
             with self._turn.taken():
                 return self._run(parameters, torch.autograd.grad, args, kwargs)
