@@ -117,19 +117,16 @@ def _block(
     is_small = sum(managed.param.numel() for managed in parameters) <= _MOST_NUMEL * num_readers
     if num_chunks > _MOST_CHUNKS or not is_small or not all(managed.requires_grad for managed in parameters):
         return None
-    members = {id(each) for each in modules}
-    for each in modules:
+    if any(fitted.tier is not Tier.DEVICE for fitted in known):
+        return None
+    members, inside = {id(each) for each in modules}, tuple(modules[1:])
+    for each in inside:
         fitted = about.get(each)
-        if fitted is not None and fitted.tier is not Tier.DEVICE:
-            return None
-        if each is module:
-            continue
         if fitted is not None and fitted.region is not None:
             return None
-        has_weights = fitted is not None and fitted.own
-        is_only_here = members.issuperset(parents[id(each)])
-        if has_weights and not (isinstance(each._parameters, ParameterReads) and is_only_here):
+        is_ours_alone = isinstance(each._parameters, ParameterReads) and members.issuperset(parents[id(each)])
+        if fitted is not None and fitted.own and not is_ours_alone:
             return None
         if next(each.parameters(), None) is not None and not members.issuperset(callers.get(each, ())):
             return None
-    return WholeBlock(module, parameters, tuple(modules[1:]))
+    return WholeBlock(module, parameters, inside)

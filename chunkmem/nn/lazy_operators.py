@@ -161,19 +161,16 @@ class _Call:
     def _norm_over_ranks(self) -> Any:
         """Return norms of means; see `SharedGradients`."""
         order = float(self.args[1] if len(self.args) > 1 else self.kwargs.get("ord", 2))
-        each = self.args[0] if isinstance(self.args[0], (list, tuple)) else [self.args[0]]
         # First those that all ranks form: they make means of the gradients of ordinary parameters, too.
-        known = {
-            id(one): one.source.owner.norm_over_ranks(one.source, order) for one in each if isinstance(one, SlotTensor)
-        }
+        known = {id(lazy): lazy.source.owner.norm_over_ranks(lazy.source, order) for lazy in self.lazies}
+
+        def norm(one: torch.Tensor) -> Any:
+            if id(one) not in known:
+                return torch.linalg.vector_norm(one, order)
+            return torch.full((), known[id(one)], dtype=one.dtype, device=one.device)
+
         with runtime_mode():
-            norms = [
-                torch.full((), known[id(one)], dtype=one.dtype, device=one.device)
-                if id(one) in known
-                else torch.linalg.vector_norm(one, order)
-                for one in each
-            ]
-        return norms if isinstance(self.args[0], (list, tuple)) else norms[0]
+            return tree_map_only(torch.Tensor, norm, self.args[0])
 
     def _scale_over_ranks(self, factor: float) -> Any:
         """Multiply or divide means where they are; by 1 nothing changes."""
@@ -181,12 +178,11 @@ class _Call:
             owner = self.lazies[0].source.owner
             found = owner.slots_over_ranks([lazy.source for lazy in self.lazies], factor)
             slots = {id(lazy): each for lazy, each in zip(self.lazies, found, strict=True)}
-            is_list = isinstance(self.args[0], (list, tuple))
             with runtime_mode():
-                for one in self.args[0] if is_list else [self.args[0]]:
+                for one in self.written:
                     for slot in slots.get(id(one), [one]):
                         by = self.args[1].to(slot.device) if isinstance(self.args[1], torch.Tensor) else self.args[1]
-                        self.func([slot] if is_list else slot, by)
+                        self.func([slot] if self.listed else slot, by)
         return self._result()
 
     def _zero(self) -> Any:
