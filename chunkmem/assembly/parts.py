@@ -219,7 +219,7 @@ class Modules:
             self.server.add(packed.parameters)
         self.host.fit(on_host)
         for root in roots:
-            self.compiled.fit(root, (self.borders, hooks))
+            self.compiled.fit(root, self.borders.enclose, hooks.enclose)
         self.copies.know(self._fitted(hooks))
         for packed in added:
             self.copies.fit(packed.root)
@@ -381,7 +381,7 @@ def make_modules(
         access,
         backward,
         gradients,
-        GradientHooks(gradients, backward, turn, pager.events, together=access.together, updates=updater.in_backward),
+        GradientHooks(gradients, backward, turn, pager.events, access=access, updates=updater.in_backward),
         server,
         surface,
         Borders(is_outermost=access.is_outermost),

@@ -52,22 +52,16 @@ class AccessTracker:
         """Calls since the last step that have read each, and whose backward is to come; 0: or that are recomputed."""
         self.num_steps = 0
         """Optimizer steps so far; what was awaited before the last one counts no more."""
-        self._addressed: set[int] = set()
-        """Groups of which somebody has an address: it is kept until the next call of a model or step."""
-        self._held: dict[int, None] = {}
-        """Groups that are pinned for somebody who keeps references; see [Note: References]."""
+        self._addressed: dict[Chunk, None] = {}
+        """Of which somebody has an address: it is kept until the next call of a model or step."""
+        self._held = pager.held
+        """Pinned for somebody who keeps references; see [Note: References]."""
         self.resident: list[Chunk] = []
         """Pinned as they stay on DEVICE from step to step; see [Note: Resident models] in `chunkmem.nn.hooks`."""
         self.together: dict[ManagedParameter, Together] = {}
         """Weights of blocks: [Note: Blocks as a whole] in `chunkmem.nn.blocks`."""
         pager.holder = self
         pager.events.resident.append(self.stay)
-
-    @property
-    def pinning(self) -> tuple[object, ...]:
-        """Who pins something now."""
-        frames = tuple(frame for frame in self.stack if frame.groups)
-        return (*frames, *(f"held: {self.chunks[group].label}" for group in self._held))
 
     def add(self, parameters: Iterable[ManagedParameter]) -> None:
         """Take in the parameters of a model that was packed."""
@@ -198,11 +192,11 @@ class AccessTracker:
                 managed.close()
         finally:
             for group in groups:
-                if group in held and group not in self._held:
-                    self._held[group] = None
-                    self._pager.expose(self.chunks[group])
+                chunk = self.chunks[group]
+                if group in held and chunk not in self._held:
+                    self._pager.expose(chunk)
                 else:
-                    self._pager.unpin(self.chunks[group])
+                    self._pager.unpin(chunk)
 
     def is_stale(self, module: nn.Module) -> bool:
         """Tell whether the stack is left over from a call that was torn down without its hooks (KeyboardInterrupt).
@@ -229,9 +223,9 @@ class AccessTracker:
     def relieve(self) -> bool:
         """Release chunks that nobody keeps references to any more; False if there are none."""
         has_let_go = False
-        for group in tuple(self._held):  # finalizers that run meanwhile may use parameters, and so hold and let go
-            if group in self._held and not self._is_kept(group) and group in self._held:
-                self._let_go(group)
+        for chunk in tuple(self._held):  # finalizers that run meanwhile may use parameters, and so hold and let go
+            if chunk in self._held and not self._is_kept(chunk) and chunk in self._held:
+                self._let_go(chunk)
                 has_let_go = True
         return has_let_go
 
@@ -243,7 +237,7 @@ class AccessTracker:
                 cast(BoundChunk, chunk.home).stay(partial(setattr, chunk, "is_written_past", True))
                 self.resident.append(chunk)
             return
-        self.hold_kept(chunk.id.group for chunk in self.resident)
+        self.hold_kept(self.resident)
         with ExitStack() as stack:  # all of it, also where a user has left a parameter that cannot be kept
             while self.resident:
                 chunk = self.resident.pop()
@@ -252,9 +246,9 @@ class AccessTracker:
 
     def holders(self) -> tuple[str, ...]:
         """Return the names of the parameters whose chunks are held."""
-        homes = (cast(BoundChunk, self.chunks[group].home) for group in tuple(self._held))
+        homes = (cast(BoundChunk, chunk.home) for chunk in tuple(self._held))
         kept = (m for home in homes for m in home.parameters if m.num_references() > 0)
-        return tuple(managed.name for managed in kept) or tuple(self.chunks[group].label for group in self._held)
+        return tuple(managed.name for managed in kept) or tuple(chunk.label for chunk in self._held)
 
     def referenced(self) -> list[str]:
         """Return the labels of the weights on DEVICE whose memory somebody keeps, graphs included."""
@@ -264,24 +258,23 @@ class AccessTracker:
             if chunk.compute_tier is Tier.DEVICE and _num_foreign(chunk) > 0
         ]
 
-    def hold_kept(self, groups: Iterable[int]) -> None:
-        """Hold those of these groups, which the caller has pinned, that somebody keeps references to."""
-        for group in groups:
-            if group not in self._held and self._is_kept(group):
-                self._pager.pin(self.chunks[group], reader="held")
-                self._held[group] = None
-                self._pager.expose(self.chunks[group])
+    def hold_kept(self, chunks: Iterable[Chunk]) -> None:
+        """Hold those of these chunks, which the caller has pinned, that somebody keeps references to."""
+        for chunk in chunks:
+            if chunk not in self._held and self._is_kept(chunk):
+                self._pager.pin(chunk, reader="held")
+                self._pager.expose(chunk)
 
-    def keep_address(self, groups: Iterable[int]) -> None:
-        """Hold these groups, which the caller has pinned, until the next call of a model or step."""
-        self._addressed.update(groups)
+    def keep_address(self, chunks: Iterable[Chunk]) -> None:
+        """Hold these chunks, which the caller has pinned, until the next call of a model or step."""
+        self._addressed |= dict.fromkeys(chunks)
         self.hold_kept(self._addressed)
 
     def refresh_held(self) -> None:
         """Bring the newest values to where somebody outside looks: an update may have been made elsewhere."""
-        for group in tuple(self._held):
-            self._pager.pin(self.chunks[group], reader="held")
-            self._pager.unpin(self.chunks[group])
+        for chunk in tuple(self._held):
+            self._pager.pin(chunk, reader="held")
+            self._pager.unpin(chunk)
 
     def reset(self, *, step: bool) -> None:
         """Drop what an interrupted call left; at a step, also what graphs of before it are waited for."""
@@ -297,23 +290,18 @@ class AccessTracker:
     def close(self) -> None:
         """The manager is closed: nothing is held any more."""
         self.reset(step=True)
-        for group in list(self._held):
-            if self.chunks[group].is_remote:  # unpinned, its memory would go, and somebody refers to it
-                self._pager.held.discard(self.chunks[group])
-                del self._held[group]
+        for chunk in list(self._held):
+            if chunk.is_remote:  # unpinned, its memory would go, and somebody refers to it
+                del self._held[chunk]
             else:
-                self._let_go(group)
+                self._let_go(chunk)
 
-    def _is_kept(self, group: int) -> bool:
-        if group in self._addressed:
-            return True
-        return _num_foreign(self.chunks[group]) > self.graph_references.get(group, 0)
+    def _is_kept(self, chunk: Chunk) -> bool:
+        return chunk in self._addressed or _num_foreign(chunk) > self.graph_references.get(chunk.id.group, 0)
 
-    def _let_go(self, group: int) -> None:
-        chunk = self.chunks[group]
+    def _let_go(self, chunk: Chunk) -> None:
         self._pager.notice_writes(chunk)
-        del self._held[group]
-        self._pager.held.discard(chunk)
+        del self._held[chunk]
         self._pager.unpin(chunk)
 
 

@@ -37,10 +37,11 @@ class AutocastCache:
         torch.clear_autocast_cache()
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(self._warning(), stacklevel=2)
-
-    def _warning(self) -> str:
-        begin = "a managed model was called inside torch.autocast, whose cache of cast weights is now off until it ends"
-        if self._precision == "fp32":
-            return f'{begin}; to compute in low precision set "precision" to "bf16" or "fp16" and leave autocast out'
-        return f'{begin}; leave autocast out, "precision": "{self._precision}" computes in low precision already'
+            advice = f'leave autocast out, "precision": "{self._precision}" computes in low precision already'
+            if self._precision == "fp32":
+                advice = 'to compute in low precision set "precision" to "bf16" or "fp16" and leave autocast out'
+            warnings.warn(
+                "a managed model was called inside torch.autocast, whose cache of cast weights is now off until it "
+                f"ends; {advice}",
+                stacklevel=2,
+            )

@@ -17,7 +17,7 @@ the chunk stays until as many are gone as the calls announced so far had left.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, MutableMapping
 from functools import partial
 
 import torch
@@ -66,8 +66,6 @@ class BackwardTracker:
         self._ordinary = ordinary
         self._regions = regions
         self._chunks: dict[int, Chunk] = access.chunks
-        self.graph_references: Mapping[int, int] = access.graph_references
-        """By group, how often graphs whose backward is to come have saved memory of its weights."""
         self.num_ended = 0
         """Backwards that were run to their end."""
         self._waiting: dict[ManagedParameter, list[BackwardCall]] = {}
@@ -80,25 +78,15 @@ class BackwardTracker:
         self._nodes = NodePins(
             pager, access, turn, graphs=self._graphs, watch=self.watch, then=lambda: self._settle_left()
         )
-        self._readers: MutableMapping[torch.Tensor, tuple[int, list[Callable[[], None]]]] = WeakIdKeyDictionary()
-        """By output of a call, as it was at that version: ends of calls that had it as an input."""
+        self._followed: MutableMapping[torch.Tensor, tuple[int, list[Callable[[], None]]]] = WeakIdKeyDictionary()
+        """By output of a call, as it was at that version: what its gradient ends, calls that had it as an input, and
+        then what it announces."""
         self._counted: set[int] = set()
         """Groups that some call of a unit is uncertain about."""
         self._left: list[tuple[BackwardCall, int]] = []
         """Calls that wait for nothing but for references to go, each with the group."""
         self._held: list[Chunk] = []
         """Read by a backward that builds a graph itself (`create_graph`): needed again until the step."""
-
-    @property
-    def pinning(self) -> tuple[str, ...]:
-        """Who pins something now."""
-        calls = [call for calls in self._running.values() for call in calls if call.open]
-        return (
-            *map(str, calls),
-            *self._nodes.pinning,
-            *self._regions.pinning,
-            *(f"create_graph backward: {chunk.label}" for chunk in self._held),
-        )
 
     def watch(self, frame: Frame, result: object) -> set[int]:
         """A module that read parameters returns: announce its backward when a gradient of what it made arrives.
@@ -120,11 +108,11 @@ class BackwardTracker:
         # An in-place operator on a view gives it another grad_fn, without our hook; its gradient still passes the base.
         bases = [t._base for t in made if t._base is not None]
         outputs = {id(t): t for t in (*made, *bases) if t.grad_fn is not None}
-        saves_elsewhere = hides_saved_tensors()
+        is_hidden = frame.recomputing or hides_saved_tensors()
         found = _NOTHING
         if self._is_rehearsal and frame.module is not None:
             found = Findings(left, frozenset())
-        elif left and outputs and not frame.recomputing and not saves_elsewhere:
+        elif left and outputs and not is_hidden:
             found = self._graphs.find(frame, left, outputs.values())
         if frame.module is None:  # an operator: its parameters' gradients may land much later
             found = Findings(found.saved, frozenset(frame.groups))
@@ -133,51 +121,38 @@ class BackwardTracker:
             self._counted |= found.uncertain
         if frame.recomputing:
             self._references.recomputed(frame, left)
-        if frame.module is not None and (frame.recomputing or saves_elsewhere):  # who saves tensors for others has them
+        if frame.module is not None and is_hidden:  # who saves tensors for others has them
             found = Findings(left, found.uncertain)
         if outputs:
-            self._watch(frame, outputs.values(), found, is_hidden=frame.recomputing or saves_elsewhere)
-        return {group for group, count in left.items() if count > found.saved.get(group, 0)} if left else set()
-
-    def _watch(self, frame: Frame, outputs: Iterable[torch.Tensor], found: Findings, *, is_hidden: bool) -> None:
-        call = BackwardCall(
-            frame.name,
-            tuple(frame.reads),
-            self._access,
-            nodes=(frame.first_node, frame.end_node, tuple(frame.inside)),
-            unit=frame.unit,
-            references=found.saved,
-            uncertain=found.uncertain,
-            is_hidden=is_hidden,
-        )
-        call.module = id(frame.module) if frame.module is not None else 0
-        call.region = self._regions.current
-        for tensor in outputs:
-            self._make_hook(tensor, partial(self._announce, call))
-        self._watch_inputs(call, frame)
+            call = BackwardCall(frame, found, self._access, region=self._regions.current, is_hidden=is_hidden)
+            for tensor in outputs.values():
+                self._follow(tensor, partial(self._announce, call))
+            self._watch_inputs(call, frame)
+        return {group for group, count in left.items() if count > found.saved.get(group, 0)}
 
     def watch_unit(self, unit: Unit, result: object) -> None:
         """A unit returns that has read none of its weights, as other ranks may have: announce its backward, too."""
         for tensor in tensors_in(result):
             if not tensor.requires_grad:
                 continue
-            made_at, readers = self._readers.get(tensor, (None, []))
+            made_at, calls = self._followed.get(tensor, (None, []))
             if made_at == tensor._version:  # it returns what it was given, whose maker comes later in backward
-                readers.insert(0, partial(self._units.announce, unit))
+                calls.insert(0, partial(self._units.announce, unit))
             else:
-                self._make_hook(tensor, partial(self._units.announce, unit))
+                self._follow(tensor, partial(self._units.announce, unit))
 
-    def _make_hook(self, tensor: torch.Tensor, announce: Callable[[], None]) -> None:
+    def _follow(self, tensor: torch.Tensor, announce: Callable[[], None]) -> None:
         """When the gradient of an output arrives, end calls that had it as an input, and announce who has made it."""
-        readers: list[Callable[[], None]] = []
-        self._readers[tensor] = tensor._version, readers
+        calls = [announce]
+        self._followed[tensor] = tensor._version, calls
+        self._on_gradient(tensor, calls)
 
+    def _on_gradient(self, tensor: torch.Tensor, calls: Iterable[Callable[[], None]]) -> None:
         def on_gradient(_grad: torch.Tensor) -> None:
             took_turn = self._turn.take_in_hook()
             try:
-                for end in readers:
-                    end()
-                announce()
+                for call in tuple(calls):
+                    call()
             finally:
                 if took_turn:
                     self._turn.give_back()
@@ -222,14 +197,9 @@ class BackwardTracker:
         if self._left:
             self._settle_left()
         task = torch._C._current_graph_task_id()
-
-        def end() -> None:
-            with self._turn.taken(in_hook=True):
-                self._end(task)
-
         if task not in self._running:
             self._running[task], self._threads[task] = [], self._turn.hook_thread()
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
         holding = torch.is_grad_enabled()  # in a gradient hook, exactly under create_graph
         trains = trained(call.reads)
         if self._ends_by_nodes(call, trains, holding=holding):
@@ -312,25 +282,22 @@ class BackwardTracker:
                     self._settle(call, group)
             self._settle_left()
 
-        def on_gradient(_grad: torch.Tensor, index: int) -> None:
-            with self._turn.taken(in_hook=True):
-                end(index)
-
         for index, (tensor, version) in enumerate(frame.inputs):
             # What has made it is announced by the same gradient, and comes after this call.
-            made_at, readers = self._readers.get(tensor, (None, []))
-            readers.append(partial(end, index))
+            made_at, calls = self._followed.get(tensor, (None, []))
+            calls.insert(-1, partial(end, index))
             if made_at != version:  # else that announcement comes
-                tensor.register_hook(partial(on_gradient, index=index))
+                self._on_gradient(tensor, (partial(end, index),))
 
     def _end(self, task: int) -> None:
-        self.num_ended += 1
-        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        self._unpin(task, is_through=not keeps_graph)
-        if not self._running:
-            self._left.clear()
-            self._units.end_backward()
-            self._ordinary.end_backward()
+        with self._turn.taken(in_hook=True):
+            self.num_ended += 1
+            keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+            self._unpin(task, is_through=not keeps_graph)
+            if not self._running:
+                self._left.clear()
+                self._units.end_backward()
+                self._ordinary.end_backward()
 
     def _unpin(self, task: int, *, is_through: bool = False) -> None:
         self._threads.pop(task, None)

@@ -2,57 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.frames import Frame
+from chunkmem.nn.references import Findings
 from chunkmem.nn.region_calls import CallRecord
-from chunkmem.shard.units import Unit
-
-CallNodes = tuple[int, int, tuple[tuple[int, int], ...]]
-"""The nodes that a call has made, by their numbers in autograd's order: the first one's, the last one's and one, and of
-calls inside of it the same."""
 
 
 class BackwardCall:
     """One module call whose backward may come: what it read, and what of that is still waited for."""
 
-    __slots__ = (
-        "access", "counter", "frozen", "inputs", "inputs_left", "is_hidden", "made_in_step", "module", "name", "nodes",
-        "open", "reads", "references", "region", "uncertain", "unit",
-    )  # fmt: skip
-
     def __init__(
-        self,
-        name: str,
-        reads: tuple[ManagedParameter, ...],
-        access: AccessTracker,
-        *,
-        nodes: CallNodes,
-        unit: Unit | None,
-        references: Mapping[int, int],
-        uncertain: Collection[int],
-        is_hidden: bool,
+        self, frame: Frame, found: Findings, access: AccessTracker, *, region: CallRecord | None, is_hidden: bool
     ) -> None:
-        """Describe a call; its graph has `references` by group, which count as long as the call lives."""
-        self.name = name
-        self.reads = reads
+        """Describe a call that is over; its graph keeps what was `found`, which counts as long as the call lives."""
+        self.name = frame.name
+        self.reads = tuple(frame.reads)
         self.access = access
-        self.unit = unit
-        self.references = dict(references)
+        self.unit = frame.unit
+        self.references = dict(found.saved)
         self.made_in_step = access.num_steps
         for group, count in self.references.items():
             access.graph_references[group] = access.graph_references.get(group, 0) + count
-        self.uncertain = uncertain
+        self.uncertain = found.uncertain
         """Groups that are released when references are gone."""
-        self.nodes = nodes
+        self.nodes = frame.first_node, frame.end_node, tuple(frame.inside)
+        """That it has made, by their numbers in autograd's order: the first one's, the last one's and one, and of
+        calls inside of it the same."""
         self.counter = None if is_hidden else access.num_calls
         """Where it counts as one that is to come. None: it does not, or no longer."""
-        for managed in reads:
+        for managed in self.reads:
             access.num_calls[managed] += self.counter is not None
-        self.module = 0
+        self.module = 0 if frame.module is None else id(frame.module)
         """The identity of the module; 0 for an operator."""
-        self.region: CallRecord | None = None
+        self.region = region
         """The call of a region that it was part of, also where that was recomputed."""
         self.is_hidden = is_hidden
         """Its graph saves nothing itself, or saves it elsewhere: gradients have to land, too."""

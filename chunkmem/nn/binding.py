@@ -25,10 +25,6 @@ from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.storage import ChunkStorage
 
-ServedClass = Callable[[type[torch.nn.Parameter]], type[torch.nn.Parameter]]
-"""Returns the subclass of a Parameter's class that serves itself; see [Note: Open parameters]."""
-
-
 _PAST_COUNTERS = ("data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "__array__", "__dlpack__")
 """Methods that give out memory, past autograd's version counters; `.data` is another such way."""
 
@@ -107,28 +103,6 @@ def resident_class(
 class ManagedParameter:
     """A Parameter the user made, and where its values are. The Parameter object itself is never replaced."""
 
-    __slots__ = (
-        "_blank",
-        "_closed_class",
-        "_num_users",
-        "accumulator",
-        "bound",
-        "built_dtype",
-        "group",
-        "is_drawn",
-        "name",
-        "num_assigned",
-        "open_class",
-        "param",
-        "placeholder",
-        "position",
-        "shape",
-        "slot",
-        "stride",
-        "version",
-        "view",
-    )  # fmt: skip
-
     def __init__(
         self,
         param: torch.nn.Parameter,
@@ -201,9 +175,9 @@ class ManagedParameter:
         param.__class__ = self.open_class
         return param
 
-    def serve(self, served_class: ServedClass) -> None:
+    def serve(self, closed_class: type[torch.nn.Parameter]) -> None:
         """Close the parameter, for the first time: from now on it serves itself; see [Note: Open parameters]."""
-        self._closed_class = served_class(self.open_class)
+        self._closed_class = closed_class
         if self._num_users == 0:
             self.param.__class__ = self._closed_class
 
@@ -305,7 +279,6 @@ class BoundChunk:
         self.stands_at = torch.Tensor.is_set_to if device.type in ("cpu", "cuda") else stands_at
         """`stands_at`, without asking each tensor for its device."""
         self._storage = storage
-        self._slab: Slab | None = None
         self.parameters: list[ManagedParameter] = []
         self.is_bound = False
         self._lost: list[str] = []
@@ -330,7 +303,7 @@ class BoundChunk:
 
     def storage_of(self, managed: ManagedParameter) -> int:
         """Return the identity of the storage that a parameter is in."""
-        return int(self._storage.storage._cdata)
+        return self.storage_id
 
     def add(self, managed: ManagedParameter) -> None:
         """Take a parameter in, in the order of the group's slots: it stands on its placeholder, its memory is freed."""
@@ -354,7 +327,6 @@ class BoundChunk:
         before = self.storage_id
         self._storage.take(slab.bytes)
         self._tell_of_other(before)
-        self._slab = slab
         return self._storage.flat
 
     def _tell_of_other(self, before: int) -> None:
@@ -397,8 +369,6 @@ class BoundChunk:
                 managed.param.data = managed.placeholder
                 managed.version = managed.param._version
         self.is_bound = False
-        assert self._slab is not None
-        self._slab = None
 
     def num_references(self) -> int:
         """Return how many tensors have this chunk's memory, ours included."""

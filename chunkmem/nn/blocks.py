@@ -16,7 +16,7 @@ others call modules of a block.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -84,10 +84,13 @@ def blocks_of(
         about: its fitted modules; others in it hear of nothing anyway.
         callers: by module, the identities of those that have called it; 0: none, it was called from outside.
     """
-    num_parents = Counter(id(child) for module in root.modules() for child in module.children())
+    parents = defaultdict[int, set[int]](set)
+    for module in root.modules():
+        for child in module.children():
+            parents[id(child)].add(id(module))
 
     def find(module: nn.Module) -> Iterator[WholeBlock]:
-        block = _block(module, about, callers, num_parents)
+        block = _block(module, about, callers, parents)
         if block is not None:
             yield block
         else:
@@ -101,7 +104,7 @@ def _block(
     module: nn.Module,
     about: Mapping[nn.Module, FittedModule],
     callers: Mapping[nn.Module, Collection[int]],
-    num_parents: Mapping[int, int],
+    parents: Mapping[int, Collection[int]],
 ) -> WholeBlock | None:
     """Return a module as a block; None if it has to be heard of module by module, or has only one with weights."""
     modules = list(module.modules())
@@ -114,20 +117,16 @@ def _block(
     is_small = sum(managed.param.numel() for managed in parameters) <= _MOST_NUMEL * num_readers
     if num_chunks > _MOST_CHUNKS or not is_small or not all(managed.requires_grad for managed in parameters):
         return None
-    members = {id(each) for each in modules}
-    num_parents_here = Counter(id(child) for parent in modules for child in parent.children())
-    for each in modules:
+    if any(fitted.tier is not Tier.DEVICE for fitted in known):
+        return None
+    members, inside = {id(each) for each in modules}, tuple(modules[1:])
+    for each in inside:
         fitted = about.get(each)
-        if fitted is not None and fitted.tier is not Tier.DEVICE:
-            return None
-        if each is module:
-            continue
         if fitted is not None and fitted.region is not None:
             return None
-        has_weights = fitted is not None and fitted.own
-        is_only_here = num_parents[id(each)] <= num_parents_here[id(each)]
-        if has_weights and not (isinstance(each._parameters, ParameterReads) and is_only_here):
+        is_ours_alone = isinstance(each._parameters, ParameterReads) and members.issuperset(parents[id(each)])
+        if fitted is not None and fitted.own and not is_ours_alone:
             return None
         if next(each.parameters(), None) is not None and not members.issuperset(callers.get(each, ())):
             return None
-    return WholeBlock(module, parameters, tuple(modules[1:]))
+    return WholeBlock(module, parameters, inside)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from chunkmem.nn.compiled import CompiledCall
 from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.frames import in_backward
-from chunkmem.nn.parameter_reads import not_picklable
+from chunkmem.nn.parameter_reads import NotPicklable
 
 
 @dataclass(eq=False, slots=True)
@@ -35,7 +35,7 @@ class _Border:
     """One of those called it the last time, recomputations left out."""
 
 
-class Borders:
+class Borders(NotPicklable):
     """Fits modules with casts, and knows which of them are running.
 
     What is returned is cast to the dtype of the caller, and who that is shows only in the call: a model calls modules
@@ -55,9 +55,6 @@ class Borders:
         self._of: WeakKeyDictionary[nn.Module, _Border] = WeakKeyDictionary()
         self._running: list[tuple[_Border, torch.dtype]] = []
         """Calls under way, each with the dtype it returns."""
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise not_picklable()
 
     def fit(self, root: nn.Module, homes: Mapping[nn.Module, torch.dtype], dtype: torch.dtype) -> None:
         """Cast around `root`, around modules that do not compute in `dtype`, the low one, and around all below these.

@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 from chunkmem.errors import StateError
 from chunkmem.nn.contents import Slots, Weights, content_of, fill, is_same, replaced, slots_of
 from chunkmem.nn.random_sources import Generator
-from chunkmem.nn.values import MODULE_FIELDS, storage_id
+from chunkmem.nn.values import MODULE_FIELDS, over, storage_id
 
 _SMALL_NBYTES = 64 * 1024
 """Buffers up to this size are kept as they were, whatever their version says."""
@@ -47,15 +47,6 @@ _NOT_CALLED = frozenset({
     "_apply", "compile", "_save_to_state_dict", "extra_repr", "__prepare_scriptable__", "__deepcopy__", "__reduce_ex__",
 })  # fmt: skip
 """Methods that no forward calls; managed modules have their own as attributes."""
-
-
-@dataclass(frozen=True)
-class _Container:
-    """Something mutable, and what was in it: a dict or an object with slots as a dict, others as a list."""
-
-    value: Any
-    name: str
-    content: Any
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,8 @@ class CallState:
         """Write down what `function` and its named arguments reach; of large buffers, without `copies_large`, not the
         values."""
         self._seen: set[int] = set()
-        self._containers: list[_Container] = []
+        self._containers: list[tuple[Any, Any]] = []
+        """Something mutable each, and what was in it; see `content_of`."""
         self._tensors: dict[int, _Known] = {}
         """Those that must not be written to."""
         self.generators: dict[int, Generator] = {}
@@ -126,23 +118,23 @@ class CallState:
                     f"{name} cannot be recomputed: {known.name} ({_shape(known.tensor)}) was written to in place after "
                     "the forward that read it; give it a copy"
                 )
-        now = [content_of(container.value) for container in self._containers]
+        now = [content_of(container) for container, _ in self._containers]
         scratch = copies_of(self._copies)
         try:
-            self._fill(replaced(container.content, scratch) for container in self._containers)
+            self._fill(replaced(content, scratch) for _, content in self._containers)
             yield
         finally:
             self._fill(now)
 
     def _fill(self, contents: Iterable[Any]) -> None:
         """Have the containers contain that, where it is something else."""
-        for container, content in zip(self._containers, contents, strict=True):
-            if not is_same(content_of(container.value), content):
-                fill(container.value, content)
+        for (container, _), content in zip(self._containers, contents, strict=True):
+            if not is_same(content_of(container), content):
+                fill(container, content)
 
     def put_back(self) -> list[str]:
         """Have everything be as it was before the call, for good; return the names of what cannot be."""
-        self._fill(container.content for container in self._containers)
+        self._fill(content for _, content in self._containers)
         for key, copy in self._copies.items():
             with torch.no_grad():
                 self._buffers[key].tensor.copy_(copy)
@@ -160,6 +152,12 @@ class CallState:
         else:
             self._visit(value, name, depth=_OBJECT_DEPTH)
 
+    def _keep(self, container: Any) -> Any:
+        """Note what is in something mutable, and return it."""
+        content = content_of(container)
+        self._containers.append((container, content))
+        return content
+
     def _visit(self, value: Any, name: str, *, depth: int) -> None:
         if value is None or isinstance(value, _OPAQUE) or id(value) in self._seen:
             return
@@ -171,7 +169,7 @@ class CallState:
             self.generators[id(value)] = value
         elif isinstance(value, np.ndarray):
             if value.nbytes <= _SMALL_NBYTES and not value.dtype.hasobject:
-                self._containers.append(_Container(value, name, value.copy()))
+                self._keep(value)
         elif isinstance(value, nn.Module):
             self._visit_module(value, name)
         elif isinstance(value, (FunctionType, MethodType, partial)):
@@ -192,8 +190,7 @@ class CallState:
                 if type(item) not in _PLAIN:
                     self._visit(item, f"{name}[{index}]", depth=depth)
             return
-        content = content_of(value)
-        self._containers.append(_Container(value, name, content))
+        content = self._keep(value)
         if len(content) > _MAX_ITEMS:
             return
         items = content.items() if isinstance(content, dict) else enumerate(content)
@@ -216,14 +213,13 @@ class CallState:
             self._seen.add(id(module))
             prefix = f"{root_name}.{path}" if path else root_name
             attributes = vars(module)
-            self._containers.append(_Container(attributes, prefix, dict(attributes)))
+            self._keep(attributes)
             if module._parameters:
-                weights = Weights(module._parameters)
-                self._containers.append(_Container(weights, prefix, weights.read()))
+                self._keep(Weights(module._parameters))
             if module._buffers and not isinstance(module._buffers, dict):
                 raise StateError(f"{prefix} has buffers and is scripted by torch.jit, which cannot be run twice alike")
             if module._buffers:
-                self._containers.append(_Container(module._buffers, prefix, dict(module._buffers)))
+                self._keep(module._buffers)
                 for key, buffer in module._buffers.items():
                     if buffer is not None:
                         self._add_buffer(buffer, f"{prefix}.{key}")
@@ -247,9 +243,7 @@ class CallState:
             self._visit(value.__func__, name, depth=depth)
         elif value.__module__ is None or value.__module__.partition(".")[0] not in _OPAQUE_PACKAGES:
             for free, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                content = content_of(cell)
-                self._containers.append(_Container(cell, free, content))
-                self._visit_item(content[0], free, depth=depth)
+                self._visit_item(self._keep(cell)[0], free, depth=depth)
             self._visit(value.__defaults__, "default", depth=depth)
             self._visit(value.__kwdefaults__, "default", depth=depth)
             for key in _global_names(value.__code__):
@@ -272,12 +266,9 @@ def is_state(value: object) -> TypeGuard[torch.Tensor]:
 
 def copies_of(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Copy tensors; those that share memory share that of their copies."""
-    if not tensors:
-        return {}
     by_memory: dict[int, dict[int, torch.Tensor]] = {}
     for key, tensor in tensors.items():
-        memory = storage_id(tensor)
-        by_memory.setdefault(-key if memory is None else memory, {})[key] = tensor
+        by_memory.setdefault(storage_id(tensor) or -key, {})[key] = tensor
     found: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         for alike in by_memory.values():
@@ -286,8 +277,7 @@ def copies_of(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
                 continue
             memory_copy = next(iter(alike.values())).untyped_storage().clone()
             for key, tensor in alike.items():
-                place = tensor.storage_offset(), tensor.shape, tensor.stride()
-                found[key] = tensor.new_empty(0).set_(memory_copy, *place)
+                found[key] = over(memory_copy, tensor)
     return {key: copy.requires_grad_(tensors[key].requires_grad) for key, copy in found.items()}
 
 

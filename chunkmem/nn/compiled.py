@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,12 +86,8 @@ class CompiledCall:
         return result
 
 
-class Encloses(Protocol):
-    """Fits modules with hooks, which a compiled call takes over."""
-
-    def enclose(self, unit: nn.Module, call: CompiledCall) -> None:
-        """Have `call` be what is fitted in place of a module, and nothing inside of it."""
-        ...
+Enclose = Callable[[nn.Module, CompiledCall], None]
+"""Has a compiled call be what is fitted with hooks in place of a module, and nothing inside of it."""
 
 
 class HiddenGradients:
@@ -139,15 +135,18 @@ class CompiledModules:
         self._listed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Those below a list of blocks: each is compiled as it is."""
         self._asked = asked
-        self._parts: tuple[Encloses, ...] = ()
+        self._encloses: tuple[Enclose, ...] = ()
         self._handle = on_children(self, CompiledModules.notice)
         self._events = events
         events.hears_inside.append(lambda: bool(self._calls))
 
-    def fit(self, root: nn.Module, parts: Iterable[Encloses]) -> None:
-        """Take over what is compiled, or is to be, under a model that was packed; `parts` have fitted its modules."""
-        self._parts = tuple(parts)
-        self._note(root, is_listed=False)
+    def fit(self, root: nn.Module, *encloses: Enclose) -> None:
+        """Take over what is compiled, or is to be, under a model that was packed: call by call, by what `encloses`."""
+        self._encloses = encloses
+        for module in list(root.modules()):
+            self._known.add(module)
+            if isinstance(module, _LISTS):
+                self._listed.update(set(module.modules()) - {module})
         for module in list(root.modules()):
             if type(module).compile is nn.Module.compile and "compile" not in vars(module):
                 self.fitted.set(module, "compile", partial(_compile_in_place, weakref.ref(self), weakref.ref(module)))
@@ -155,7 +154,7 @@ class CompiledModules:
                 self._take_over(module)
             elif (options := self._asked.of(module).compile_options) is not None:
                 self._asked.ask(module, compile_options=None)
-                self._compile(module, partial(_compiled_with, options))
+                self._compile(module, partial(torch.compile, **options))
             elif module not in self._calls and module._compiled_call_impl is not None:
                 self._take_call(module)
 
@@ -165,8 +164,8 @@ class CompiledModules:
         Raises:
             StateError: it cannot be one graph: it computes on HOST, or a module in it is managed on its own.
         """
-        if any(below in self._known for below in module.modules()):
-            self._compile(module, partial(_compiled_with, options))
+        if not self._known.isdisjoint(module.modules()):
+            self._compile(module, partial(torch.compile, **options))
         else:
             self._asked.ask(module, compile_options=dict(options))
 
@@ -184,7 +183,7 @@ class CompiledModules:
 
     def notice(self, parent: nn.Module, child: nn.Module) -> None:
         """A module is becoming the child of another one: of what `torch.compile(model)` returns, maybe."""
-        if is_optimized(parent) and any(below in self._known for below in child.modules()):
+        if is_optimized(parent) and not self._known.isdisjoint(child.modules()):
             # Called when torch has finished making `parent`, but for what it is going to call.
             vars(parent)["_initialize"] = partial(self._initialize, weakref.ref(parent))
 
@@ -193,13 +192,6 @@ class CompiledModules:
         del vars(module)["_initialize"]
         type(module)._initialize(module)
         self._take_over(module)
-
-    def _note(self, module: nn.Module, *, is_listed: bool) -> None:
-        self._known.add(module)
-        if is_listed:
-            self._listed.add(module)
-        for child in module.children():
-            self._note(child, is_listed=is_listed or isinstance(module, _LISTS))
 
     def _take_over(self, optimized: Any) -> None:
         """Compile what is in a module of `torch.compile(model)`, which is only passed through from now on."""
@@ -230,8 +222,8 @@ class CompiledModules:
             tell()
         _hide_from_compiler()
         call = CompiledCall(unit, unit._call_impl if self._is_rehearsal else compiled)
-        for part in self._parts:
-            part.enclose(unit, call)
+        for enclose in self._encloses:
+            enclose(unit, call)
         self._calls[unit] = call
         vars(unit)["_compiled_call_impl"] = compiled  # it stays that when everything else is undone
         self.fitted.set(unit, "_compiled_call_impl", call)
@@ -249,10 +241,9 @@ class CompiledModules:
 
     def _units_of(self, module: nn.Module) -> list[nn.Module]:
         """Return the modules that are compiled as a whole: of a model its blocks, and other modules that have some."""
-        if module in self._listed or not any(below in self._known for below in module.modules()):
+        if module in self._listed or self._known.isdisjoint(module.modules()):
             return [module]
-        found = list(_units_under(module))
-        return found or [module]
+        return list(_units_under(module)) or [module]
 
 
 def _compile_in_place(
@@ -310,11 +301,6 @@ def _code_of(unit: nn.Module) -> Call:
         return unit._call_impl(*args, **kwargs)
 
     return call
-
-
-def _compiled_with(options: Mapping[str, Any], call: Call) -> Call:
-    compiled: Call = torch.compile(call, **options)
-    return compiled
 
 
 def _pass_through(made: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -78,11 +78,7 @@ class FittedModules:
 
     def take_out(self, module: nn.Module, attributes: dict[str, Any]) -> None:
         """Take out of the attributes of a module, of which these are a copy, what was set and registered here."""
-        for name, value in self._before.get(module, {}).items():
-            if value is _ABSENT:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = value
+        _put_back(self._before.get(module, {}), attributes)
         keys = {handle.id for handle in self._handles.get(module, ())}
         for name, value in attributes.items() if keys else ():
             if isinstance(value, OrderedDict) and "_hooks" in name and not keys.isdisjoint(value):
@@ -92,12 +88,16 @@ class FittedModules:
         """Take all hooks and attributes away again, but for those of some modules; no other one is fitted any more."""
         for module in [module for module in self._handles if module not in besides]:
             self.strip(module)
-            for name, value in self._before.pop(module, {}).items():
-                if value is _ABSENT:
-                    vars(module).pop(name, None)
-                else:
-                    vars(module)[name] = value
+            _put_back(self._before.pop(module, {}), vars(module))
             del self._handles[module]
+
+
+def _put_back(before: Mapping[str, Any], attributes: dict[str, Any]) -> None:
+    for name, value in before.items():
+        if value is _ABSENT:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = value
 
 
 class _ChildHook:

@@ -19,11 +19,6 @@ Referred = int | ManagedParameter
 class Frame:
     """One running call of a module, or of an operator outside of modules: what it has read, and so what it pins."""
 
-    __slots__ = (
-        "containers", "end_node", "first_node", "given", "groups", "guard", "inputs", "inside", "left_inside",
-        "module", "name", "opened", "reads", "recomputing", "thread", "tier", "took_turn", "unit",
-    )  # fmt: skip
-
     def __init__(self, name: str, module: nn.Module | None = None, *, recomputing: bool = False) -> None:
         self.name = name
         self.module = module

@@ -48,7 +48,7 @@ def gathered(
     access: AccessTracker,
     gradients: GradientBook,
     sync_masters: Callable[[Iterable[int]], None],
-    reduction: Reduction | None = None,
+    reduction: Reduction | None,
 ) -> Iterator[None]:
     """Pin the chunks of `params` on DEVICE; with `grads`, `.grad` is the gradient's slot meanwhile.
 
@@ -80,7 +80,7 @@ def gathered(
         own = [chunk for chunk in weights if not chunk.is_remote]
         for chunk in own:
             block.pin(chunk)
-        block.at_end(access.hold_kept, [chunk.id.group for chunk in weights])  # of other ranks, too: the memory is here
+        block.at_end(access.hold_kept, weights)  # of other ranks, too: the memory is here
         block.at_end(_take_writes, own, pager, sync_masters)
         for managed in wanted:
             managed.open()

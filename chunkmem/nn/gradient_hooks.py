@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
+from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.blocks import Together
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.turn import Turn
 from chunkmem.runtime.step_events import StepEvents
@@ -49,14 +49,13 @@ class GradientHooks:
         turn: Turn,
         events: StepEvents,
         *,
-        together: Mapping[ManagedParameter, Together],
+        access: AccessTracker,
         updates: UpdatesInBackward,
     ) -> None:
-        """Catch none yet; `events` tell when none need be caught, and `together` which ones land with others."""
-        self._together = together
+        """Catch none yet; `events` tell when none need be caught, and `access` which ones land with others."""
+        self._access = access
         events.resident.append(self._pause)
-        events.reduced.append(lambda group: updates.complete(group, backward.graph_references))
-        self._graph_references = backward.graph_references
+        events.reduced.append(lambda group: updates.complete(group, access.graph_references))
         self._book = book
         self._updates = updates
         self._backward = backward
@@ -95,7 +94,7 @@ class GradientHooks:
             hooks = ref()
             if hooks is not None:
                 landed = hooks._book.slots.groups[group].members[position]
-                if landed in hooks._together:
+                if landed in hooks._access.together:
                     hooks._wait(landed)
                     return
                 took_turn = hooks._turn.take_in_hook()
@@ -106,7 +105,7 @@ class GradientHooks:
                     if torch._C._autograd._get_current_graph_task_keep_graph():
                         hooks._updates.landed_for_now(landed)
                     else:
-                        hooks._updates.landed(landed, hooks._graph_references)
+                        hooks._updates.landed(landed, hooks._access.graph_references)
                 finally:
                     if took_turn:
                         hooks._turn.give_back()
@@ -115,7 +114,7 @@ class GradientHooks:
 
     def _wait(self, managed: ManagedParameter) -> None:
         """Have a gradient wait for others of its block; see [Note: Blocks as a whole] in `chunkmem.nn.blocks`."""
-        block, num_together = self._together[managed]
+        block, num_together = self._access.together[managed]
         task = torch._C._current_graph_task_id()
         if task != self._task:  # what an earlier backward has left waits for the step alone
             self._waiting.clear()

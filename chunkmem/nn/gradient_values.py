@@ -37,10 +37,6 @@ class GradientState(Enum):
 class GradientSource:
     """One parameter's gradient. It refers to no parameter: Python does not see the cycle through `.grad`."""
 
-    __slots__ = (
-        "_owner", "device", "dtype", "group", "life", "name", "position", "shape", "stride"
-    )  # fmt: skip
-
     def __init__(self, managed: ManagedParameter, owner: GradientValues) -> None:
         self._owner = weakref.ref(owner)
         self.name = managed.name

@@ -286,4 +286,4 @@ def _num_memory_references(param: torch.Tensor) -> int:
     grad = param.grad
     assert grad is not None
     memory = storage_id(grad)
-    return 0 if memory is None else int(torch._C._storage_Use_Count(memory))
+    return int(torch._C._storage_Use_Count(memory)) if memory else 0

@@ -97,9 +97,7 @@ class AccessGuard(TorchDispatchMode):
             for tensor in tensors_of((*args, *(kwargs or {}).values())):
                 self._check(tensor, func)
             for tensor in written_by(func, args, kwargs or {}):
-                memory = storage_id(tensor)
-                if memory is not None:
-                    self._note_write(memory)
+                self._note_write(storage_id(tensor))
         with torch._C.DisableTorchFunctionSubclass():  # what comes here has been served
             if self._run is not None and not self._disarmed:
                 return self._run(func, args, kwargs or {})
@@ -107,7 +105,7 @@ class AccessGuard(TorchDispatchMode):
 
     def _check(self, tensor: torch.Tensor, func: Any) -> None:
         memory = storage_id(tensor)
-        name = None if memory is None or tensor.numel() == 0 else self._undeclared(memory)
+        name = self._undeclared(memory) if memory and tensor.numel() else None
         if name is not None:
             raise StateError(
                 f"{self._moment()}: operator {func} uses {name}, {tuple(tensor.shape)}, which no running module has "

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,7 +33,7 @@ from chunkmem.nn.fitted import FittedModules, Paused
 from chunkmem.nn.frames import Frame, in_backward
 from chunkmem.nn.guard import AccessGuard
 from chunkmem.nn.module_policy import ModulePolicies
-from chunkmem.nn.parameter_reads import IN_UNIT, ParameterReads, QuietReads, not_picklable
+from chunkmem.nn.parameter_reads import IN_UNIT, NotPicklable, ParameterReads, QuietReads
 from chunkmem.nn.regions import RegionActivations
 from chunkmem.nn.saved_tensors import ChunkHooks
 from chunkmem.nn.turn import Turn
@@ -76,8 +76,11 @@ class _SharedHook:
             self._call(hooks, self._fitted, *args)
 
 
-class ModuleHooks:
-    """Turns calls of modules into pushes and pops of frames."""
+class ModuleHooks(NotPicklable):
+    """Turns calls of modules into pushes and pops of frames.
+
+    Every fitted module refers to it, those without parameters of their own too.
+    """
 
     def __init__(
         self,
@@ -130,14 +133,8 @@ class ModuleHooks:
         """Those that are heard of as a whole."""
         self._in_blocks: WeakKeyDictionary[nn.Module, Paused] = WeakKeyDictionary()
         """Modules in them that nothing is heard of."""
-        self.is_timed = False
-        """Somebody asks for `spent_s`."""
         self.spent_s = 0.0
-        """In hooks, while they are timed; what a step begins with is not counted."""
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        # Every fitted module refers to it, those without parameters of their own too.
-        raise not_picklable()
+        """In hooks; what a step begins with is not counted."""
 
     @property
     def is_running(self) -> bool:
@@ -177,8 +174,7 @@ class ModuleHooks:
                 owned[module] = own
             self._about[module] = fitted
             # Of a region first: others may change what the module is given, and do so again when it is recomputed.
-            enter, leave = self._calls_of(fitted)
-            self.fitted.surround(module, enter, leave, is_first=fitted.region is not None)
+            self.fitted.surround(module, *self._calls_of(fitted), is_first=fitted.region is not None)
         return owned
 
     def _calls_of(self, fitted: FittedModule) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -247,13 +243,13 @@ class ModuleHooks:
                 vars(module)["_parameters"] = dict(module._parameters)
                 self.fitted.set(module, IN_UNIT, True)
         fitted = replace(whole, own=inside, unseen=inside)
-        call.surround(partial(self._enter, fitted), partial(self._leave, fitted), is_first=fitted.region is not None)
+        call.surround(*self._calls_of(fitted), is_first=fitted.region is not None)
 
     def fit_outermost(self, module: nn.Module) -> None:
         """Have calls of a module that has no parameters of its own, a pipeline's, count as those of a model."""
         fitted = FittedModule("pipeline", (), (), is_leaf=False, unit=None, region=None, tier=Tier.DEVICE)
         self._roots.add(module)
-        self.fitted.surround(module, partial(self._enter, fitted), partial(self._leave, fitted))
+        self.fitted.surround(module, *self._calls_of(fitted))
 
     def unfit(self) -> None:
         """Lookups are heard of no more, and nothing is paused: then `fitted` can be undone."""
@@ -264,8 +260,8 @@ class ModuleHooks:
 
     def _enter(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
         _check_runs_itself(fitted.name)  # first: the compiler cannot follow the rest
-        began_s = time.perf_counter() if self.is_timed else 0.0
-        if not self._open(fitted, module, args, kwargs) and self.is_timed:
+        began_s = time.perf_counter()
+        if not self._open(fitted, module, args, kwargs):
             self.spent_s += time.perf_counter() - began_s
 
     def _open(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> bool:
@@ -318,11 +314,10 @@ class ModuleHooks:
             frame.opened = unit
 
     def _leave(self, fitted: FittedModule, module: nn.Module, _args: Any, result: Any) -> None:
-        began_s = time.perf_counter() if self.is_timed else 0.0
+        began_s = time.perf_counter()
         try:
             self._close(fitted, module, result)
-            if self.is_timed:
-                self.spent_s += time.perf_counter() - began_s
+            self.spent_s += time.perf_counter() - began_s
         finally:
             # torch calls the hook while it handles what the module has raised.
             error = sys.exception() if result is None and not self._access.stack and not in_backward() else None

@@ -9,8 +9,8 @@ rows that a batch looks up:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, NoReturn
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from chunkmem.errors import LayoutError, StateError
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.module_policy import ModulePolicies
-from chunkmem.nn.parameter_reads import is_managed, not_picklable
+from chunkmem.nn.parameter_reads import NotPicklable, is_managed
 from chunkmem.nn.values import tensors_in
 from chunkmem.types import Tier
 
@@ -28,7 +28,7 @@ _HOST = torch.device("cpu")
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
-class HostModules:
+class HostModules(NotPicklable):
     """Knows which modules compute on HOST, and takes tensors there and back."""
 
     def __init__(
@@ -60,9 +60,6 @@ class HostModules:
         self.fitted = FittedModules()
         """What was fitted so far."""
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise not_picklable()
-
     def ask(self, module: nn.Module) -> None:
         """Have a module, and all modules below it, compute on HOST once it is packed.
 
@@ -92,11 +89,11 @@ class HostModules:
         named = {module: name or type(module).__name__ for root in roots for name, module in root.named_modules()}
         meant = [module for module in named if self._asked.of(module).is_on_host]
         if self._every_embedding:
-            meant += [module for module in named if isinstance(module, _EMBEDDINGS) and module not in set(excluded)]
+            meant += [module for module in named if isinstance(module, _EMBEDDINGS) and module not in excluded]
         chosen = frozenset() if self._is_one_tier else frozenset(below for one in meant for below in one.modules())
         owners = {id(p): one for one in chosen for p in one._parameters.values() if p is not None}
         for module, name in named.items():
-            if module in chosen and module in set(excluded):
+            if module in chosen and module in excluded:
                 raise LayoutError(
                     f"module {name} was built in manager.exclude(), and stays ordinary PyTorch on the compute device; "
                     "leave out manager.on_host(), or build it outside of that block"
@@ -123,20 +120,16 @@ class HostModules:
     def _move_in(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         if all(tensor.device == _HOST for tensor in tensors_in((args, kwargs))):
             return None
-        return _moved((args, kwargs), lambda tensor: tensor.to(_HOST))
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(_HOST), (args, kwargs))
 
     def _move_out(self, _module: nn.Module, _args: Any, result: Any) -> Any:
         callers = self._access.stack[:-1]
         if callers and callers[-1].tier is Tier.HOST:
             return None
-        return _moved(result, self._to_device)
+        return tree_map_only(torch.Tensor, self._to_device, result)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         # Where DEVICE is RAM, too, a view of a weight would be read on DEVICE.
         is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
         copies = self._always_copies or (is_weight and self._device == _HOST)
         return tensor.to(self._device, copy=copies)
-
-
-def _moved(value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    return move(value) if isinstance(value, torch.Tensor) else tree_map_only(torch.Tensor, move, value)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from chunkmem.errors import StateError
+from chunkmem.nn.frames import in_backward
 from chunkmem.nn.lazy_operators import run_operator
 from chunkmem.nn.slot_tensor import SlotTensor
 
@@ -104,7 +105,7 @@ def _is_accumulation(args: Any, kwargs: Any) -> bool:
     """Tell whether autograd adds a gradient to the one that is there: that has to land like the first one."""
     return (
         not kwargs
-        and torch._C._current_graph_task_id() != -1
+        and in_backward()
         and not torch.is_grad_enabled()
         and isinstance(args[0], LazyGradient)
         and isinstance(args[1], torch.Tensor)

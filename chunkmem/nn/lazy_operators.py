@@ -6,11 +6,12 @@ new. Replicas of a chunk stay alike: an in-place operator runs on one, and the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from chunkmem.errors import StateError
 from chunkmem.nn.guard import makes_one_like, only_makes_a_view, tensors_of, written_by
@@ -78,7 +79,8 @@ class _Call:
             slots = {key: slot for key, (slot, *_) in found.items()}
             with runtime_mode():
                 if self.name in _NORMS:
-                    return _mapped(self._run(slots, slots[id(self.lazies[0])].device), lambda norm: norm.to(device))
+                    norms = self._run(slots, slots[id(self.lazies[0])].device)
+                    return tree_map_only(torch.Tensor, lambda norm: norm.to(device), norms)
                 return _without_memory_of(slots.values(), self._run(slots, device))
 
     def write(self) -> Any:
@@ -130,11 +132,11 @@ class _Call:
 
     def _one_by_one(self) -> list[Any]:
         """Make the call for what its lists have in each place on its own."""
-        made: list[Any] = []
-        for args, kwargs in one_by_one(len(self.listed), self.args, self.kwargs):
-            run = run_operator(self.func, args, kwargs) if _lazies_in(args, kwargs) else self.func(*args, **kwargs)
-            made += run or ()
-        return made
+
+        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return run_operator(self.func, args, kwargs) if _lazies_in(args, kwargs) else self.func(*args, **kwargs)
+
+        return one_by_one(run, len(self.listed), self.args, self.kwargs)
 
     def _require_all_gradients(self) -> None:
         """Raise a `StateError` for a norm of gradients, which is to be part of a total, where other ranks have others.
@@ -159,19 +161,16 @@ class _Call:
     def _norm_over_ranks(self) -> Any:
         """Return norms of means; see `SharedGradients`."""
         order = float(self.args[1] if len(self.args) > 1 else self.kwargs.get("ord", 2))
-        each = self.args[0] if isinstance(self.args[0], (list, tuple)) else [self.args[0]]
         # First those that all ranks form: they make means of the gradients of ordinary parameters, too.
-        known = {
-            id(one): one.source.owner.norm_over_ranks(one.source, order) for one in each if isinstance(one, SlotTensor)
-        }
+        known = {id(lazy): lazy.source.owner.norm_over_ranks(lazy.source, order) for lazy in self.lazies}
+
+        def norm(one: torch.Tensor) -> Any:
+            if id(one) not in known:
+                return torch.linalg.vector_norm(one, order)
+            return torch.full((), known[id(one)], dtype=one.dtype, device=one.device)
+
         with runtime_mode():
-            norms = [
-                torch.full((), known[id(one)], dtype=one.dtype, device=one.device)
-                if id(one) in known
-                else torch.linalg.vector_norm(one, order)
-                for one in each
-            ]
-        return norms if isinstance(self.args[0], (list, tuple)) else norms[0]
+            return tree_map_only(torch.Tensor, norm, self.args[0])
 
     def _scale_over_ranks(self, factor: float) -> Any:
         """Multiply or divide means where they are; by 1 nothing changes."""
@@ -179,12 +178,11 @@ class _Call:
             owner = self.lazies[0].source.owner
             found = owner.slots_over_ranks([lazy.source for lazy in self.lazies], factor)
             slots = {id(lazy): each for lazy, each in zip(self.lazies, found, strict=True)}
-            is_list = isinstance(self.args[0], (list, tuple))
             with runtime_mode():
-                for one in self.args[0] if is_list else [self.args[0]]:
+                for one in self.written:
                     for slot in slots.get(id(one), [one]):
                         by = self.args[1].to(slot.device) if isinstance(self.args[1], torch.Tensor) else self.args[1]
-                        self.func([slot] if is_list else slot, by)
+                        self.func([slot] if self.listed else slot, by)
         return self._result()
 
     def _zero(self) -> Any:
@@ -216,8 +214,7 @@ class _Call:
                 return there
             return tensor
 
-        args = [_mapped(value, take) for value in self.args]
-        kwargs = {key: _mapped(value, take) for key, value in self.kwargs.items()}
+        args, kwargs = tree_map_only(torch.Tensor, take, (self.args, self.kwargs))
         result = self.func(*args, **kwargs)
         for tensor, there in moved:
             if any(tensor is value for value in self.written):
@@ -241,8 +238,6 @@ def _make_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     lazy = args[0]
     if not isinstance(lazy, SlotTensor):
         _refuse(func, args)
-    if func in (_aten.detach.default, _aten.alias.default):
-        return _view_of(lazy, (lazy.shape, lazy.stride(), int(lazy.storage_offset())))
     with runtime_mode():
         whole = torch.empty_strided(lazy.source.shape, lazy.source.stride, dtype=lazy.dtype, device="meta")
         form = torch.as_strided(whole, lazy.shape, lazy.stride(), lazy.storage_offset())
@@ -251,13 +246,9 @@ def _make_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def view(of: torch.Tensor) -> SlotTensor:
         if of.dtype is not lazy.dtype or of.is_conj() or of.is_neg():
             _refuse(func, args)
-        return _view_of(lazy, (of.shape, of.stride(), int(of.storage_offset())))
+        return type(lazy)(lazy.source, lazy.life, form=(of.shape, of.stride(), int(of.storage_offset())))
 
-    return _mapped(made, view)
-
-
-def _view_of(lazy: SlotTensor, form: tuple[torch.Size, tuple[int, ...], int]) -> SlotTensor:
-    return type(lazy)(lazy.source, lazy.life, form=form)
+    return tree_map_only(torch.Tensor, view, made)
 
 
 def _make_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -271,16 +262,7 @@ def _make_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _without_memory_of(slots: Any, result: Any) -> Any:
     """Return a result that has no memory of slots, whatever the operator's schema says."""
     own = {storage_id(slot) for slot in slots}
-    return _mapped(result, lambda made: made.clone() if storage_id(made) in own else made)
-
-
-def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Return an argument or a result of an operator, a tensor or a list of them, with its tensors changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)([_mapped(one, change) for one in value])
-    return value
+    return tree_map_only(torch.Tensor, lambda made: made.clone() if storage_id(made) in own else made, result)
 
 
 def _number(factor: Any) -> float | None:
@@ -290,7 +272,7 @@ def _number(factor: Any) -> float | None:
     return float(factor) if isinstance(factor, (int, float)) else None
 
 
-def _refuse(func: Any, args: Sequence[Any]) -> Any:
+def _refuse(func: Any, args: Sequence[Any]) -> NoReturn:
     names = [lazy.source.name for lazy in _lazies_in(args, {})]
     raise StateError(
         f"operator {func} would change what the gradient of {', '.join(dict.fromkeys(names))} is a view of, and that "

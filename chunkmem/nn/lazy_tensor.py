@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from operator import add, lt, sub
 from typing import Any
 
 import torch
@@ -131,9 +131,9 @@ class Piece:
         """Return a copy of its values, which have to be here."""
         return self.source.read_here(self.start, self.shape)
 
-    def read(self) -> torch.Tensor:
-        """Return the same on every rank; all of them call it."""
-        return self.source.read(self.start, self.shape)
+    def moved(self, by: Iterable[int]) -> Piece:
+        """Return the same for a tensor that has what this one has at these offsets."""
+        return replace(self, offsets=tuple(map(add, self.offsets, by)))
 
 
 class LazyTensor(torch.Tensor):
@@ -161,7 +161,7 @@ class LazyTensor(torch.Tensor):
         """Return an ordinary copy; over ranks, all of them call it. Raises what the sources do."""
         first, *others = self.pieces
         if not others:
-            return first.read()
+            return first.source.read(first.start, first.shape)
         values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.read_into(values)
         return values
@@ -169,25 +169,18 @@ class LazyTensor(torch.Tensor):
     def read_into(self, into: torch.Tensor) -> None:
         """Write the values to a tensor of the same shape; where it can be, with none in between. Raises as `read`."""
         for piece in self.pieces:
-            piece.source.read_into(piece.start, into[_slices(piece.offsets, piece.shape)])
+            piece.source.read_into(piece.start, into[slices(piece.offsets, piece.shape)])
 
     def part(self, start: Extent, shape: Extent) -> LazyTensor:
         """Return a part of it, lazily."""
         found = []
         for piece in self.pieces:
-            begin = [max(a, b) for a, b in zip(start, piece.offsets, strict=True)]
-            ends = zip(start, shape, piece.offsets, piece.shape, strict=True)
-            end = [min(a + size, b + extent) for a, size, b, extent in ends]
-            if all(a < b for a, b in zip(begin, end, strict=True)):
-                moved = zip(piece.start, begin, piece.offsets, strict=True)
-                found.append(
-                    Piece(
-                        piece.source,
-                        tuple(at + a - b for at, a, b in moved),
-                        tuple(a - b for a, b in zip(begin, start, strict=True)),
-                        tuple(b - a for a, b in zip(begin, end, strict=True)),
-                    )
-                )
+            begin = tuple(map(max, start, piece.offsets))
+            end = tuple(map(min, map(add, start, shape), map(add, piece.offsets, piece.shape)))
+            if all(map(lt, begin, end)):
+                in_piece = map(sub, begin, piece.offsets)
+                place = tuple(map(add, piece.start, in_piece)), tuple(map(sub, begin, start))
+                found.append(Piece(piece.source, *place, tuple(map(sub, end, begin))))
         return LazyTensor(found, shape, self.dtype)
 
     @classmethod
@@ -244,7 +237,8 @@ def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
         into.copy_(values)
 
 
-def _slices(offsets: Extent, shape: Extent) -> tuple[slice, ...]:
+def slices(offsets: Extent, shape: Extent) -> tuple[slice, ...]:
+    """Return what selects a part of a tensor."""
     return tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))
 
 
@@ -253,15 +247,13 @@ def _joined(tensors: Sequence[torch.Tensor], dim: int = 0, **options: Any) -> La
     lazy = [tensor for tensor in tensors if isinstance(tensor, LazyTensor)]
     if options or len(lazy) < len(tensors) or len({tensor.dtype for tensor in lazy}) > 1:
         return None
-    dim %= lazy[0].ndim
-    ends = list(accumulate((tensor.shape[dim] for tensor in lazy), initial=0))
-    pieces = []
-    for tensor, start in zip(lazy, ends, strict=False):
-        for piece in tensor.pieces:
-            offsets = tuple(at + start * (axis == dim) for axis, at in enumerate(piece.offsets))
-            pieces.append(replace(piece, offsets=offsets))
-    shape = tuple(ends[-1] if axis == dim else size for axis, size in enumerate(lazy[0].shape))
-    return LazyTensor(pieces, shape, lazy[0].dtype)
+    pieces: list[Piece] = []
+    offsets, shape = [0] * lazy[0].ndim, list(lazy[0].shape)
+    for tensor in lazy:
+        pieces += [piece.moved(offsets) for piece in tensor.pieces]
+        offsets[dim] += tensor.shape[dim]
+    shape[dim] = offsets[dim]
+    return LazyTensor(pieces, tuple(shape), lazy[0].dtype)
 
 
 def _bounds(shape: Extent, index: object) -> tuple[Extent, Extent] | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from chunkmem.errors import CapacityError, TierIOError
+from chunkmem.nn.frames import in_backward
 from chunkmem.nn.region_calls import CallRecord, RegionCall
 from chunkmem.nn.region_chunks import RegionChunks, use_up
 from chunkmem.nn.saved_storages import SavedStorages
@@ -17,8 +18,6 @@ from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
 from chunkmem.types import ChunkId, Tier
 
-_NO_TASK = -1
-"""What torch says where no backward runs."""
 _KEPT = -2
 """In place of a backward: pinned from the end of forward on."""
 
@@ -26,7 +25,6 @@ _KEPT = -2
 class _Sight(weakref.ref[RegionCall]):
     """A call that is a chunk. When autograd lets go of it, only C code runs: the chunk is looked after later."""
 
-    __slots__ = ("chunk", "record", "thread")
     chunk: Chunk
     record: CallRecord
     thread: int | None
@@ -62,11 +60,6 @@ class LiveChunks:
         """Chunks that a backward uses, with its number, or that are kept."""
         self.now: Callable[[], int] = lambda: 0
         """Tells the number of moments so far."""
-
-    @property
-    def pinning(self) -> Iterator[str]:
-        """Who pins something now."""
-        return (self._pager.store.chunks[key].label for key in self._pinned)
 
     def begin(self, call: RegionCall, saved: SavedStorages, nbytes: int, *, reader: str, what: str) -> Chunk:
         """Return a chunk whose content is what a call has saved, or its inputs, or what was recomputed.
@@ -113,7 +106,7 @@ class LiveChunks:
         self._pager.pin(chunk, Tier.DEVICE, reader=call)
         task = self._pinned[chunk.id] = torch._C._current_graph_task_id()
         self._sights[chunk.id].thread = self._turn.hook_thread()
-        if task != _NO_TASK and list(self._pinned.values()).count(task) == 1:
+        if in_backward() and list(self._pinned.values()).count(task) == 1:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
 
     def _end(self, task: int) -> None:

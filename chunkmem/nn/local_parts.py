@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from operator import add
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch import nn
 from chunkmem.comm.local_parts import LocalPart, is_dtensor
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError, StateError
-from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Piece, Source
+from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Piece, Source, slices
 
 _PARTS = "_local_parts"
 """An attribute of modules that have such parameters: their parts by name."""
@@ -54,10 +52,7 @@ def shown(part: LocalPart, value: Any) -> Any:
 def _saved(part: LocalPart, local: LazyTensor) -> LazyTensor:
     """Return the whole, of which this rank saves its part alone, and which all read together."""
     origin = (0,) * len(part.shape)
-    own = [
-        replace(piece, offsets=tuple(map(add, piece.offsets, part.start)))
-        for piece in (local.pieces if part.is_counted else ())
-    ]
+    own = [piece.moved(part.start) for piece in local.pieces] if part.is_counted else []
     return LazyTensor(
         [*own, Piece(_Joined(part, local), origin, origin, tuple(part.shape))], tuple(part.shape), local.dtype
     )
@@ -81,7 +76,7 @@ class _Joined(Source):
         """Return a part of the whole; all ranks call it."""
         with torch.no_grad():
             whole: torch.Tensor = self._part.whole(self._local.read()).full_tensor()
-        return whole[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]
+        return whole[slices(start, shape)]
 
 
 def shown_class(cls: type[nn.Module], names: Iterable[str]) -> type[nn.Module]:

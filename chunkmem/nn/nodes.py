@@ -82,12 +82,6 @@ class NodePins:
         self._then = then
         self._tasks: dict[int, _Task] = {}
 
-    @property
-    def pinning(self) -> tuple[str, ...]:
-        """Who pins something now."""
-        runs = [run for task in self._tasks.values() for run in task.runs.values()]
-        return tuple(f"{run.call.name} backward" for run in runs if run.pinned or run.frame is not None)
-
     def announce(self, task_id: int, call: BackwardCall) -> bool:
         """Backward comes to a call, by the node that autograd is about to run; tell whether for the first time."""
         task = self._tasks.setdefault(task_id, _Task())
@@ -135,8 +129,7 @@ class NodePins:
                         self._access.read(run.frame, managed)
                 return
             for group in run.groups:
-                chunk = self._access.chunks[group]
-                self._pager.pin(chunk, reader=run.call)
+                self._pager.pin(self._access.chunks[group], reader=run.call)
                 run.pinned.append(group)
 
     def _end(self, task_id: int, run: _Run, made: Sequence[torch.Tensor | None], _grads: object) -> None:
@@ -160,5 +153,4 @@ class NodePins:
             self._access.release(frame, held=held)
         pinned, run.pinned = run.pinned, []
         for group in pinned:
-            chunk = self._access.chunks[group]
-            self._pager.unpin(chunk)
+            self._pager.unpin(self._access.chunks[group])

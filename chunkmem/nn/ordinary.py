@@ -128,4 +128,4 @@ def _told_by(module: nn.Module, buffer: torch.Tensor) -> torch.Tensor:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     with runtime_mode():
-        return tensor.layout is torch.strided and storage_id(tensor) is not None and not tensor.is_inference()
+        return storage_id(tensor) != 0 and not tensor.is_inference()

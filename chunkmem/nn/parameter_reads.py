@@ -39,15 +39,19 @@ def check_own(parameters: Mapping[str, object], managed: Mapping[str, ManagedPar
             )
 
 
-def not_picklable() -> StateError:
-    """Return the error for `pickle` and `torch.save` of a managed module."""
-    return StateError(
-        "a managed model cannot be pickled: its parameters live in chunks. Take manager.state_dict() and load it into "
-        "a model built again, or pickle copy.deepcopy(model), which is an ordinary model"
-    )
+class NotPicklable:
+    """What a managed module refers to, so that `pickle` and `torch.save` of it fail."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError(
+            "a managed model cannot be pickled: its parameters live in chunks. Take manager.state_dict() and load it "
+            "into a model built again, or pickle copy.deepcopy(model), which is an ordinary model"
+        )
 
 
-class ParameterReads(dict[str, nn.Parameter | None]):
+class ParameterReads(NotPicklable, dict[str, nn.Parameter | None]):
     """A module's `_parameters`, reporting reads and refusing replacements of managed parameters.
 
     Modules read parameters of others (attention reads its output projection, a head the embedding), so hooks on owners
@@ -98,9 +102,6 @@ class ParameterReads(dict[str, nn.Parameter | None]):
         if name in self._managed:
             raise StateError(f"parameter {self._managed[name].name} was packed into a chunk and cannot be removed")
         dict.__delitem__(self, name)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise not_picklable()
 
 
 class QuietReads(ParameterReads):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from chunkmem.nn.region_chunks import RegionChunks, use_up
-from chunkmem.nn.saved_storages import SavedStorage, SavedStorages
+from chunkmem.nn.saved_storages import SavedStorage, SavedStorages, can_be_emptied, is_plain
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
@@ -42,8 +42,6 @@ class _Layout:
 
 class Parked:
     """Some tensors without a history, whose memory may be on HOST until `bring`."""
-
-    __slots__ = ("_chunk", "_owner", "_tensors")
 
     def __init__(self, owner: ParkedTensors, tensors: list[torch.Tensor | _Layout], chunk: Chunk | None) -> None:
         self._owner = owner
@@ -113,12 +111,10 @@ class ParkedTensors:
 
     def _layout(self, tensor: torch.Tensor, found: dict[int, SavedStorage]) -> torch.Tensor | _Layout:
         key = storage_id(tensor)
-        if key is None or type(tensor) is not torch.Tensor or tensor.device.type != self._device.type:
-            return tensor
-        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        if not key or not is_plain(tensor) or tensor.device.type != self._device.type:
             return tensor
         storage = tensor.untyped_storage()
-        if not storage.nbytes() or not storage.resizable() or (tensor.device.type == "cpu" and storage.is_shared()):
+        if not can_be_emptied(storage):
             return tensor
         if key not in found:
             found[key] = SavedStorage(storage)

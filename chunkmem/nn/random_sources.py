@@ -30,8 +30,7 @@ class RandomStates:
         Raises:
             ConfigError: one of them is none.
         """
-        accesses = [_access(source) for source in sources]
-        self._states = [(get, put, get()) for get, put in accesses]
+        self._states = [(get, put, get()) for get, put in map(_access, sources)]
 
     def settle(self) -> None:
         """The call is over: forget sources that it has not drawn from, as it will not when it is made again."""

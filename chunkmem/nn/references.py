@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
@@ -113,31 +114,27 @@ class GraphSearch:
         groups: Mapping[int, int],
         params: Mapping[int, ManagedParameter],
         counted: dict[int, torch.Tensor],
-    ) -> dict[int, int]:
+    ) -> Counter[int]:
         """Return the references that a node holds, by group; tensors in `counted` hold theirs once for all nodes."""
-        found: dict[int, int] = {}
-
-        def count(group: int) -> None:
-            found[group] = found.get(group, 0) + 1
-
+        found = Counter[int]()
         for tensor in self._tensors_of(node):
             if id(tensor) in params:
-                count(params[id(tensor)].group)
+                found[params[id(tensor)].group] += 1
                 continue
-            group = groups.get(storage_id(tensor) or 0)
+            group = groups.get(storage_id(tensor))
             if group is None:
                 continue
             found.setdefault(group, 0)
             if id(tensor) in counted:
                 continue
             counted[id(tensor)] = tensor
-            count(group)
+            found[group] += 1
             base = tensor._base
             if base is not None and id(base) in params:
-                count(params[id(base)].group)
-            elif base is not None and id(base) not in counted and groups.get(storage_id(base) or 0) is not None:
+                found[params[id(base)].group] += 1
+            elif base is not None and id(base) not in counted and storage_id(base) in groups:
                 counted[id(base)] = base
-                count(group)
+                found[group] += 1
         return found
 
     def _tensors_of(self, node: Any) -> Iterator[torch.Tensor]:

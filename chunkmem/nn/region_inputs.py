@@ -46,7 +46,7 @@ class RecomputedInputs:
     def add(self, kept: SavedTensor, module: Callable[..., object]) -> None:
         """A call of a module that is recomputed has saved an input."""
         memory = storage_id(kept.tensor)
-        if memory is None:
+        if not memory:
             return
         if module in self._written:
             _copy(kept)
@@ -62,8 +62,7 @@ class RecomputedInputs:
 
     def has_copy(self, tensor: torch.Tensor) -> bool:
         """Tell whether an input is there as it was, whatever is written to it."""
-        memory = storage_id(tensor)
-        found = () if memory is None else self._saved.get(memory, ())
+        found = self._saved.get(storage_id(tensor), ())
         return any((kept := ref()) is not None and kept.copy is not None for ref, _ in found)
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -36,13 +36,15 @@ from chunkmem.nn.region_chunks import RegionChunks
 from chunkmem.nn.region_inputs import RecomputedInputs
 from chunkmem.nn.region_policies import RegionPolicies
 from chunkmem.nn.saved_storages import LeftStorages, SavedStorage, SavedStorages, SavedTensor, aligned
-from chunkmem.nn.saved_tensors import ChunkHooks, OwnHooks, SavedReference
+from chunkmem.nn.saved_tensors import ChunkHooks, OwnHooks, Pack, SavedReference
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.trace.model import Region, Trace
 from chunkmem.types import ACTIVATION_POLICIES
+
+_autograd = torch._C._autograd
 
 
 class RegionActivations(OwnHooks):
@@ -154,9 +156,9 @@ class RegionActivations(OwnHooks):
         if self._depth > 1 or not torch.is_grad_enabled():
             return False
         self.settle()
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if not _autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return False  # as in transforms of torch.func
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        if _autograd._top_saved_tensors_default_hooks(False) is not None:
             return False  # the user's own decide what is saved
         if any(isinstance(value, Iterator) for value in (*args, *kwargs.values())):
             return False  # the call uses it up, and could not be made again
@@ -164,9 +166,9 @@ class RegionActivations(OwnHooks):
         record = CallRecord(name, ACTIVATION_POLICIES[policy], number, self.recomputes(policy, number), [start])
         self.records.append(record)
         self._open = RegionCall(name, record, weakref.ref(module), come_to, handled=sys.exception())
-        torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+        _autograd._push_saved_tensors_default_hooks(*self._hooks)
         if record.is_recomputed:
-            again = partial(Recomputing, self, self._open)
+            again = partial(self._recompute, self._open)
             around = self._open.around = recomputed(
                 module,
                 args,
@@ -197,9 +199,9 @@ class RegionActivations(OwnHooks):
             elif around is not None:
                 around.close()
         finally:
-            top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            top = _autograd._top_saved_tensors_default_hooks(False)
             if top is not None and top[0] is self._hooks[0]:
-                torch._C._autograd._pop_saved_tensors_default_hooks()
+                _autograd._pop_saved_tensors_default_hooks()
             if not is_interrupted:
                 call.record.forward.append(self.now())
                 self._pending = call
@@ -253,7 +255,7 @@ class RegionActivations(OwnHooks):
             return reference
         kept = SavedTensor(tensor, call)
         key = storage_id(tensor)
-        if key is not None and (self._is_rehearsal or tensor.device.type == self._device.type):
+        if key and (self._is_rehearsal or tensor.device.type == self._device.type):
             entry = call.storages.get(key)
             if entry is None:
                 entry = call.storages[key] = SavedStorage(tensor.untyped_storage())
@@ -293,15 +295,35 @@ class RegionActivations(OwnHooks):
         if not call.record.backward:
             call.record.backward.append(self.now())
 
-    def begin_recomputation(self, run: Recomputing) -> None:
-        """A call is about to be recomputed."""
-        call = run.call
+    @contextmanager
+    def _recompute(self, call: RegionCall) -> Iterator[None]:
+        """Surround one run of a call that is recomputed: what it has saved is there until its backward is over.
+
+        Raises:
+            CapacityError: that does not fit DEVICE.
+        """
         if call.come_to is not None:
             with self._turn.taken(in_hook=True):
                 call.come_to()
         self._begin_backward(call)
         call.record.again.append(self.now())
+        hooks = _autograd._top_saved_tensors_default_hooks(False)
+        assert hooks is not None, "torch's checkpoint takes what is saved"
+        run = Recomputing(call, self._saved, hooks[0])
         self._recomputing.append(run)
+        _autograd._push_saved_tensors_default_hooks(run.pack, hooks[1])
+        has_saved_all = False
+        try:
+            yield
+            has_saved_all = True
+        except _StopRecomputationError:
+            has_saved_all = True
+            raise
+        finally:
+            _autograd._pop_saved_tensors_default_hooks()
+            self._recomputing.pop()
+            if has_saved_all and any(run.nbytes.values()):
+                self._recomputed(run)
 
     def _give(self, copies: Iterable[torch.Tensor]) -> None:
         """Small arguments without gradient are copied for the run that has begun: it does not make them.
@@ -310,16 +332,7 @@ class RegionActivations(OwnHooks):
         """
         self._recomputing[-1].given.update(map(storage_id, copies))
 
-    def end_recomputation(self) -> None:
-        """Its forward has run, or was interrupted."""
-        self._recomputing.pop()
-
-    def recomputed(self, run: Recomputing) -> None:
-        """A call has been recomputed: what it has saved is there until its backward is over.
-
-        Raises:
-            CapacityError: they do not fit DEVICE.
-        """
+    def _recomputed(self, run: Recomputing) -> None:
         call = run.call
         for storage in run.storages:
             if (alive := storage()) is not None:
@@ -330,10 +343,6 @@ class RegionActivations(OwnHooks):
             saved, what, nbytes = SavedStorages(), "recomputed activations", sum(run.nbytes.values())
             chunk = call.record.chunk = self._live.begin(call, saved, nbytes, reader=str(call), what=what)
             self._live.use(chunk, call)
-
-    def counts(self, call: RegionCall, storage: int) -> bool:
-        """Tell whether a storage that is saved when a call is recomputed is one that it makes."""
-        return storage not in call.given and not self._saved.is_chunk(storage)
 
     def _leave(self, storage: torch.UntypedStorage) -> None:
         self.left.add(storage)
@@ -346,11 +355,6 @@ class RegionActivations(OwnHooks):
             tell(storage)
 
     # Interruptions, and the end of a step.
-
-    @property
-    def pinning(self) -> Iterator[str]:
-        """Who pins something now."""
-        return self._live.pinning
 
     def reset(self, *, step: bool) -> None:
         """Drop what an interrupted call left; at a step, give up to autograd what it has not let go of."""
@@ -368,42 +372,27 @@ class RegionActivations(OwnHooks):
         self._live.give_up()
 
 
-class Recomputing(OwnHooks, AbstractContextManager[None]):
+class Recomputing(OwnHooks):
     """One run of a call that is recomputed: counts what is saved, on its way to what torch's checkpoint does."""
 
     hides = True
 
-    def __init__(self, regions: RegionActivations, call: RegionCall) -> None:
-        self._regions = regions
+    def __init__(self, call: RegionCall, saved: ChunkHooks, pack: Pack) -> None:
+        """Stand before `pack`, which is the checkpoint's."""
         self.call = call
+        self._saved = saved
+        self._pack = pack
         self.nbytes: dict[int, int] = {}
         """By the identity of a storage."""
         self.storages: list[weakref.ref[torch.UntypedStorage]] = []
-        self.given: set[int | None] = set()
-        """Storages that it does not make, by identity."""
-
-    def __enter__(self) -> None:
-        self._regions.begin_recomputation(self)
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        assert hooks is not None, "torch's checkpoint takes what is saved"
-        self._pack = hooks[0]
-        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, hooks[1])
+        self.given: set[int] = set()
+        """Storages that it does not make, by identity, besides those that the call was given."""
 
     def pack(self, tensor: torch.Tensor) -> object:
         key = storage_id(tensor)
-        if (
-            key is not None
-            and key not in self.nbytes
-            and key not in self.given
-            and self._regions.counts(self.call, key)
-        ):
+        is_given = key in self.given or key in self.call.given
+        if key and key not in self.nbytes and not is_given and not self._saved.is_chunk(key):
             storage = tensor.untyped_storage()
             self.nbytes[key] = aligned(storage.nbytes())
             self.storages.append(weakref.ref(storage))
         return self._pack(tensor)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        self._regions.end_recomputation()
-        if any(self.nbytes.values()) and (kind is None or kind is _StopRecomputationError):
-            self._regions.recomputed(self)

@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from chunkmem.layout.spec import ALIGN_NBYTES
+from chunkmem.nn.values import over
 from chunkmem.runtime.device import runtime_mode
 
 _STALE = -1
@@ -36,10 +37,8 @@ class SavedTensor:
 
     def move(self, storage: torch.UntypedStorage) -> None:
         """Be another tensor over the same storage, which nobody but autograd knows."""
-        tensor = self.tensor
-        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self.tensor = alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        self.version = alias._version if tensor._version == self.version else _STALE
+        tensor, self.tensor = self.tensor, over(storage, self.tensor)
+        self.version = self.tensor._version if tensor._version == self.version else _STALE
 
     def check(self, saver: str) -> None:
         """Raise what torch does, where there are no hooks, for a tensor that was written to after it was saved."""
@@ -62,10 +61,9 @@ class SavedStorage:
         """Make it ours if nobody but autograd holds it: then no tensor of others can see that it is emptied."""
         tensors = self._live()
         plain = FakeTensor if is_rehearsal else torch.Tensor
-        is_shared = self.storage.device.type == "cpu" and not is_rehearsal and self.storage.is_shared()
-        if not tensors or is_shared or not self.storage.nbytes() or not self.storage.resizable():
+        if not tensors or not can_be_emptied(self.storage, is_rehearsal=is_rehearsal):
             return False
-        if not all(_is_plain(kept.tensor, plain) for kept in tensors):
+        if not all(is_plain(kept.tensor, plain) for kept in tensors):
             return False
         if not self._has_only([kept.tensor for kept in tensors]):
             return False
@@ -168,9 +166,16 @@ def _use_count(tensor: torch.Tensor) -> int:
     return count
 
 
-def _is_plain(tensor: torch.Tensor, plain: type[torch.Tensor]) -> bool:
+def is_plain(tensor: torch.Tensor, plain: type[torch.Tensor] = torch.Tensor) -> bool:
+    """Tell whether a tensor, of the class `plain`, is its type, its strides and what lies in its storage."""
     is_odd = tensor.is_conj() or tensor.is_neg() or tensor.is_nested or tensor.is_quantized
     return type(tensor) is plain and not is_odd
+
+
+def can_be_emptied(storage: torch.UntypedStorage, *, is_rehearsal: bool = False) -> bool:
+    """Tell whether a storage has memory that may go and come back."""
+    is_shared = storage.device.type == "cpu" and not is_rehearsal and storage.is_shared()
+    return not is_shared and storage.nbytes() > 0 and storage.resizable()
 
 
 class LeftStorages:

@@ -17,6 +17,7 @@ from chunkmem.runtime.pager import Pager
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 _READER = "a saved tensor"
+_autograd = torch._C._autograd
 
 
 class SavedReference(NamedTuple):
@@ -85,7 +86,7 @@ class ChunkHooks:
 
     def replace(self) -> None:
         """Put ours in place of a user's, if those are on top of the stack."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        top = _autograd._top_saved_tensors_default_hooks(False)
         if top is None:
             return
         pack = top[0]
@@ -98,12 +99,12 @@ class ChunkHooks:
         of_checkpoint = is_torchs and pack.__qualname__.startswith("_checkpoint_hook.")
         if isinstance(owner, OwnHooks) or is_torchs is not of_checkpoint:
             return
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if not _autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return  # as in transforms of torch.func
         self._has_users = self._has_users or not of_checkpoint
         hooks = HooksOfOthers(self, *top, hides=of_checkpoint)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+        _autograd._pop_saved_tensors_default_hooks()
+        _autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
 
     def is_chunk(self, storage: int) -> bool:
         """Tell whether parameters live in a storage, by its identity."""
@@ -111,8 +112,7 @@ class ChunkHooks:
 
     def reference(self, tensor: torch.Tensor) -> SavedReference | None:
         """Return another tensor in the same chunk memory, which lasts as long as the chunk; None if it is in none."""
-        memory = storage_id(tensor)
-        chunk = None if memory is None else self._declared.chunk_in(memory)
+        chunk = self._declared.chunk_in(storage_id(tensor))
         if chunk is None:
             return None
         with torch._C.DisableTorchFunctionSubclass():
@@ -136,8 +136,8 @@ class ChunkHooks:
     def usable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that autograd has saved, or a copy of it if nobody keeps its chunk on DEVICE."""
         memory = storage_id(tensor)
-        chunk = None if memory is None else self._declared.chunk_in(memory)
-        if memory is None or chunk is None or self._declared.undeclared(memory) is None:
+        chunk = self._declared.chunk_in(memory)
+        if chunk is None or self._declared.undeclared(memory) is None:
             return tensor
         with self._turn.taken(in_hook=True):
             self._pager.pin(chunk, reader=_READER)
@@ -149,7 +149,7 @@ class ChunkHooks:
 
 def hides_saved_tensors() -> bool:
     """Tell whether what autograd saves now is kept where its graph does not show it: by hooks that are not ours."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    top = _autograd._top_saved_tensors_default_hooks(False)
     if top is None:
         return False
     owner = getattr(top[0], "__self__", None)

@@ -17,11 +17,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from inspect import isdatadescriptor
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkmem.errors import StateError
@@ -32,6 +34,7 @@ from chunkmem.nn.frames import Frame, in_backward
 from chunkmem.nn.saved_tensors import ChunkHooks
 from chunkmem.nn.tensor_functions import METADATA, listed, one_by_one
 from chunkmem.nn.turn import Turn
+from chunkmem.nn.values import tensors_in
 from chunkmem.nn.wrappers import sharding_caller, wrapped
 from chunkmem.runtime.pager import Pager
 
@@ -118,17 +121,15 @@ class ParameterServer:
     def add(self, parameters: Iterable[ManagedParameter]) -> None:
         """Have parameters that were packed serve themselves."""
         for managed in parameters:
-            managed.serve(self._served_class)
+            plain = managed.open_class
+            if plain not in self._classes:
+                self._classes[plain] = _make_class(plain, weakref.ref(self))
+            managed.serve(self._classes[plain])
 
     def remove(self, parameters: Iterable[ManagedParameter]) -> None:
         """Undo `add`: they are ordinary Parameters again."""
         for managed in parameters:
             managed.unserve()
-
-    def _served_class(self, plain: type[nn.Parameter]) -> type[nn.Parameter]:
-        if plain not in self._classes:
-            self._classes[plain] = _make_class(plain, weakref.ref(self))
-        return self._classes[plain]
 
     @contextmanager
     def saving(self, parameters: Iterable[ManagedParameter]) -> Iterator[None]:
@@ -148,19 +149,21 @@ class ParameterServer:
                 wrapper is made around them that exchanges parameters itself.
         """
         is_saved = func is _TENSOR.detach and id(args[0]) in self._being_saved
-        if func in FREE or is_saved or _asks_for_type(func, args, kwargs) or self._is_of_backward(func, args):
+        asks_for_type = func is _TENSOR.type and len(args) == 1 and not kwargs
+        if func in FREE or is_saved or asks_for_type or self._is_of_backward(func, args):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         parameters = list(dict.fromkeys(self._parameters_in((args, kwargs))))
         if parameters and not self._access.stack and (wrapper := sharding_caller()):
             raise wrapped(wrapper, parameters[0])
+        named = next(iter(parameters), "of this manager")
         if func in _REFUSED:
             raise StateError(
-                f"parameter {self._named(args)}.{_REFUSED[func]}() would change where or how it lives, which chunkmem "
+                f"parameter {named}.{_REFUSED[func]}() would change where or how it lives, which chunkmem "
                 "decides; clone it, or do that before manager.wrap()"
             )
         if func is torch.autograd.grad:
-            return self._differentiate(args, kwargs)
+            return self._differentiate(parameters, args, kwargs)
         if func in _LAID_OUT or getattr(func, "__name__", "").endswith("_like"):
             plain = self._without_values(func, parameters, args, kwargs)
             if plain is not None:
@@ -169,8 +172,8 @@ class ParameterServer:
             return self._assign(args)
         if func is _TENSOR.detach and sys._getframe(2).f_code is _MAKE_PARAMETER:
             raise StateError(
-                f"nn.Parameter({self._named(args)}) would be a second parameter in the memory of a managed one; make "
-                "it of .detach().clone()"
+                f"nn.Parameter({named}) would be a second parameter in the memory of a managed one; make it of "
+                ".detach().clone()"
             )
         if self._is_shared and not self._access.stack and not self._is_in_backward(parameters):
             raise StateError(
@@ -180,8 +183,7 @@ class ParameterServer:
         num = len(listed(getattr(func, "__name__", ""), args))
         if num > 1:
             # What is done to all of them needs no more room than what is done to one.
-            parts = one_by_one(num, args, kwargs)
-            return [result for part, options in parts for result in self.call(func, part, options) or ()] or None
+            return one_by_one(partial(self.call, func), num, args, kwargs) or None
         with self._turn.taken():
             if self._access.stack:
                 if not self._access.together.keys().isdisjoint(parameters):
@@ -215,10 +217,9 @@ class ParameterServer:
             if isinstance(result, torch.Tensor) and (func == _GET_DATA or func is _TENSOR.detach):
                 self._taken[result] = parameters[0].num_assigned
             if func is _TENSOR.data_ptr:  # what looks at addresses takes equal ones for the same memory
-                access.keep_address(frame.groups)
+                access.keep_address(access.chunks[group] for group in frame.groups)
         finally:
-            groups = list(frame.groups)
-            for group in groups:
+            for group in list(frame.groups):
                 self._pager.notice_writes(access.chunks[group], is_outside=True)
             access.release(frame, held=held)
         return result
@@ -254,20 +255,17 @@ class ParameterServer:
         if not is_own:  # as with `param.data += 1`: what is written there reaches the parameter
             managed.remember(values)
 
-    def _differentiate(self, args: Args, kwargs: Kwargs) -> Any:
+    def _differentiate(self, parameters: Sequence[ManagedParameter], args: Args, kwargs: Kwargs) -> Any:
         """Serve `torch.autograd.grad`, which asks for parameters as the ends of a graph and not for their values."""
 
-        def edge(value: Any) -> Any:
-            is_ours = isinstance(value, torch.Tensor) and id(value) in self._managed
-            return torch.autograd.graph.get_gradient_edge(value) if is_ours else value
+        def edge(tensor: torch.Tensor) -> Any:
+            return torch.autograd.graph.get_gradient_edge(tensor) if id(tensor) in self._managed else tensor
 
         bound = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
-        inputs = bound.pop("inputs")
         outputs = bound.pop("outputs")
         with torch._C.DisableTorchFunctionSubclass():
-            edges = [edge(one) for one in inputs] if isinstance(inputs, (list, tuple)) else edge(inputs)
+            edges = tree_map_only(torch.Tensor, edge, bound.pop("inputs"))
         if bound.get("materialize_grads") or any(self._parameters_in(outputs)):
-            parameters = list(dict.fromkeys(self._parameters_in((args, kwargs))))
             with self._turn.taken():
                 return self._run(parameters, torch.autograd.grad, args, kwargs)
         return torch.autograd.grad(outputs, edges, *args[2:], **bound)
@@ -288,7 +286,8 @@ class ParameterServer:
     def _is_of_backward(self, func: Callable[..., Any], args: Args) -> bool:
         """Tell whether autograd itself runs an operator: one of a compiled backward, which has weights as they were
         saved, or one that somebody's dispatch mode shows to us a second time."""
-        is_inner = isinstance(func, torch._ops.OpOverload) or _runs_compiled_backward()
+        node = torch._C._current_autograd_node()
+        is_inner = isinstance(func, torch._ops.OpOverload) or type(node).__name__ == "CompiledFunctionBackward"
         return is_inner and self._is_in_backward(self._parameters_in(args))
 
     def _is_in_backward(self, parameters: Iterable[ManagedParameter]) -> bool:
@@ -300,34 +299,16 @@ class ParameterServer:
         return all(replica is not None and replica.pins > 0 for replica in replicas)
 
     def _parameters_in(self, value: object) -> Iterator[ManagedParameter]:
-        if isinstance(value, torch.Tensor):
-            managed = self._managed.get(id(value))
-            if managed is not None and managed.param is value:
+        for tensor in tensors_in(value, object_depth=0):
+            managed = self._managed.get(id(tensor))
+            if managed is not None and managed.param is tensor:
                 yield managed
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            for item in value:
-                yield from self._parameters_in(item)
-        elif isinstance(value, Mapping):
-            for item in value.values():
-                yield from self._parameters_in(item)
-
-    def _named(self, args: Args) -> str:
-        return next((str(managed) for managed in self._parameters_in(args)), "of this manager")
 
 
 def _alone(param: torch.Tensor, func: Callable[..., Any]) -> Any:
     """Return `param.data`, or its storage, without the rest of the chunk. It keeps the chunk's memory alive."""
     alone = torch.from_dlpack(param.detach())  # type: ignore[attr-defined]
     return alone if func == _GET_DATA else func(alone)
-
-
-def _runs_compiled_backward() -> bool:
-    """Tell whether the node that autograd runs is a graph that `torch.compile` has made."""
-    return type(torch._C._current_autograd_node()).__name__ == "CompiledFunctionBackward"
-
-
-def _asks_for_type(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> bool:
-    return func is _TENSOR.type and len(args) == 1 and not kwargs
 
 
 def _make_class(plain: type[nn.Parameter], server: weakref.ref[ParameterServer]) -> type[nn.Parameter]:
@@ -348,7 +329,9 @@ def _make_class(plain: type[nn.Parameter], server: weakref.ref[ParameterServer])
                 if func in FREE:
                     with torch._C.DisableTorchFunctionSubclass():
                         return func(*args, **(kwargs or {}))
-                _gone()
+                raise StateError(
+                    "the manager of this parameter is gone, and the values with it; take manager.state_dict() before"
+                )
             return alive.call(func, args, kwargs or {})
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -364,7 +347,3 @@ def _make_class(plain: type[nn.Parameter], server: weakref.ref[ParameterServer])
 
     ServedParameter.__name__ = ServedParameter.__qualname__ = plain.__name__
     return ServedParameter
-
-
-def _gone() -> NoReturn:
-    raise StateError("the manager of this parameter is gone, and the values with it; take manager.state_dict() before")

@@ -27,8 +27,6 @@ from chunkmem.runtime.step_events import StepEvents
 class _Given:
     """A copy that was given out, of which nothing is kept but the counter of writes to it."""
 
-    __slots__ = ("copy", "counter", "key", "version")
-
     def __init__(self, key: str, copy: torch.Tensor) -> None:
         self.key = key
         self.copy = weakref.ref(copy)
@@ -66,11 +64,8 @@ class ModuleSurface:
         self.write = write
         self._loaded: dict[nn.Module, list[str]] = {}
         """Keys of a state that have been loaded, of modules whose loading is not over."""
-        self._copies: MutableMapping[ManagedParameter, torch.Tensor] | None = None
-        """Where tied names find the copy made for the first of them, while a whole `state_dict` is being made."""
-        self._reading = True
-        self._lazily = False
-        """A `state_dict` of lazy tensors is being made."""
+        self._value: Callable[[ManagedParameter], torch.Tensor] | None = None
+        """Returns what a `state_dict` that is being made here has of a parameter; None: it is a user who makes one."""
         self._given: list[_Given] = []
         """Copies that `model.state_dict()` gave out."""
         self.fitted = FittedModules()
@@ -123,12 +118,8 @@ class ModuleSurface:
             lazily: managed parameters are `LazyTensor`s.
         """
         # Weak: of tiles that are joined to a layer, only the whole remains.
-        copies = self._copies = weakref.WeakValueDictionary[ManagedParameter, torch.Tensor]()
-        self._lazily = lazily
-        try:
-            state: dict[str, Any] = root.state_dict()
-        finally:
-            self._copies, self._lazily = None, False
+        copies = weakref.WeakValueDictionary[ManagedParameter, torch.Tensor]()
+        state = self._state_of(root, _once(self._lazy if lazily else self.read, copies))
         made = {id(tensor) for tensor in copies.values()}
         for key, value in state.items():
             # What is on no device is in another pipeline stage.
@@ -139,11 +130,14 @@ class ModuleSurface:
 
     def expected_state(self, root: nn.Module) -> dict[str, Any]:
         """Return a `root.state_dict()` of which only the keys and shapes are right."""
-        self._reading = False
+        return self._state_of(root, lambda m: torch.empty(m.shape, dtype=m.built_dtype, device="meta"))
+
+    def _state_of(self, root: nn.Module, value: Callable[[ManagedParameter], torch.Tensor]) -> dict[str, Any]:
+        self._value = value
         try:
             return root.state_dict()
         finally:
-            self._reading = True
+            self._value = None
 
     def fit(self, root: nn.Module, owned: Mapping[nn.Module, Mapping[str, ManagedParameter]]) -> None:
         """Fit every module under `root`; `owned` holds the managed parameters of those that have some."""
@@ -172,18 +166,12 @@ class ModuleSurface:
     def _on_state_dict(
         self, own: Mapping[str, ManagedParameter], _module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any
     ) -> None:
-        copies = {} if self._copies is None else self._copies
+        value = self._value or _once(self.read, {})
         for name, managed in own.items():
             if prefix + name in state:
-                if not self._reading:
-                    state[prefix + name] = torch.empty(managed.shape, dtype=managed.built_dtype, device="meta")
-                    continue
-                copy = copies.get(managed)
-                if copy is None:
-                    copy = copies[managed] = (self._lazy if self._lazily else self.read)(managed)
-                state[prefix + name] = copy
-                if self._copies is None:
-                    self._given.append(_Given(prefix + name, copy))
+                made = state[prefix + name] = value(managed)
+                if self._value is None:
+                    self._given.append(_Given(prefix + name, made))
 
     def _before_load(
         self, own: Mapping[str, ManagedParameter], module: nn.Module, state: dict[str, Any], prefix: str, *_args: Any
@@ -203,6 +191,20 @@ class ModuleSurface:
         for key in self._loaded.pop(module, ()):
             if key in incompatible.missing_keys:
                 incompatible.missing_keys.remove(key)
+
+
+def _once(
+    make: Callable[[ManagedParameter], torch.Tensor], made: MutableMapping[ManagedParameter, torch.Tensor]
+) -> Callable[[ManagedParameter], torch.Tensor]:
+    """Make one value for all names of a parameter: what is among those `made` is found there."""
+
+    def value(managed: ManagedParameter) -> torch.Tensor:
+        found = made.get(managed)
+        if found is None:
+            found = made[managed] = make(managed)
+        return found
+
+    return value
 
 
 def _apply_to_buffers(

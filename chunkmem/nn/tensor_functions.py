@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,12 +39,15 @@ def listed(name: str, args: Sequence[Any]) -> Sequence[Any]:
 
 
 def one_by_one(
-    num: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Yield arguments of an operator over lists of `num` items (`torch._foreach_...`) for a call of each on its own."""
+    call: Callable[[tuple[Any, ...], dict[str, Any]], Any], num: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """Make a call of an operator over lists of `num` items (`torch._foreach_...`) as one for each on its own."""
 
     def at(place: int, value: Any) -> Any:
         return [value[place]] if isinstance(value, (list, tuple)) and len(value) == num else value
 
+    made: list[Any] = []
     for place in range(num):
-        yield tuple(at(place, value) for value in args), {key: at(place, value) for key, value in kwargs.items()}
+        given = tuple(at(place, value) for value in args), {key: at(place, value) for key, value in kwargs.items()}
+        made += call(*given) or ()
+    return made

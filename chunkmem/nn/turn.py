@@ -109,7 +109,7 @@ class Turn:
         deadline_s = time.monotonic() + self._timeout_s
         self._waiting.append(me)
         try:
-            while self._waiting[0] != me or self._is_taken():
+            while self._waiting[0] != me or self.runs_elsewhere(self._owner_id):
                 if time.monotonic() > deadline_s:
                     raise self._late()
                 self._given_back.wait(_POLL_S)
@@ -121,7 +121,3 @@ class Turn:
             f"thread {threading.current_thread().name} has waited {self._timeout_s:.0f} s for another one, which uses "
             "the models of this manager; let one thread at a time do so, or give each a manager"
         )
-
-    def _is_taken(self) -> bool:
-        """Tell whether a thread that still runs has the turn."""
-        return self._owner_id is not None and any(t.ident == self._owner_id for t in threading.enumerate())

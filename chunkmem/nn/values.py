@@ -25,11 +25,8 @@ def tensors_in(value: object, *, object_depth: int = _OBJECT_DEPTH) -> Iterator[
     if isinstance(value, torch.Tensor):
         yield value
         return
-    if isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from tensors_in(item, object_depth=object_depth)
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    if isinstance(value, (list, tuple, set, frozenset, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(item, object_depth=object_depth)
     if object_depth and not isinstance(value, _OPAQUE):
         for item in _attributes(value):
@@ -78,15 +75,20 @@ class Structure:
         return tree_unflatten(leaves, self._spec)
 
 
-def storage_id(tensor: torch.Tensor) -> int | None:
-    """Return the identity of a tensor's storage; None for one that has none (sparse, a wrapper of a transform)."""
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage; 0 for one that has none (sparse, a wrapper of a transform)."""
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.layout is not torch.strided or tensor.is_meta:
-            return None
+            return 0
         try:
             return int(torch.Tensor.untyped_storage(tensor)._cdata)
         except (NotImplementedError, RuntimeError):
-            return None
+            return 0
+
+
+def over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that lies in a storage as another one does in its own."""
+    return like.new_empty(0).set_(storage, like.storage_offset(), like.shape, like.stride())
 
 
 def _attributes(value: object) -> Iterator[object]:

@@ -94,7 +94,7 @@ def check_separate(roots: Iterable[nn.Module], *, packed: Set[int]) -> None:
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for root in roots:
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-            if storage_id(tensor) is not None and tensor.numel() and not serves_itself(tensor):
+            if storage_id(tensor) and tensor.numel() and not serves_itself(tensor):
                 found.setdefault(id(tensor), (name, tensor))
     remade = list(_made_by_hooks(roots))
     farthest: tuple[str, torch.Tensor] | None = None
@@ -131,7 +131,7 @@ def _check_unshared(found: Iterable[tuple[str, torch.Tensor]], *, packed: Set[in
     """
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in found:
-        by_storage.setdefault(storage_id(tensor) or 0, []).append((name, tensor))
+        by_storage.setdefault(storage_id(tensor), []).append((name, tensor))
     for memory, sharers in by_storage.items():
         mine = [name for name, tensor in sharers if id(tensor) in packed]
         if mine and _is_used_by_more(memory, than=len(sharers)):

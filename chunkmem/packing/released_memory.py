@@ -92,8 +92,7 @@ class ReleasedMemory:
 
     def find(self, tensor: torch.Tensor) -> Released | None:
         """Return the released memory that a tensor is in."""
-        memory = _memory_of(tensor)
-        return None if memory is None else self._by_storage.get(memory)
+        return self._by_storage.get(_memory_of(tensor))
 
     def alive(self) -> list[Released]:
         """Return the storages that are some tensor's, in the order in which they were released."""
@@ -169,7 +168,7 @@ class ReleasedMemory:
             self._freed.add(released.nbytes)
 
 
-def _memory_of(tensor: torch.Tensor) -> int | None:
+def _memory_of(tensor: torch.Tensor) -> int:
     with torch._C.DisableTorchFunction():  # which would ask what memory this is
         return storage_id(tensor)
 
@@ -177,7 +176,7 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
 def can_go(param: nn.Parameter) -> bool:
     """Tell, alike on all ranks, whether others can do without the values of a parameter until they are exchanged."""
     # An exact type: a lazy one, or one of a tensor subclass, is refused or kept as a whole.
-    if type(param) is not nn.Parameter or type(param.data) is not torch.Tensor or storage_id(param) is None:
+    if type(param) is not nn.Parameter or type(param.data) is not torch.Tensor or not storage_id(param):
         return False
     if not param.is_floating_point() or param.numel() == 0 or param.untyped_storage().nbytes() != param.nbytes:
         return False

@@ -50,7 +50,7 @@ class Given:
         for tensor in written:
             memory = storage_id(tensor)
             for other, *_ in self._versions:
-                if other is not tensor and memory is not None and storage_id(other) == memory:
+                if other is not tensor and memory and storage_id(other) == memory:
                     raise StateError(
                         f"{name} writes in place to a tensor of shape {list(tensor.shape)} that shares memory with "
                         f"another one of shape {list(other.shape)} that it is given: give it a copy (.clone())"

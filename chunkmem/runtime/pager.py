@@ -62,7 +62,7 @@ class Pager:
         self._pid = os.getpid()
         self.holder: Holder = NoHolder()
         """Asked when room is short."""
-        self.held: set[Chunk] = set()
+        self.held: dict[Chunk, None] = {}
         """Chunks whose memory on DEVICE somebody outside may write to at any time, past autograd's version counters."""
         self.last_updates: dict[int, None] = {}
         """Groups in the order in which they were updated last."""
@@ -145,8 +145,8 @@ class Pager:
 
     def expose(self, chunk: Chunk) -> None:
         """Somebody outside may write to a chunk that is pinned where modules compute with it, until it is not held."""
+        self.held[chunk] = None
         self.store.before_change(chunk)
-        self.held.add(chunk)
 
     def _pin(self, chunk: Chunk, tier: Tier, *, elastic: bool) -> None:
         replica = chunk.replicas[tier]

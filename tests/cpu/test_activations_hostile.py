@@ -17,6 +17,7 @@ import chunkmem
 from chunkmem.runtime.chunk import NO_CONTENT
 from chunkmem.types import Role
 from tests.helpers.lanes import adversarial
+from tests.helpers.pins import pinned_by_backward
 from tests.helpers.twins import (
     AMPLE_NBYTES,
     WIDTH,
@@ -77,7 +78,7 @@ def activations(twin: Twin) -> list[Any]:
 def assert_nothing_left(twin: Twin) -> None:
     """No content and no pin: every graph is gone."""
     assert twin.manager is not None
-    assert twin.manager.runtime.modules.backward.pinning == ()
+    assert pinned_by_backward(twin.manager) == ()
     twin.manager.runtime.modules.regions.settle()
     for chunk in activations(twin):
         assert chunk.version == NO_CONTENT, chunk.label

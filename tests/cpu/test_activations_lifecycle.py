@@ -34,6 +34,7 @@ from tests.cpu.test_activations_hostile import (
     train,
 )
 from tests.helpers.audit import audit_ledgers, audit_pins
+from tests.helpers.pins import pinned_by_backward
 from tests.helpers.spread import spread
 from tests.helpers.twins import AMPLE_NBYTES, WIDTH, Blocks, Twin, config, cpu_only, features
 
@@ -690,7 +691,7 @@ def test_another_thread_in_the_middle_of_a_backward(takes_gradient: bool) -> Non
         twin.update()
         least = required_nbytes(twin)
     with managed(build, 2 * least, seed=1) as twin:
-        model, pinning = twin.model, lambda: twin.manager.runtime.modules.backward.pinning  # type: ignore[union-attr]
+        model, pinning = twin.model, lambda: pinned_by_backward(twin.manager)  # type: ignore[arg-type]
         seen: list[tuple[str, ...]] = []
 
         def other() -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import chunkmem
+from chunkmem.runtime.chunk import Chunk
 from tests.helpers.twins import (
     AMPLE_NBYTES,
     CHUNK_NUMEL,
@@ -380,12 +381,12 @@ def test_a_finalizer_may_use_a_parameter_while_held_chunks_are_looked_over(monke
     assert len(access.holders()) == 3
     is_kept, num_calls = access._is_kept, iter(range(1000))
 
-    def interrupted(group: int) -> bool:
+    def interrupted(chunk: Chunk) -> bool:
         if next(num_calls) == 0:
             views[0] = views[2] = torch.empty(0)
             model[0].weight.sum()
             views[0] = model[0].weight.data
-        return is_kept(group)
+        return is_kept(chunk)
 
     monkeypatch.setattr(access, "_is_kept", interrupted)
     assert torch.equal(model[1].weight.sum(), views[1].sum())

@@ -21,6 +21,7 @@ from chunkmem.runtime.ledger import CACHE
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.types import ChunkId, Role, Tier
+from tests.helpers.pins import pinned_by_backward, pinned_by_calls
 
 
 def audit(manager: ChunkManager) -> None:
@@ -48,10 +49,8 @@ def audit(manager: ChunkManager) -> None:
 
 def audit_pins(manager: ChunkManager) -> None:
     """Assert that nothing is pinned but, once, weights that stay on DEVICE: [Note: Resident models]."""
-    assert manager.runtime.modules.access.pinning == (), [
-        str(frame) for frame in manager.runtime.modules.access.pinning
-    ]
-    assert manager.runtime.modules.backward.pinning == ()
+    assert pinned_by_calls(manager) == ()
+    assert pinned_by_backward(manager) == ()
     for chunk in manager.runtime.memory.store.chunks.values():
         stays = chunk in manager.runtime.modules.access.resident
         pins = {tier: replica.pins for tier, replica in chunk.replicas.items() if replica.pins}

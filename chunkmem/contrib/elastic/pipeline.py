@@ -64,8 +64,8 @@ class ElasticPipeline:
     def _use(self, pipeline: Any) -> None:
         # Hooks run on the host, which an accelerator does not wait for.
         hooks = self._runtime.hooks
-        hooks.is_timed = self._runtime.device.type == "cpu"
-        self._times.divided(in_hooks_s=(lambda: hooks.spent_s) if hooks.is_timed else None, width=self.width)
+        in_hooks_s = (lambda: hooks.spent_s) if self._runtime.device.type == "cpu" else None
+        self._times.divided(in_hooks_s=in_hooks_s, width=self.width)
         pipeline.times = self._times
         self._pipeline = pipeline
 
