@@ -167,7 +167,7 @@ def _answer(question: Question) -> CommandResult:
     from chunkmem.cli.estimate_answer import no, without_plan, yes
     from chunkmem.estimate.changes import smallest_changes
     from chunkmem.estimate.forked import in_fork
-    from chunkmem.estimate.question import device_need, find, find_chosen, made_once, trains_on_demand
+    from chunkmem.estimate.question import device_need, find, find_chosen, made_once, rehearsed, trains_on_demand
 
     other = replace(question, checkpointing=not question.checkpointing, activations=None)
     with tqdm(desc="rehearsing", unit=" steps", disable=None, leave=False) as bar:
@@ -175,20 +175,17 @@ def _answer(question: Question) -> CommandResult:
 
         def counted(asked: Question) -> Rehearsal:
             bar.update()
-            return asked.rehearse()
+            return rehearsed(asked)
 
-        rehearse = made_once(counted)
-        rehearsal = rehearse(question)
-        need = device_need(question, rehearsal)
+        question = replace(question, rehearse=made_once(counted))
         try:
-            finding = find(question, rehearsal)
+            finding = find(question)
         except CapacityError as error:
-            if error.tier is not Tier.DEVICE and trains_on_demand(question, rehearsal):
-                return without_plan(question, rehearsal, other_nbytes(), need, error)
-            changes = smallest_changes(question, rehearse=rehearse)
-            return no(question, rehearsal, other_nbytes(), need, error, changes)
-        rehearsal, finding = find_chosen(question, rehearsal, finding)
-        return yes(question, rehearsal, other_nbytes(), need, finding)
+            if error.tier is not Tier.DEVICE and trains_on_demand(question):
+                return without_plan(question, other_nbytes(), error)
+            changes = smallest_changes(question)
+            return no(question, other_nbytes(), error, changes)
+        return yes(find_chosen(finding), other_nbytes(), device_need(question))
 
 
 def _question(options: argparse.Namespace) -> Question:
@@ -305,8 +302,7 @@ def _pipeline(options: argparse.Namespace, mesh: RankMesh | None) -> CommandResu
     )
     question = _question(options)
     return pipeline_answer(
-        question,
-        replace(question, world=1, replicas=1).rehearse(),
+        question.rehearsed_as(replace(question, world=1, replicas=1)),
         options.stages,
         mesh,
         num_micro_batches=options.micro_batches,
@@ -327,6 +323,6 @@ def _positive(text: str) -> float:
 def _activation_nbytes(question: Question) -> int | None:
     """Return what activations take at most; None for a model without blocks that could be recomputed."""
     try:
-        return question.rehearse().activation_nbytes
+        return question.rehearsal.activation_nbytes
     except LayoutError:
         return None

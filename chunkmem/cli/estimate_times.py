@@ -17,27 +17,27 @@ _DISK_SHARE = 0.5
 
 if TYPE_CHECKING:
     from chunkmem.estimate.question import Finding, Question
-    from chunkmem.estimate.rehearse import Rehearsal
 
 
-def time_data(question: Question, rehearsal: Rehearsal, finding: Finding) -> dict[str, Any]:
+def time_data(finding: Finding) -> dict[str, Any]:
     """Return what ``--json`` prints about time."""
     from chunkmem.estimate.question import step_range
 
-    step, bounds, tokens = step_range(question, finding), finding.lower_bounds, rehearsal.tokens
+    step, bounds, rehearsal = step_range(finding), finding.lower_bounds, finding.question.rehearsal
+    tokens = rehearsal.tokens / finding.question.tp
     return {
         "step_s": step.typical_s,
         "step_range_s": [step.fastest_s, step.slowest_s],
-        "tokens_per_s": tokens / question.tp / step.typical_s if tokens and step.typical_s else None,
+        "tokens_per_s": tokens / step.typical_s if tokens and step.typical_s else None,
         "stall_s": finding.timeline.stall_s,
         "start_up": {"build_s": 4 * rehearsal.num_params / BUILD_Bps, "pin_s": _pinned_nbytes(finding) / PIN_Bps},
         "lower_bounds": asdict(bounds) | {"binding": bounds.binding},
     }
 
 
-def time_lines(question: Question, finding: Finding, said: Mapping[str, Any]) -> Iterator[str]:
+def time_lines(finding: Finding, said: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is printed otherwise; `said`: the data of the answer."""
-    bounds, (fastest_s, slowest_s) = finding.lower_bounds, said["step_range_s"]
+    question, bounds, (fastest_s, slowest_s) = finding.question, finding.lower_bounds, said["step_range_s"]
     tokens = said["tokens"] / question.tp
     speed = ""
     if tokens and fastest_s:
@@ -59,9 +59,9 @@ def time_lines(question: Question, finding: Finding, said: Mapping[str, Any]) ->
         )
 
 
-def disk_data(question: Question, finding: Finding) -> dict[str, Any] | None:
+def disk_data(finding: Finding) -> dict[str, Any] | None:
     """Return what ``--json`` prints about DISK; None if there is none."""
-    if not question.disk_nbytes:
+    if not finding.question.disk_nbytes:
         return None
     busy_s, moved = {Lane.DISK_READ: 0.0, Lane.DISK_WRITE: 0.0}, finding.timeline.moved_nbytes
     for span in finding.timeline.spans:
@@ -71,7 +71,7 @@ def disk_data(question: Question, finding: Finding) -> dict[str, Any] | None:
     binds = max(busy_s.values()) >= max(_DISK_SHARE * finding.timeline.step_s, finding.lower_bounds.step_s)
     return {
         "peak_nbytes": finding.timeline.peak_nbytes[Tier.DISK],
-        "cap_nbytes": question.disk_nbytes,
+        "cap_nbytes": finding.question.disk_nbytes,
         "read_nbytes": moved[Lane.DISK_READ],
         "written_nbytes": moved[Lane.DISK_WRITE],
         "read_s": busy_s[Lane.DISK_READ],

@@ -18,7 +18,6 @@ from chunkmem.sizes import format_nbytes
 if TYPE_CHECKING:
     from chunkmem.estimate.mesh import RankMesh
     from chunkmem.estimate.question import Question
-    from chunkmem.estimate.rehearse import Rehearsal
 
 _COLUMNS = ("stage", "blocks", "weights", "model data", "computes", "share")
 
@@ -45,7 +44,6 @@ def cut_answer(
 
 def pipeline_answer(
     question: Question,
-    rehearsal: Rehearsal,
     num_devices: int,
     mesh: RankMesh | None = None,
     *,
@@ -68,15 +66,15 @@ def pipeline_answer(
     num_micro_batches, size = micro_batches(question.batch, num_devices, num_micro_batches)
     data: dict[str, Any] = {"model": name, "num_devices": num_devices, "num_micro_batches": num_micro_batches}
     try:
-        blocks = model_blocks(question, rehearsal)
-        staged = staged_step(question, rehearsal, blocks, num_devices, num_micro_batches=num_micro_batches)
+        blocks = model_blocks(question)
+        staged = staged_step(question, blocks, num_devices, num_micro_batches=num_micro_batches)
     except CapacityError as error:
         return does_not_fit(data | {"cap_nbytes": error.cap_nbytes}, error)
     data |= _choice_data(staged.choice) | {"picture": None if picture is None else str(picture)}
     over = f"{counted(num_devices, 'device')}, {counted(num_micro_batches, 'micro-batch', 'es')}"
     lines = [f"{name}: a pipeline over {over} of {counted(size, 'sample')}", *_choice_lines(staged.choice)]
     if mesh is not None:
-        row = of_stages(question, rehearsal, mesh, staged, batch=question.batch)
+        row = of_stages(question, mesh, staged, batch=question.batch)
         data |= mesh_data(row)
         lines += ["", *mesh_lines([row], [])]
     if picture is not None:
@@ -153,7 +151,7 @@ def blocks_named(text: str) -> tuple[Block, ...]:
     device_nbytes = HARDWARE["h100"].usable_nbytes
     question = Question(model=lambda batch: resolve_model(text, batch=batch), batch=1, device_nbytes=device_nbytes)
     with silenced("torch._subclasses.fake_tensor"):
-        return model_blocks(question, question.rehearse())
+        return model_blocks(question)
 
 
 def _is_model(text: str) -> bool:

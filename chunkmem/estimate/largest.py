@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from chunkmem.errors import CapacityError
 from chunkmem.estimate.families import Family
 from chunkmem.estimate.needs import DeviceNeed
-from chunkmem.estimate.question import Finding, Question, device_need, find, find_chosen
-from chunkmem.estimate.rehearse import Rehearsal
+from chunkmem.estimate.question import Finding, Question, device_need, find, find_chosen, made_once, rehearsed
 from chunkmem.types import Tier
 
 MOST_LAYERS = 1000
@@ -25,18 +24,17 @@ class Tried:
     width: int
     layers: int
     question: Question
-    rehearsal: Rehearsal
 
     @property
     def nbytes(self) -> int:
         """Bytes of chunks and activations on the tiers of all ranks."""
-        activations_nbytes = self.question.shards * self.rehearsal.activation_nbytes
-        return sum(self.rehearsal.role_nbytes.values()) + activations_nbytes
+        rehearsal = self.question.rehearsal
+        return sum(rehearsal.role_nbytes.values()) + self.question.shards * rehearsal.activation_nbytes
 
     @property
     def device_need(self) -> DeviceNeed:
         """The smallest cap on DEVICE."""
-        return device_need(self.question, self.rehearsal)
+        return device_need(self.question)
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,11 @@ def largest(family: Family, question: Question, *, note: Callable[[Fitting | Too
     def tried(width: int, layers: int) -> Fitting | TooLarge:
         nonlocal num_tried
         num_tried += 1
-        found = _try(replace(question, model=family.sized(width, layers)), width, layers)
+        asked = replace(question, model=family.sized(width, layers), rehearse=made_once(rehearsed))
+        try:
+            found: Fitting | TooLarge = Fitting(width, layers, asked, find(asked))
+        except CapacityError as error:
+            found = TooLarge(width, layers, asked, error)
         note(found)
         return found
 
@@ -117,13 +119,5 @@ def largest(family: Family, question: Question, *, note: Callable[[Fitting | Too
 
 def _as_trained(fitting: Fitting) -> Fitting:
     """Return a model that fits as it is trained: when it was tried, all regions were recomputed."""
-    rehearsal, finding = find_chosen(fitting.question, fitting.rehearsal, fitting.finding)
-    return replace(fitting, rehearsal=rehearsal, finding=finding)
-
-
-def _try(question: Question, width: int, layers: int) -> Fitting | TooLarge:
-    rehearsal = question.rehearse()
-    try:
-        return Fitting(width, layers, question, rehearsal, find(question, rehearsal))
-    except CapacityError as error:
-        return TooLarge(width, layers, question, rehearsal, error)
+    finding = find_chosen(fitting.finding)
+    return replace(fitting, question=finding.question, finding=finding)

@@ -11,7 +11,6 @@ from chunkmem.errors import CapacityError, ConfigError
 from chunkmem.estimate.mesh import RankMesh, meshes
 from chunkmem.estimate.model_blocks import model_blocks
 from chunkmem.estimate.question import Question, find, find_chosen
-from chunkmem.estimate.rehearse import Rehearsal
 from chunkmem.estimate.staged import MICRO_BATCHES_A_STAGE, StagedStep, staged_step
 from chunkmem.types import Tier
 
@@ -56,25 +55,25 @@ class MeshChoice:
     """Why some numbers of tensor-parallel ranks were left out."""
 
 
-def unstaged(question: Question, rehearsal: Rehearsal, mesh: RankMesh) -> MeshStep:
+def unstaged(question: Question, mesh: RankMesh) -> MeshStep:
     """Plan a step without stages.
 
     Raises:
         CapacityError: it does not fit.
     """
-    rehearsal, finding = find_chosen(question, rehearsal, find(question, rehearsal))
+    finding = find_chosen(find(question))
     bounds, timeline = finding.lower_bounds, finding.timeline
     zipped = zip(timeline.device_nbytes, finding.trace.moments, strict=True)
     device_nbytes = max(nbytes + moment.non_model_peak_nbytes for nbytes, moment in zipped)
     host_nbytes = timeline.peak_nbytes.get(Tier.HOST, 0) + finding.on_host_nbytes
     step_s = max(timeline.step_s, bounds.network_s)
-    return _row(question, rehearsal, mesh, step_s, 1.0, device_nbytes, host_nbytes, bounds.binding)
+    return _row(finding.question, mesh, step_s, 1.0, device_nbytes, host_nbytes, bounds.binding)
 
 
-def of_stages(question: Question, rehearsal: Rehearsal, mesh: RankMesh, step: StagedStep, *, batch: int) -> MeshStep:
+def of_stages(question: Question, mesh: RankMesh, step: StagedStep, *, batch: int) -> MeshStep:
     """Return what a pipeline takes of a mesh; `batch`: samples of a step."""
     scale, schedule = batch / question.batch, step.choice.best.step
-    stalled_s = scale * rehearsal.exchange_s / mesh.stage
+    stalled_s = scale * question.rehearsal.exchange_s / mesh.stage
     parts = {
         "compute": (1 - schedule.bubble) * schedule.step_s - stalled_s,
         "bubble": schedule.bubble * schedule.step_s,
@@ -82,12 +81,11 @@ def of_stages(question: Question, rehearsal: Rehearsal, mesh: RankMesh, step: St
         "updates": step.update_s,
     }
     binding = max(parts, key=parts.__getitem__)
-    return _row(question, rehearsal, mesh, step.step_s, scale, step.device_nbytes, step.host_nbytes, binding)
+    return _row(question, mesh, step.step_s, scale, step.device_nbytes, step.host_nbytes, binding)
 
 
 def _row(
     question: Question,
-    rehearsal: Rehearsal,
     mesh: RankMesh,
     step_s: float,
     scale: float,
@@ -95,6 +93,7 @@ def _row(
     host_nbytes: int,
     binding: str,
 ) -> MeshStep:
+    rehearsal = question.rehearsal
     rate = scale * rehearsal.tokens / step_s / mesh.tp / mesh.stage or None
     mfu = rate and 6 * rehearsal.num_params * rate / question.hardware.peak_flop_per_s(question.dtype)
     return MeshStep(mesh, step_s, rate, mfu, device_nbytes, host_nbytes, binding)
@@ -106,13 +105,12 @@ class _Cluster:
     def __init__(self, question: Question, num_ranks: int) -> None:
         self._question, self._num_ranks, self._batch = question, num_ranks, question.batch
         self.rehearsed = functools.cache(self._rehearsed)
-        self.blocks = functools.cache(lambda tp: model_blocks(*self.rehearsed(tp)))
+        self.blocks = functools.cache(lambda tp: model_blocks(self.rehearsed(tp)))
 
-    def _rehearsed(self, tp: int) -> tuple[Question, Rehearsal]:
+    def _rehearsed(self, tp: int) -> Question:
         """Return a step of about the samples that `tp` ranks have, as one of several such groups."""
         batch = max(1, self._batch * tp // self._num_ranks)
-        question = replace(self._question, batch=batch).on(RankMesh(shard=2 if self._num_ranks > tp else 1, tp=tp))
-        return question, question.rehearse()
+        return replace(self._question, batch=batch).on(RankMesh(shard=2 if self._num_ranks > tp else 1, tp=tp))
 
     def local_batch(self, mesh: RankMesh) -> int | None:
         """Return the samples of each of the ranks that have a batch; None: they would differ."""
@@ -121,7 +119,8 @@ class _Cluster:
 
     def expected_s(self, mesh: RankMesh) -> float:
         """Return about what a step takes, by the rehearsal of one rank of the whole model; infinity: it cannot fit."""
-        question, rehearsal = self.rehearsed(1)
+        question = self.rehearsed(1)
+        rehearsal = question.rehearsal
         asked, num_parts, batch = question.on(mesh), mesh.tp * mesh.stage, self.local_batch(mesh) or 0
         scale = batch / question.batch
         blocks, moments = self.blocks(1), rehearsal.trace.moments
@@ -155,12 +154,12 @@ class _Cluster:
         Raises:
             CapacityError: it does not fit.
         """
-        (question, rehearsal), batch = self.rehearsed(mesh.tp), self.local_batch(mesh) or 1
-        question = question.on(mesh)
+        question, batch = self.rehearsed(mesh.tp), self.local_batch(mesh) or 1
+        question = question.on(mesh).rehearsed_as(question)
         if mesh.stage == 1:
-            return unstaged(question, rehearsal, mesh)
-        step = staged_step(question, rehearsal, self.blocks(mesh.tp), mesh.stage, batch=batch)
-        return of_stages(question, rehearsal, mesh, step, batch=batch)
+            return unstaged(question, mesh)
+        step = staged_step(question, self.blocks(mesh.tp), mesh.stage, batch=batch)
+        return of_stages(question, mesh, step, batch=batch)
 
 
 def fastest_meshes(question: Question, num_ranks: int, *, note: Callable[[RankMesh], None]) -> MeshChoice:
@@ -191,16 +190,13 @@ def fastest_meshes(question: Question, num_ranks: int, *, note: Callable[[RankMe
         if len(fitting) == _NUM_FITTING or len(too_small) == _NUM_TOO_SMALL or (fitting and expected_s[mesh] == inf):
             break
         if mesh.tp not in refused:
-            try:
-                cluster.rehearsed(mesh.tp)
-            except ConfigError as error:  # heads, say, do not divide by it
-                refused[mesh.tp] = str(error)
-        if mesh.tp not in refused:
             note(mesh)
             try:
                 fitting.append(cluster.planned(mesh))
             except CapacityError as error:
                 too_small.append(TooSmall(mesh, error))
+            except ConfigError as error:  # heads, say, do not divide by it
+                refused[mesh.tp] = str(error)
     if not fitting and not too_small:
         raise ConfigError("; ".join(refused.values()))
     fitting.sort(key=lambda step: step.step_s)

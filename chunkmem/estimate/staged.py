@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from chunkmem.errors import CapacityError
 from chunkmem.estimate.hardware import across_share
 from chunkmem.estimate.question import Question
-from chunkmem.estimate.rehearse import Rehearsal
 from chunkmem.plan.balance import Block, Stage
 from chunkmem.plan.pipeline_choice import PipelineChoice, PipelineMachine, choose_schedule
 from chunkmem.sizes import format_nbytes
@@ -36,7 +35,6 @@ class StagedStep:
 
 def staged_step(
     question: Question,
-    rehearsal: Rehearsal,
     blocks: Sequence[Block],
     num_devices: int,
     *,
@@ -49,8 +47,7 @@ def staged_step(
     the last one does (`chunkmem.pipeline.held`). Nothing overlaps with updates.
 
     Args:
-        question: what was rehearsed.
-        rehearsal: of that; times grow with the batch.
+        question: about what was rehearsed; times grow with the batch.
         blocks: of the rehearsed model.
         num_devices: that a micro-batch passes.
         num_micro_batches: None: four a device.
@@ -63,7 +60,7 @@ def staged_step(
     scale = (batch or question.batch) / question.batch
     batch = batch or question.batch
     num_micro_batches, size = micro_batches(batch, num_devices, num_micro_batches)
-    passing_nbytes = rehearsal.activation_nbytes * size // question.batch
+    passing_nbytes = question.rehearsal.activation_nbytes * size // question.batch
     """Of one micro-batch, in the whole model."""
     machine = _machine(question, num_devices, passing_nbytes * min(num_micro_batches, num_devices) // num_devices)
     of_a_rank = [_of_a_rank(block, question.shards, scale) for block in blocks]

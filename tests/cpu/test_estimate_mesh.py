@@ -20,7 +20,7 @@ from chunkmem.estimate.mesh import RankMesh, meshes
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.models import resolve_model
 from chunkmem.estimate.question import Question, find
-from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
+from chunkmem.estimate.rehearse import Setting, rehearse
 from tests.helpers.estimate_command import asked, assert_refused
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import WORDS, Net
@@ -63,15 +63,14 @@ def test_chunks_of_local_parts_are_those_of_real_ranks() -> None:
     assert found.num_params == sum(p.numel() for p in Net().parameters())
 
 
-def of_parts(tp: int, **changes: Any) -> tuple[Question, Rehearsal]:
+def of_parts(tp: int, **changes: Any) -> Question:
     given: dict[str, Any] = {"batch": 2, "precision": "bf16", "device_nbytes": 8 << 30, **changes}
-    question = Question(model=lambda batch: replace(resolve_model("gpt:256x4", batch=batch, seq=64), tp=tp), **given)
-    return question, question.rehearse()
+    return Question(model=lambda batch: replace(resolve_model("gpt:256x4", batch=batch, seq=64), tp=tp), **given)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_work_weights_and_activations_are_divided(checkpointing: bool) -> None:
-    (_, whole), (_, part) = (of_parts(tp, checkpointing=checkpointing) for tp in (1, 2))
+    whole, part = (of_parts(tp, checkpointing=checkpointing).rehearsal for tp in (1, 2))
     assert part.num_params == whole.num_params
     # Norms, positions and biases of sums are whole on each rank.
     assert 0.5 < part.layout.payload_nbytes / whole.layout.payload_nbytes < 0.51
@@ -90,7 +89,7 @@ def test_groups_share_the_network_of_their_machines() -> None:
     assert apart.exchange_Bps(2) == slow.exchange_Bps(8)
     assert apart.exchange_Bps(4) == pytest.approx(slow.exchange_Bps(16) / 4)
     assert H100.divided(16).ranks_a_machine == 1
-    findings = [find(*of_parts(tp, world=4)) for tp in (1, 2)]
+    findings = [find(of_parts(tp, world=4)) for tp in (1, 2)]
     sent = [finding.exchanged.sent_nbytes for finding in findings]
     assert sent[1] == pytest.approx(sent[0] / 2, rel=0.02)
 
