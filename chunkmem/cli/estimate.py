@@ -107,32 +107,37 @@ def run(options: argparse.Namespace) -> CommandResult:
     Raises:
         ChunkmemError: the model cannot be built, or its step depends on values.
     """
-    options.num_ranks, options.tp = options.stages or options.world, 1
     if options.mesh == "auto":
         return _fastest(options)
-    mesh = None if options.mesh is None else _take_mesh(options)
+    mesh = _mesh(options)
     options.batch = options.batch or 1
-    if not options.stages and (options.micro_batches or options.picture):
+    has_stages = options.stages or mesh.stage > 1
+    if not has_stages and (options.micro_batches or options.picture):
         name = "--micro-batches" if options.micro_batches else "--picture"
         raise ConfigError(f"{name} is about a pipeline; give --stages, too")
     # What has been imported stays: looking through all of it again and again takes a sixth of a rehearsal.
     gc.freeze()
     with silenced("torch._subclasses.fake_tensor"):
-        if options.stages:
+        if has_stages:
             return _pipeline(options, mesh)
-        return _largest(options) if options.largest else _answer(_question(options))
+        return _largest(options, mesh) if options.largest else _answer(_question(options, mesh))
 
 
-def _take_mesh(options: argparse.Namespace) -> RankMesh:
-    """Set what `--mesh` stands for."""
+def _mesh(options: argparse.Namespace) -> RankMesh:
+    """Return the mesh that is given, or what `--world`, `--replicas` and `--stages` stand for."""
     from chunkmem.cli.stages import refuse_with
 
-    given = {"--world": options.world > 1, "--replicas": options.replicas > 1, "--stages": options.stages}
-    refuse_with("--mesh", [option for option, is_given in given.items() if is_given])
-    mesh = RankMesh.parse(options.mesh)
-    options.num_ranks, options.world, options.replicas = mesh.num_ranks, mesh.replicate * mesh.shard, mesh.replicate
-    options.tp, options.stages = mesh.tp, mesh.stage if mesh.stage > 1 else None
-    return mesh
+    world, replicas = options.world, options.replicas
+    if options.mesh is None:
+        if world % replicas or world == replicas > 1:
+            raise ConfigError(
+                f"{counted(world, 'rank')} (--world) and {counted(replicas, 'replica')} (--replicas): each replica is "
+                f"sharded over equally many, two or more; give a multiple, such as {2 * replicas} ranks"
+            )
+        return RankMesh(replicas, world // replicas, stage=options.stages or 1)
+    given = {"--world": world > 1, "--replicas": replicas > 1, "--stages": options.stages}
+    refuse_with("--mesh", given)
+    return RankMesh.parse(options.mesh)
 
 
 def _fastest(options: argparse.Namespace) -> CommandResult:
@@ -142,23 +147,24 @@ def _fastest(options: argparse.Namespace) -> CommandResult:
     from chunkmem.cli.stages import refuse_with
     from chunkmem.estimate.meshes import fastest_meshes
 
-    given = ("largest", "stages", "micro_batches", "picture", "disk", "tile", "in_backward")
-    others = [f"--{name.replace('_', '-')}" for name in given if getattr(options, name)]
-    refuse_with("--mesh auto", ["--replicas"] * (options.replicas > 1) + others)
-    if options.world == 1 and options.nnodes:
-        options.num_ranks = options.nnodes * HARDWARE[options.hardware].ranks_a_machine
-    if options.num_ranks == 1:
+    names = ("largest", "stages", "micro_batches", "picture", "disk", "tile", "in_backward")
+    given = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
+    refuse_with("--mesh auto", {"--replicas": options.replicas > 1} | given)
+    num_ranks = options.world
+    if num_ranks == 1 and options.nnodes:
+        num_ranks = options.nnodes * HARDWARE[options.hardware].ranks_a_machine
+    if num_ranks == 1:
         raise ConfigError("--mesh auto chooses for a cluster; give --world, its ranks, or --nnodes, its machines")
-    options.batch = options.batch or options.num_ranks
+    options.batch = options.batch or num_ranks
     gc.freeze()
     with silenced("torch._subclasses.fake_tensor"), tqdm(desc="meshes", disable=None, leave=False) as bar:
-        question = _question(options)
+        question = _question(options, RankMesh(shard=num_ranks))
 
         def note(mesh: RankMesh) -> None:
             bar.set_postfix_str(str(mesh))
             bar.update()
 
-        return mesh_answer(question, options.num_ranks, fastest_meshes(question, options.num_ranks, note=note))
+        return mesh_answer(question, fastest_meshes(question, note=note))
 
 
 def _answer(question: Question) -> CommandResult:
@@ -188,7 +194,7 @@ def _answer(question: Question) -> CommandResult:
         return yes(find_chosen(finding), other_nbytes(), device_need(question))
 
 
-def _question(options: argparse.Namespace) -> Question:
+def _question(options: argparse.Namespace, mesh: RankMesh) -> Question:
     from chunkmem.estimate.models import resolve_model
     from chunkmem.estimate.optimizers import BUILT_IN, class_named
     from chunkmem.estimate.question import Question
@@ -200,27 +206,23 @@ def _question(options: argparse.Namespace) -> Question:
                 f"--states and --master are about chunkmem's AdamW and Adam, and --optimizer is {options.optimizer}; "
                 "leave them out"
             )
-    if options.in_backward and (options.world > 1 or options.precision == "fp16"):
+    if options.in_backward and (mesh.world > 1 or options.precision == "fp16"):
         raise ConfigError(
             "--in-backward is estimated for one process, in fp32 or bf16 (in fp16 a step may be skipped); leave it out"
         )
-    if options.tile and options.tp > 1:
+    if options.tile and mesh.tp > 1:
         raise ConfigError("--tile splits whole weights, and tp of --mesh leaves parts of them; leave one of them out")
     if options.activations and options.checkpointing:
         raise ConfigError("--checkpointing and --activations are two ways to recompute blocks; leave one of them out")
-    if options.world % options.replicas or options.world == options.replicas > 1:
-        raise ConfigError(
-            f"{counted(options.world, 'rank')} (--world) and {counted(options.replicas, 'replica')} (--replicas): each "
-            f"replica is sharded over equally many, two or more; give a multiple, such as {2 * options.replicas} ranks"
-        )
-    hardware = _hardware(options)
+    hardware = _hardware(options, mesh.num_ranks)
     if options.disk is not None and options.host is None:
         raise ConfigError("--disk is below HOST, and takes what that has no room for; give --host, too")
     if not options.largest:
         resolve_model(options.model, batch=1, seq=options.seq)  # what is wrong is said before anything takes time
     same = {field.name: getattr(options, field.name) for field in fields(Question) if hasattr(options, field.name)}
     given: dict[str, Any] = {
-        "model": lambda batch: replace(resolve_model(options.model, batch=batch, seq=options.seq), tp=options.tp),
+        "model": lambda batch: resolve_model(options.model, batch=batch, seq=options.seq),
+        "mesh": mesh,
         "hardware": hardware,
         "device_nbytes": options.device or int(_DEVICE_SHARE * hardware.device_nbytes),
         "host_nbytes": options.host,
@@ -233,9 +235,9 @@ def _question(options: argparse.Namespace) -> Question:
     return Question(**same | given)
 
 
-def _hardware(options: argparse.Namespace) -> Hardware:
+def _hardware(options: argparse.Namespace, num_ranks: int) -> Hardware:
     """Return the hardware that was named, with what is said of it instead."""
-    hardware, num_ranks = HARDWARE[options.hardware], options.num_ranks
+    hardware = HARDWARE[options.hardware]
     given = {"host_memory_Bps": options.host_memory, "nics": options.nics, "nic_Bps": options.nic_speed}
     said: dict[str, Any] = {name: value for name, value in given.items() if value}
     if options.nnodes:
@@ -271,17 +273,17 @@ def _disk_speeds(text: str) -> tuple[float, float]:
     return read_Bps, parse_speed("--disk-speed", write[0]) if write else read_Bps
 
 
-def _largest(options: argparse.Namespace) -> CommandResult:
+def _largest(options: argparse.Namespace, mesh: RankMesh) -> CommandResult:
     from tqdm import tqdm
 
     from chunkmem.cli.estimate_answer import answer
     from chunkmem.estimate.families import Family
     from chunkmem.estimate.largest import Fitting, TooLarge, largest
 
-    family = Family(options.model, options.seq, options.tp)
+    family = Family(options.model, options.seq)
     if options.host is None:
         raise ConfigError("--largest needs --host: if HOST may take as much as it likes, no model is the largest")
-    question = _question(options)
+    question = _question(options, mesh)
     with tqdm(desc="largest", unit=" tries", disable=None, leave=False) as bar:
 
         def note(tried: Fitting | TooLarge) -> None:
@@ -291,20 +293,15 @@ def _largest(options: argparse.Namespace) -> CommandResult:
         return answer(largest(family, question, note=note))
 
 
-def _pipeline(options: argparse.Namespace, mesh: RankMesh | None) -> CommandResult:
+def _pipeline(options: argparse.Namespace, mesh: RankMesh) -> CommandResult:
     from chunkmem.cli.stages import pipeline_answer, refuse_with
 
-    refuse_with(
-        "--stages",
-        ["--largest"] * options.largest
-        + ["--world"] * (options.world > 1 and mesh is None)
-        + ["--disk"] * bool(options.disk),
-    )
-    question = _question(options)
+    given = {"--largest": options.largest, "--world": options.world > 1, "--disk": options.disk}
+    refuse_with("--stages", given)
+    question = _question(options, mesh)
     return pipeline_answer(
-        question.rehearsed_as(replace(question, world=1, replicas=1)),
-        options.stages,
-        mesh,
+        question.rehearsed_as(replace(question, mesh=RankMesh(tp=mesh.tp))),
+        has_mesh=options.mesh is not None,
         num_micro_batches=options.micro_batches,
         picture=options.picture,
     )

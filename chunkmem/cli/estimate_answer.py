@@ -72,10 +72,6 @@ _SAID = (
     "cpu_embedding",
     "tile_numel",
     "activations",
-    "world",
-    "replicas",
-    "tp",
-    "optimizer",
 )
 """Of a question, in the answer."""
 
@@ -120,7 +116,7 @@ def yes(finding: Finding, other_nbytes: int | None, need: DeviceNeed) -> Command
         *time_lines(finding, data),
         *disk_lines(data["disk"]),
     ]
-    if question.world > 1:
+    if question.mesh.world > 1:
         across = finding.across_nbytes
         more = f", and {format_nbytes(across)} each from replica to replica" if across else ""
         lines.append(
@@ -128,7 +124,7 @@ def yes(finding: Finding, other_nbytes: int | None, need: DeviceNeed) -> Command
             f"{format_nbytes(finding.exchanged.received_nbytes)}{more}; these are figures of the rank that owns most"
         )
     if finding.first_host_nbytes > peaks[Tier.HOST]:
-        is_sparing = question.is_accumulating or question.world == 1
+        is_sparing = question.is_accumulating or question.mesh.world == 1
         hint = "" if is_sparing else ": gradients wait for optimizer.step(), unless manager.accumulate(1) precedes it"
         lines.append(f"the first step needs {format_nbytes(finding.first_host_nbytes)} on HOST{hint}")
     if finding.regions:
@@ -208,13 +204,17 @@ _ASSUMED = ("link_Bps", "eager_share", "duplex_Bps", "host_memory_Bps", "memory_
 
 
 def _subject(question: Question, other_nbytes: int | None, need: DeviceNeed) -> dict[str, Any]:
-    hardware, rehearsal = question.hardware, question.rehearsal
+    hardware, mesh, rehearsal = question.hardware, question.mesh, question.rehearsal
     return {
         "model": question.name,
         "parameters": rehearsal.num_params,
         "batch": question.batch,
         "tokens": rehearsal.tokens,
         **{name: getattr(question, name) for name in _SAID},
+        "world": mesh.world,
+        "replicas": mesh.replicate,
+        "tp": mesh.tp,
+        "optimizer": question.optimizer,
         "role_nbytes": {role.value: nbytes for role, nbytes in rehearsal.role_nbytes.items()},
         "parameter_nbytes": rehearsal.layout.payload_nbytes,
         "slab_nbytes": rehearsal.layout.slab_nbytes,
@@ -232,7 +232,7 @@ def _subject(question: Question, other_nbytes: int | None, need: DeviceNeed) -> 
                  "planned_nbytes": need.planned_nbytes},
         "assumed": {name: getattr(hardware, name) for name in _ASSUMED} | {
             "flop_per_s": hardware.flop_rate(question.dtype),
-            "network_Bps": question.peers.exchange_Bps(question.shards)},
+            "network_Bps": question.peers.exchange_Bps(mesh.shard)},
     }  # fmt: skip
 
 
@@ -257,18 +257,19 @@ def _subject_text(question: Question, other_nbytes: int | None) -> str:
     if other_nbytes is not None:
         way = "without" if question.checkpointing else "with"
         rows.append((f"  {way} checkpointing", format_nbytes(other_nbytes), ""))
-    scope = "" if question.world == 1 else "over all ranks" if question.replicas == 1 else "of each replica"
-    scope = f"1 of {question.tp} parts" if question.tp > 1 else scope
+    mesh = question.mesh
+    scope = "" if mesh.world == 1 else "over all ranks" if mesh.replicate == 1 else "of each replica"
+    scope = f"1 of {mesh.tp} parts" if mesh.tp > 1 else scope
     assumed = "\n".join(assumption_lines(question))
     return f"{subject}\n{assumed}\n\n{table((scope, 'bytes', 'a parameter'), rows)}"
 
 
 def _subject_line(question: Question) -> str:
-    rehearsal = question.rehearsal
+    mesh, rehearsal = question.mesh, question.rehearsal
     batch = f"{rehearsal.tokens:,} tokens" if rehearsal.tokens else f"a batch of {question.batch}"
-    ranks = f", {question.num_ranks} ranks" if question.num_ranks > 1 else ""
-    ranks += f" in {question.replicas} replicas" if question.replicas > 1 else ""
-    ranks += f", tensor-parallel by {question.tp}" if question.tp > 1 else ""
+    ranks = f", {mesh.num_ranks} ranks" if mesh.num_ranks > 1 else ""
+    ranks += f" in {mesh.replicate} replicas" if mesh.replicate > 1 else ""
+    ranks += f", tensor-parallel by {mesh.tp}" if mesh.tp > 1 else ""
     recomputing = ", recomputing blocks" if question.checkpointing else ""
     if question.activations is not None:
         recomputing = f", activations: {question.activations}"

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 _COLUMNS = ("mesh", "step", "tokens/s a rank", "MFU", "DEVICE", "HOST", "most of it")
 
 
-def mesh_answer(question: Question, num_ranks: int, choice: MeshChoice) -> CommandResult:
+def mesh_answer(question: Question, choice: MeshChoice) -> CommandResult:
     """Return the answer: the fastest mesh first; where none fits, it is no."""
-    fitting, too_small = choice.fitting, choice.too_small
+    fitting, too_small, num_ranks = choice.fitting, choice.too_small, question.mesh.num_ranks
     head = f"{question.name} on {num_ranks} ranks, {counted(question.batch, 'sample')} a step over all of them"
     data = {"model": question.name, "num_ranks": num_ranks, "batch": question.batch, "fits": bool(fitting)}
     rows = [mesh_data(step) for step in fitting]

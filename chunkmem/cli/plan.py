@@ -101,9 +101,7 @@ def run(options: argparse.Namespace) -> CommandResult:
 
 
 def _cut(options: argparse.Namespace) -> CommandResult:
-    refuse_with(
-        "--stages", [f"--{name}" for name in ("machine", "h2d", "d2h", "disk", "out") if getattr(options, name)]
-    )
+    refuse_with("--stages", {f"--{name}": getattr(options, name) for name in ("machine", "h2d", "d2h", "disk", "out")})
     device_nbytes, host_nbytes = options.device, options.host
     if host_nbytes is not None and device_nbytes is None:
         raise ConfigError("--host bounds the bytes of a stage together with --device; give that, too")

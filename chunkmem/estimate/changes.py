@@ -36,7 +36,7 @@ _NAMES = MappingProxyType(
         "in_backward": "in backward",
         "precision": "precision",
         "batch": "batch",
-        "world": "world",
+        "mesh": "world",
     }
 )
 """Of what may be changed of a question; options of the command line have the same."""
@@ -58,8 +58,8 @@ def _change(question: Question, changed: Question) -> Change:
     values = {name: getattr(changed, key) for key, name in _NAMES.items() if vars(changed)[key] != vars(question)[key]}
     words: list[str] = []
     for name, value in values.items():
-        if name == "world" and changed.tp > 1:
-            name, value = "mesh", RankMesh(changed.replicas, changed.shards, changed.tp)
+        if isinstance(value, RankMesh):
+            name, value = ("mesh", value) if value.tp > 1 else (name, value.world)
         words += [f"--{name.replace(' ', '-')}", *([] if value is True else [str(value)])]
     return Change(" + ".join(values), tuple(words), changed)
 
@@ -118,7 +118,7 @@ def _alone(question: Question) -> Iterator[Question]:
     may_have_disk = question.host_nbytes and not question.disk_nbytes  # raising it is another change
     if may_have_disk and (disk_nbytes := disk_need(question)) is not None:
         yield replace(question, disk_nbytes=disk_nbytes)
-    if question.world == 1 and question.precision != "fp16":
+    if question.mesh.world == 1 and question.precision != "fp16":
         yield from fitting(in_backward=True)
     if question.precision == "fp32":
         yield from fitting(precision="bf16")
@@ -136,7 +136,7 @@ def _fits(question: Question) -> bool:
 def _tiled(question: Question) -> Iterator[Question]:
     """Find the largest of quarters, sixteenths and so on of the widest weight as tiles of which it fits."""
     need_nbytes = device_need(question).nbytes
-    if need_nbytes <= question.device_nbytes or not is_elementwise(question.optimizer) or question.tp > 1:
+    if need_nbytes <= question.device_nbytes or not is_elementwise(question.optimizer) or question.mesh.tp > 1:
         return  # HOST is what is too small, or whole matrices are updated, or parts are what there is
     widest = max(question.rehearsal.layout.tensors, key=lambda tensor: tensor.numel)
     # Gradients on their way to a chunk are among the activations, and shrink with the tiles.
@@ -158,7 +158,7 @@ def _tiled(question: Question) -> Iterator[Question]:
 def _together(question: Question) -> Iterator[Change]:
     precision = "bf16" if question.precision == "fp32" else question.precision
     all_of_them = replace(question, checkpointing=question.activations is None, precision=precision)
-    accumulates = question.is_accumulating or question.world > 1
+    accumulates = question.is_accumulating or question.mesh.world > 1
     ways = product(
         dict.fromkeys((question.cpu_embedding, True)), dict.fromkeys((question.is_accumulating, accumulates))
     )
@@ -187,25 +187,26 @@ def _more_ranks(question: Question) -> Iterator[Question]:
     They are looked for with the chunks of one rehearsal, and those found are tried with chunks of their own.
     They are spread evenly over as many machines and replicas as before.
     """
-    parts = lcm(-(-question.world // question.peers.ranks_a_machine), question.replicas)
+    mesh = question.mesh
+    parts = lcm(-(-mesh.world // question.peers.ranks_a_machine), mesh.replicate)
 
     def over(world: int) -> Question:
-        return replace(question, world=-(-world // parts) * parts)
+        return replace(question, mesh=replace(mesh, shard=-(-world // parts) * parts // mesh.replicate))
 
     def has_room(world: int) -> bool:
         return fits(over(world).rehearsed_as(first))
 
-    high = max(2, question.world)
+    high = max(2, mesh.world)
     first = over(high)
     if device_need(first).nbytes > question.device_nbytes:  # a unit does not shrink with more ranks
         return
     # Beyond as many ranks as groups, none keeps less.
-    most = max(high, question.replicas * len(first.rehearsal.layout.groups))
+    most = max(high, mesh.replicate * len(first.rehearsal.layout.groups))
     while not has_room(high):
         high *= 2
         if high > most:
             return
-    high = bisect_left(range(high), True, lo=max(question.world, high // 2) + 1, key=has_room)
+    high = bisect_left(range(high), True, lo=max(mesh.world, high // 2) + 1, key=has_room)
     while not _fits(over(high)):
         high *= 2
         if high > most:

@@ -29,7 +29,7 @@ class Tried:
     def nbytes(self) -> int:
         """Bytes of chunks and activations on the tiers of all ranks."""
         rehearsal = self.question.rehearsal
-        return sum(rehearsal.role_nbytes.values()) + self.question.shards * rehearsal.activation_nbytes
+        return sum(rehearsal.role_nbytes.values()) + self.question.mesh.shard * rehearsal.activation_nbytes
 
     @property
     def device_need(self) -> DeviceNeed:
@@ -70,7 +70,8 @@ def largest(family: Family, question: Question, *, note: Callable[[Fitting | Too
         note: called after each try.
     """
     assert question.host_nbytes is not None
-    total_nbytes = question.shards * (question.device_nbytes + question.host_nbytes + question.disk_nbytes)
+    mesh = question.mesh
+    total_nbytes = mesh.shard * (question.device_nbytes + question.host_nbytes + question.disk_nbytes)
     num_tried = 0
 
     def tried(width: int, layers: int) -> Fitting | TooLarge:
@@ -84,7 +85,7 @@ def largest(family: Family, question: Question, *, note: Callable[[Fitting | Too
         note(found)
         return found
 
-    for width in family.widths(family.tp * total_nbytes // _BYTES_A_PARAM):
+    for width in family.widths(mesh.tp * total_nbytes // _BYTES_A_PARAM, tp=mesh.tp):
         first = tried(width, 1)
         if isinstance(first, Fitting):
             break
@@ -108,7 +109,7 @@ def largest(family: Family, question: Question, *, note: Callable[[Fitting | Too
             fitting, guess, stride = found, found.layers + stride, 2 * stride
         else:
             beyond, stride = found, 1
-            each_nbytes = on_device_nbytes if found.shortage.tier is Tier.DEVICE else layer_nbytes // question.shards
+            each_nbytes = on_device_nbytes if found.shortage.tier is Tier.DEVICE else layer_nbytes // mesh.shard
             # How many layers the shortage is, if each takes so many bytes of the tier that binds.
             short_nbytes = found.shortage.needed_nbytes - found.shortage.cap_nbytes
             guess = found.layers - max(1, -(-short_nbytes // max(1, each_nbytes)))

@@ -29,9 +29,9 @@ def model_blocks(question: Question) -> tuple[Block, ...]:
     blocks = blocks_of(rehearsal.trace, numels={param.name: param.slot.numel for param in rehearsal.step.parameters})
     sizes = _border_nbytes(question.model(question.batch), question.dtype)
     borders = [sizes[block.name, "in"] or sizes[before.name, "out"] for before, block in pairwise(blocks)]
-    # Of tensor-parallel ranks, each hands on a part.
+    tp = question.mesh.tp  # each of so many hands on a part
     return tuple(
-        replace(block, output_nbytes=nbytes // question.tp) for block, nbytes in zip(blocks, [*borders, 0], strict=True)
+        replace(block, output_nbytes=nbytes // tp) for block, nbytes in zip(blocks, [*borders, 0], strict=True)
     )
 
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from chunkmem.comm.exchange import Traffic
 from chunkmem.errors import CapacityError
-from chunkmem.estimate.hardware import FASTER, SLOWER, Hardware, across_share
+from chunkmem.estimate.hardware import FASTER, SLOWER, Hardware
 from chunkmem.estimate.lower_bounds import LowerBounds, lower_bounds_of
-from chunkmem.estimate.mesh import RankMesh
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.needs import DeviceNeed, least_on_device, least_on_host, least_over_disk
 from chunkmem.estimate.rank_stage import RankStage, RankSteps, Step
@@ -64,26 +63,10 @@ class Question(Setting):
         """Of the model."""
         return self.model(self.batch).name
 
-    @functools.cached_property
-    def tp(self) -> int:
-        """Tensor-parallel ranks in the place of each of `world`; they have the same batch."""
-        return self.model(self.batch).tp
-
-    @property
-    def num_ranks(self) -> int:
-        """Those of one stage."""
-        return self.world * self.tp
-
     @property
     def peers(self) -> Hardware:
         """The hardware as ranks see it that have the same part of the model."""
-        return self.hardware.divided(self.tp)
-
-    def on(self, mesh: RankMesh) -> Question:
-        """Return the question of the ranks of a stage."""
-        whole, replicate = self.model, mesh.replicate
-        model = lambda batch: replace(whole(batch), tp=mesh.tp)  # noqa: E731
-        return replace(self, world=replicate * mesh.shard, replicas=replicate, model=model)
+        return self.hardware.divided(self.mesh.tp)
 
     @property
     def rehearsal(self) -> Rehearsal:
@@ -204,10 +187,11 @@ def find(question: Question) -> Finding:
     _require_steps(question)
     step, plan, timeline = _planned(question)
     most_nbytes = max(step.exchanged.sent_nbytes, step.exchanged.received_nbytes)
-    exchange_s = most_nbytes / question.peers.exchange_Bps(question.shards)
+    mesh, peers = question.mesh, question.peers
+    exchange_s = most_nbytes / peers.exchange_Bps(mesh.shard)
     gradients = sum(nbytes for chunk, nbytes in step.trace.chunk_nbytes.items() if chunk.role is Role.GRAD)
-    across_nbytes = int(across_share(question.world, question.replicas) * question.sent_share * gradients)
-    exchange_s += across_nbytes / question.peers.across_Bps(question.world)
+    across_nbytes = int(mesh.across_share * question.sent_share * gradients)
+    exchange_s += across_nbytes / peers.across_Bps(mesh.world)
     lower_bounds = lower_bounds_of(
         plan, step.trace, question.hardware, exchange_s=exchange_s, stalled_s=question.rehearsal.exchange_s
     )
@@ -291,10 +275,10 @@ def _kept(question: Question) -> frozenset[int]:
 
 
 def _steps(question: Question, device_nbytes: int | None = None) -> RankSteps:
-    rehearsal = question.rehearsal
+    rehearsal, shards = question.rehearsal, question.mesh.shard
     return rehearsal.over(
-        question.shards,
-        rank=rehearsal.fullest_ranks(question.shards)[0],
+        shards,
+        rank=rehearsal.fullest_ranks(shards)[0],
         is_accelerator=question.hardware.is_accelerator,
         is_accumulating=question.is_accumulating,
         device_nbytes=device_nbytes or question.room_nbytes,
@@ -323,8 +307,7 @@ def _machine(question: Question, step: Step | None = None) -> Machine:
         question.device_nbytes,
         max(0, host_nbytes - taken_nbytes),
         disk_nbytes=question.disk_nbytes,
-        world=question.world,
-        replicas=question.replicas,
+        mesh=question.mesh,
         sent_share=question.sent_share,
     )
 
@@ -350,9 +333,9 @@ def require_room(question: Question) -> None:
     host_nbytes = question.host_nbytes
     if not host_nbytes:
         return  # everything finds room, or only a plan tells
-    rehearsal = question.rehearsal
+    rehearsal, shards = question.rehearsal, question.mesh.shard
     # Ranks with equally many bytes differ in what lies where, so a few are looked at.
-    for rank in rehearsal.fullest_ranks(question.shards)[:_NUM_TRIED]:
+    for rank in rehearsal.fullest_ranks(shards)[:_NUM_TRIED]:
         ledgers = [
             Ledger(Tier.DEVICE, question.room_nbytes, question.device_nbytes),
             Ledger(Tier.HOST, host_nbytes, host_nbytes),
@@ -363,7 +346,7 @@ def require_room(question: Question) -> None:
             stage = RankStage(
                 rehearsal.step,
                 rank,
-                question.shards,
+                shards,
                 counted_memory(ledgers),
                 is_accelerator=False,
                 is_accumulating=question.is_accumulating,
@@ -376,7 +359,7 @@ def require_room(question: Question) -> None:
             tier, cap_nbytes = Tier.HOST, host_nbytes
             if question.disk_nbytes and least_over_disk(_steps(question).first.trace) <= host_nbytes:
                 tier, cap_nbytes = Tier.DISK, question.disk_nbytes
-            where = f"rank {rank}: " if question.shards > 1 else ""
+            where = f"rank {rank}: " if shards > 1 else ""
             raise CapacityError(
                 f"{where}{error}",
                 needed_nbytes=cap_nbytes + error.needed_nbytes - error.cap_nbytes,

@@ -45,6 +45,7 @@ from chunkmem.estimate.calls import (
 )
 from chunkmem.estimate.clock import HostOperators, OperatorClock
 from chunkmem.estimate.hardware import HARDWARE, Hardware
+from chunkmem.estimate.mesh import ALONE, RankMesh
 from chunkmem.estimate.model import Model, checkpointed
 from chunkmem.estimate.needs import gradient_peak_nbytes
 from chunkmem.estimate.optimizers import BUILT_IN, states_kept
@@ -106,15 +107,8 @@ class Setting:
     """`with_tiling_linear`, in elements; None tiles nothing."""
     cpu_embedding: bool = False
     """`use_cpu_embedding` of the configuration."""
-    world: int = 1
-    """Ranks with a batch each."""
-    replicas: int = 1
-    """Of the weights; each is sharded over `world / replicas` ranks."""
-
-    @property
-    def shards(self) -> int:
-        """Ranks of a replica. With several, the model has units; the search for a chunk size looks at them, too."""
-        return self.world // self.replicas
+    mesh: RankMesh = ALONE
+    """Ranks. With several shards, the model has units; the search for a chunk size looks at them, too."""
 
     @property
     def sent_share(self) -> float:
@@ -266,7 +260,7 @@ def _build(model: Model, setting: Setting, clock: OperatorClock) -> tuple[nn.Mod
     module = model.build()
     num_params = sum(param.numel() for param in module.parameters())
     module.train()
-    if (tp := model.tp) > 1:
+    if (tp := setting.mesh.tp) > 1:
         seconds_a_byte = (tp - 1) / tp / setting.hardware.exchange_Bps(tp)
         make_local(module, tp, exchange=lambda nbytes: clock.exchange(seconds_a_byte * nbytes))
     if setting.tile_numel is not None:
@@ -324,10 +318,10 @@ class _Stage(TorchDispatchMode):
         self._module, self._setting, self._log = module, setting, CallLog(self._measure)
         ledgers = uncapped(setting.device_nbytes, has_host=setting.cpu_embedding)
         memory = counted_memory(ledgers)
-        self._units = LoggedUnits(self._log, is_alone=setting.shards == 1)
+        self._units = LoggedUnits(self._log, is_alone=setting.mesh.shard == 1)
         gradients, sharding, self._updater = make_training(
             memory,
-            Ranks(Unison(0, setting.shards)),
+            Ranks(Unison(0, setting.mesh.shard)),
             (),
             make_update_parts(memory.store, memory.compute, BlockingLanes(memory.compute)),
             make_slots=partial(LoggedSlots, self._log),

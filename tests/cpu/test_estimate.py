@@ -15,6 +15,7 @@ from chunkmem.cli.main import main
 from chunkmem.estimate.changes import smallest_changes
 from chunkmem.estimate.gpt import GPT, SHAPES
 from chunkmem.estimate.hardware import HARDWARE
+from chunkmem.estimate.mesh import RankMesh
 from chunkmem.estimate.models import resolve_model
 from chunkmem.estimate.question import (
     Question,
@@ -335,7 +336,7 @@ def test_networks_of_machines(words: str, GBps: float, says: str, capsys: pytest
 
 def test_gradients_are_reduced_within_a_replica_and_across() -> None:
     usual = HARDWARE["h100"]
-    machine = usual.machine(1 << 30, 1 << 30, world=16, replicas=2, sent_share=2.0)
+    machine = usual.machine(1 << 30, 1 << 30, mesh=RankMesh(2, 8), sent_share=2.0)
     across_Bps = min(usual.peer_Bps, 0.92 * usual.nics * usual.nic_Bps / 8, usual.link_Bps)
     assert machine.exchange_Bps == pytest.approx(usual.peer_Bps * 8 / 7)
     assert 1 / machine.reduce_Bps == pytest.approx(2 * (7 / 8 / usual.peer_Bps + 2 / 16 / across_Bps))
@@ -373,7 +374,7 @@ def test_more_ranks_are_spread_evenly_over_machines(capsys: pytest.CaptureFixtur
 
 
 def test_a_first_step_that_reduces_everything_at_its_end_needs_more() -> None:
-    asked = question(world=6, batch=1)
+    asked = question(mesh=RankMesh(shard=6), batch=1)
     knowing = replace(asked, is_accumulating=True)
     need_nbytes = device_need(knowing).nbytes
     assert need_nbytes < device_need(asked).nbytes
@@ -389,7 +390,7 @@ def test_where_host_is_too_small_for_a_plan(capsys: pytest.CaptureFixture[str]) 
     words += ["--device", str(need), "--host"]
     planned_nbytes = asked(capsys, *words, "1", status=1)["needed_nbytes"]
     assert planned_nbytes > 1
-    sure = question(world=2, batch=1, device_nbytes=need)
+    sure = question(mesh=RankMesh(shard=2), batch=1, device_nbytes=need)
     host_nbytes = host_need(sure)
     assert trains_on_demand(replace(sure, host_nbytes=host_nbytes - 1))
     said = asked(capsys, *words, str(host_nbytes - 1))
@@ -546,7 +547,7 @@ def test_host_has_to_have_room_for_an_embedding() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_cap_that_is_predicted_for_an_embedding_on_host_is_enough(world: int) -> None:
     """One rank trains with it, and not with a byte less."""
-    asked_about = question("worded", batch=2, cpu_embedding=True, host_nbytes=64 << 20, world=world)
+    asked_about = question("worded", batch=2, cpu_embedding=True, host_nbytes=64 << 20, mesh=RankMesh(shard=world))
     need = device_need(asked_about)
     assert need.nbytes < TABLE_NBYTES // 5
     assert fits(replace(asked_about, device_nbytes=need.nbytes))

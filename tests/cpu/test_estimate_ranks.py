@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import chunkmem
+from chunkmem.estimate.mesh import RankMesh
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.question import device_need, find, trains_on_demand
 from chunkmem.estimate.rank_stage import Step
@@ -52,7 +53,7 @@ def rehearsed(task: Task, size: int) -> Rehearsal:
     def loss(model: nn.Module) -> torch.Tensor:
         return loss_of(model, batch_of(task, 0, 0, 0))
 
-    return rehearse(Model(task.model, MODELS[task.model], loss), Setting(chunk_numel=1600, world=size))
+    return rehearse(Model(task.model, MODELS[task.model], loss), Setting(chunk_numel=1600, mesh=RankMesh(shard=size)))
 
 
 def record(rank: int, task: Task) -> tuple[list[tuple[str, str]], str]:
@@ -167,7 +168,7 @@ def test_a_step_where_device_is_as_small_as_can_be(teams: dict[int, Team], name:
 def test_a_step_with_room_for_all(teams: dict[int, Team], name: str, size: int) -> None:
     question = CASES[name].question(size)
     rehearsal = question.rehearsal
-    machine = IN_RAM.machine(AMPLE_NBYTES, AMPLE_NBYTES, world=size)
+    machine = IN_RAM.machine(AMPLE_NBYTES, AMPLE_NBYTES, mesh=RankMesh(shard=size))
     for rank, facts in enumerate(teams[size].run(train, name, AMPLE_NBYTES, AMPLE_NBYTES)):
         steps = rehearsal.over(size, rank=rank, is_accelerator=False, device_nbytes=AMPLE_NBYTES)
         as_estimated(facts, steps.later, make_plan(steps.later.trace, machine))
