@@ -66,34 +66,24 @@ def _why(beyond: TooLarge) -> str:
     )
 
 
-_SAID = (
-    "precision",
-    "checkpointing",
-    "cpu_embedding",
-    "tile_numel",
-    "activations",
-)
+_SAID = ("precision", "checkpointing", "cpu_embedding", "tile_numel", "activations")
 """Of a question, in the answer."""
 
 
 def yes(finding: Finding, other_nbytes: int | None, need: DeviceNeed) -> CommandResult:
     """Say that it fits, and what a step takes; `other_nbytes`: activations with checkpointing, or without."""
     question = finding.question
-    peaks = {tier: finding.timeline.peak_nbytes.get(tier, 0) for tier in (Tier.DEVICE, Tier.HOST)}
-    peaks[Tier.HOST] += finding.on_host_nbytes
-    with_activations = max(
-        chunks + moment.non_model_peak_nbytes
-        for chunks, moment in zip(finding.timeline.device_nbytes, finding.trace.moments, strict=True)
-    )
+    device_nbytes, host_nbytes = finding.device_peak_nbytes, finding.host_peak_nbytes
     updated = Counter(finding.plan.update_tiers.values())
     data = _subject(question, other_nbytes, need) | time_data(finding) | {
         "fits": True,
         "limit": None,
         "planned": True,
         "moved_nbytes": {lane.value: nbytes for lane, nbytes in finding.timeline.moved_nbytes.items()},
-        "device": {"peak_nbytes": with_activations, "chunk_peak_nbytes": peaks[Tier.DEVICE],
+        "device": {"peak_nbytes": device_nbytes,
+                   "chunk_peak_nbytes": finding.timeline.peak_nbytes.get(Tier.DEVICE, 0),
                    "cap_nbytes": question.device_nbytes},
-        "host": {"peak_nbytes": peaks[Tier.HOST], "first_step_nbytes": finding.first_host_nbytes,
+        "host": {"peak_nbytes": host_nbytes, "first_step_nbytes": finding.first_host_nbytes,
                  "cap_nbytes": question.host_nbytes},
         "disk": disk_data(finding),
         "exchanged": {"sent_nbytes": finding.exchanged.sent_nbytes,
@@ -109,8 +99,8 @@ def yes(finding: Finding, other_nbytes: int | None, need: DeviceNeed) -> Command
         disk = f", DISK at {format_nbytes(data['disk']['peak_nbytes'])} of {format_nbytes(question.disk_nbytes)}"
     host_cap = "" if question.host_nbytes is None else f" of {format_nbytes(question.host_nbytes)}"
     lines = [
-        f"fits: DEVICE peaks at {format_nbytes(with_activations)} of {format_nbytes(question.device_nbytes)}, "
-        f"HOST at {format_nbytes(peaks[Tier.HOST])}{host_cap}{disk}",
+        f"fits: DEVICE peaks at {format_nbytes(device_nbytes)} of {format_nbytes(question.device_nbytes)}, "
+        f"HOST at {format_nbytes(host_nbytes)}{host_cap}{disk}",
         _least(need),
         *_beyond(question),
         *time_lines(finding, data),
@@ -123,7 +113,7 @@ def yes(finding: Finding, other_nbytes: int | None, need: DeviceNeed) -> Command
             f"each step, a rank sends {format_nbytes(finding.exchanged.sent_nbytes)} and receives "
             f"{format_nbytes(finding.exchanged.received_nbytes)}{more}; these are figures of the rank that owns most"
         )
-    if finding.first_host_nbytes > peaks[Tier.HOST]:
+    if finding.first_host_nbytes > host_nbytes:
         is_sparing = question.is_accumulating or question.mesh.world == 1
         hint = "" if is_sparing else ": gradients wait for optimizer.step(), unless manager.accumulate(1) precedes it"
         lines.append(f"the first step needs {format_nbytes(finding.first_host_nbytes)} on HOST{hint}")

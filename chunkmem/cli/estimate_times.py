@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 def time_data(finding: Finding) -> dict[str, Any]:
     """Return what ``--json`` prints about time."""
-    from chunkmem.estimate.question import step_range
+    from chunkmem.estimate.question import step_range_s
 
-    step, bounds, rehearsal = step_range(finding), finding.lower_bounds, finding.question.rehearsal
+    step_s, bounds, rehearsal = finding.step_s, finding.lower_bounds, finding.question.rehearsal
     tokens = rehearsal.tokens / finding.question.mesh.tp
     return {
-        "step_s": step.typical_s,
-        "step_range_s": [step.fastest_s, step.slowest_s],
-        "tokens_per_s": tokens / step.typical_s if tokens and step.typical_s else None,
+        "step_s": step_s,
+        "step_range_s": list(step_range_s(finding)),
+        "tokens_per_s": tokens / step_s if tokens and step_s else None,
         "stall_s": finding.timeline.stall_s,
         "start_up": {"build_s": 4 * rehearsal.num_params / BUILD_Bps, "pin_s": _pinned_nbytes(finding) / PIN_Bps},
         "lower_bounds": asdict(bounds) | {"binding": bounds.binding},

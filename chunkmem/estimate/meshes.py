@@ -12,7 +12,6 @@ from chunkmem.estimate.mesh import RankMesh, meshes
 from chunkmem.estimate.model_blocks import model_blocks
 from chunkmem.estimate.question import Question, find, find_chosen
 from chunkmem.estimate.staged import MICRO_BATCHES_A_STAGE, StagedStep, staged_step
-from chunkmem.types import Tier
 
 _NUM_FITTING, _NUM_TOO_SMALL = 6, 6
 """Meshes that are planned before the search ends."""
@@ -62,12 +61,14 @@ def unstaged(question: Question) -> MeshStep:
         CapacityError: it does not fit.
     """
     finding = find_chosen(find(question))
-    bounds, timeline = finding.lower_bounds, finding.timeline
-    zipped = zip(timeline.device_nbytes, finding.trace.moments, strict=True)
-    device_nbytes = max(nbytes + moment.non_model_peak_nbytes for nbytes, moment in zipped)
-    host_nbytes = timeline.peak_nbytes.get(Tier.HOST, 0) + finding.on_host_nbytes
-    step_s = max(timeline.step_s, bounds.network_s)
-    return _row(finding.question, step_s, 1.0, device_nbytes, host_nbytes, bounds.binding)
+    return _row(
+        finding.question,
+        finding.step_s,
+        1.0,
+        finding.device_peak_nbytes,
+        finding.host_peak_nbytes,
+        finding.lower_bounds.binding,
+    )
 
 
 def of_stages(question: Question, step: StagedStep, *, batch: int) -> MeshStep:

@@ -103,15 +103,6 @@ def made_once(rehearse: Callable[[Question], Rehearsal]) -> Callable[[Question],
 
 
 @dataclass(frozen=True)
-class StepRange:
-    """Seconds of a step on the hardware that is assumed, and on what else may have its name."""
-
-    fastest_s: float
-    typical_s: float
-    slowest_s: float
-
-
-@dataclass(frozen=True)
 class Finding:
     """The answer, where it fits: for the rank that owns most bytes."""
 
@@ -127,6 +118,22 @@ class Finding:
     """What the first step needs on HOST, where gradients may wait for the optimizer's step."""
     across_nbytes: int
     """What a rank sends to other replicas, and receives from them; not in `exchanged`."""
+
+    @property
+    def step_s(self) -> float:
+        """What a step takes on the hardware that is assumed."""
+        return max(self.timeline.step_s, self.lower_bounds.network_s)
+
+    @property
+    def device_peak_nbytes(self) -> int:
+        """Most bytes on DEVICE at a time, of chunks and of non-model data."""
+        moments = zip(self.timeline.device_nbytes, self.trace.moments, strict=True)
+        return max(chunks + moment.non_model_peak_nbytes for chunks, moment in moments)
+
+    @property
+    def host_peak_nbytes(self) -> int:
+        """Most bytes on HOST at a time."""
+        return self.timeline.peak_nbytes.get(Tier.HOST, 0) + self.on_host_nbytes
 
     @property
     def regions(self) -> tuple[RegionPolicy, ...]:
@@ -208,8 +215,8 @@ def find_chosen(finding: Finding) -> Finding:
     return finding
 
 
-def step_range(finding: Finding) -> StepRange:
-    """Return how long a step takes: the same plan on assumed, `FASTER` and `SLOWER` hardware."""
+def step_range_s(finding: Finding) -> tuple[float, float]:
+    """Return how long a step takes by the same plan on what else may have the hardware's name: `FASTER`, `SLOWER`."""
     question = finding.question
 
     def timed_s(factors: Mapping[str, float]) -> float:
@@ -217,11 +224,10 @@ def step_range(finding: Finding) -> StepRange:
         machine = _machine(replace(question, hardware=hardware))
         slowdown = question.hardware.eager_share / hardware.eager_share
         moments = tuple(replace(moment, duration_s=slowdown * moment.duration_s) for moment in finding.trace.moments)
-        step_s = simulate(finding.plan, replace(finding.trace, moments=moments), machine=machine).step_s
-        return max(step_s, finding.lower_bounds.network_s)
+        timeline = simulate(finding.plan, replace(finding.trace, moments=moments), machine=machine)
+        return replace(finding, timeline=timeline).step_s
 
-    typical_s = max(finding.timeline.step_s, finding.lower_bounds.network_s)
-    return StepRange(timed_s(FASTER), typical_s, timed_s(SLOWER))
+    return timed_s(FASTER), timed_s(SLOWER)
 
 
 def fits(question: Question) -> bool:

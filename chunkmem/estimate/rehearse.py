@@ -203,7 +203,7 @@ class Rehearsal:
     @property
     def activation_nbytes(self) -> int:
         """Peak bytes of non-model data: activations, gradients under way, temporaries."""
-        return max((moment.non_model_peak_nbytes for moment in self.trace.moments), default=0)
+        return self.trace.non_model_peak_nbytes
 
     @property
     def role_nbytes(self) -> Mapping[Role, int]:

@@ -23,7 +23,7 @@ from chunkmem.estimate.question import (
     find,
     fits,
     host_need,
-    step_range,
+    step_range_s,
     trains_on_demand,
 )
 from chunkmem.types import Tier
@@ -135,8 +135,9 @@ def test_a_step_is_a_range_around_what_is_assumed(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("name", HARDWARE)
 def test_slower_hardware_takes_longer(name: str) -> None:
     start = question(hardware=HARDWARE[name], device_nbytes=96 << 10, batch=4)
-    found = step_range(find(start))
-    assert found.fastest_s < found.typical_s < found.slowest_s
+    found = find(start)
+    fastest_s, slowest_s = step_range_s(found)
+    assert fastest_s < found.step_s < slowest_s
     assert 0.5 < HARDWARE[name].eager_share <= 1
     assert HARDWARE[name].duplex_Bps < 2 * HARDWARE[name].link_Bps
 

@@ -12,7 +12,7 @@ import chunkmem
 from chunkmem.estimate.changes import raised_caps
 from chunkmem.estimate.hardware import HARDWARE
 from chunkmem.estimate.models import resolve_model
-from chunkmem.estimate.question import Question, device_need, disk_need, find, fits, step_range
+from chunkmem.estimate.question import Question, device_need, disk_need, find, fits, step_range_s
 from chunkmem.plan.model import Lane
 from chunkmem.types import Tier
 from tests.helpers.estimate_command import asked, assert_refused
@@ -79,8 +79,9 @@ def test_a_disk_that_is_too_small_is_the_limit(capsys: pytest.CaptureFixture[str
 def test_the_smallest_host_is_what_an_update_touches() -> None:
     tight = question(host_nbytes=4 * CHUNK, disk_nbytes=1 << 30)
     assert fits(tight)
-    found = step_range(find(tight))
-    assert found.fastest_s < found.typical_s < found.slowest_s
+    found = find(tight)
+    fastest_s, slowest_s = step_range_s(found)
+    assert fastest_s < found.step_s < slowest_s
     less = replace(tight, host_nbytes=4 * CHUNK - 1)
     assert not fits(less)
     assert disk_need(less) is None
