@@ -202,7 +202,9 @@ class Result:
         """Yield what is printed otherwise."""
         timeline, updates = self.timeline, len(self.plan.update_tiers)
         both = "to and from DEVICE" if self.plan.machine.disk_nbytes else "both"
-        yield f"{self.path}: {self.trace.mode.value}, {len(self.trace.moments)} moments of {self._chunks()}"
+        sizes = self.trace.chunk_nbytes.values()
+        chunks = f"{len(sizes)} chunks, {format_nbytes(sum(sizes))} in all"
+        yield f"{self.path}: {self.trace.mode.value}, {len(self.trace.moments)} moments of {chunks}"
         yield f"plan: {self.plan.name}"
         if updates:
             yield f"updates: {self.num_updated_on_device} of {updates} groups on DEVICE, the others on HOST"
@@ -244,10 +246,6 @@ class Result:
         for lane, nbytes in least.items() if self.plan.machine.disk_nbytes else ():
             yield f"{DIRECTIONS[lane]}, lower bound", format_nbytes(nbytes)
             yield f"{DIRECTIONS[lane]} / lower bound", f"{moved[lane] / nbytes:.3f}" if nbytes else "-"
-
-    def _chunks(self) -> str:
-        nbytes = self.trace.chunk_nbytes.values()
-        return f"{len(nbytes)} chunks, {format_nbytes(sum(nbytes))} in all"
 
     def _time(self, duration_s: float) -> tuple[str, str]:
         step_s = self.timeline.step_s

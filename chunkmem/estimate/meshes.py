@@ -54,23 +54,6 @@ class MeshChoice:
     """Why some numbers of tensor-parallel ranks were left out."""
 
 
-def unstaged(question: Question) -> MeshStep:
-    """Plan a step without stages.
-
-    Raises:
-        CapacityError: it does not fit.
-    """
-    finding = find_chosen(find(question))
-    return _row(
-        finding.question,
-        finding.step_s,
-        1.0,
-        finding.device_peak_nbytes,
-        finding.host_peak_nbytes,
-        finding.lower_bounds.binding,
-    )
-
-
 def of_stages(question: Question, step: StagedStep, *, batch: int) -> MeshStep:
     """Return what a pipeline takes of a mesh; `batch`: samples of a step."""
     scale, schedule = batch / question.batch, step.choice.best.step
@@ -153,7 +136,9 @@ class _Cluster:
         question, batch = self.rehearsed(mesh.tp), self.local_batch(mesh) or 1
         question = replace(question, mesh=mesh).rehearsed_as(question)
         if mesh.stage == 1:
-            return unstaged(question)
+            found = find_chosen(find(question))
+            nbytes = found.device_peak_nbytes, found.host_peak_nbytes
+            return _row(found.question, found.step_s, 1.0, *nbytes, found.lower_bounds.binding)
         step = staged_step(question, self.blocks(mesh.tp), batch=batch)
         return of_stages(question, step, batch=batch)
 

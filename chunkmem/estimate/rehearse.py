@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -358,7 +358,7 @@ class _Stage(TorchDispatchMode):
         if only_makes_a_view(func):
             return func(*args, **kwargs)
         try:
-            result = self._probe.run(_with_workspaces(func), args, kwargs)
+            result = self._probe.run(partial(with_workspace, func), args, kwargs)
         except _UNKNOWABLE:
             stack = self._modules.access.stack
             where = str(stack[-1]) if stack else "the step, outside of any module"
@@ -407,7 +407,3 @@ class _Stage(TorchDispatchMode):
     def _measure(self) -> Measured:
         passed_s = self._clock.take_s() + self._host_clock.take_s()
         return Measured(passed_s, self._probe.take_peak_nbytes(), self._probe.take_peak_nbytes())
-
-
-def _with_workspaces(operator: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: with_workspace(operator, args, operator(*args, **kwargs))

@@ -15,11 +15,12 @@ _SHORT, _LONG = 8, 16
 """Sequence lengths that are really run: from there on the workspace grows by the same bytes with each position."""
 
 
-def with_workspace(operator: Any, args: tuple[Any, ...], result: Any) -> Any:
-    """Return an operator's fake result with the workspace that the real one would have.
+def with_workspace(operator: Any, *args: Any, **options: Any) -> Any:
+    """Call an operator under fake tensors; its result has the workspace that the real one would have.
 
     Only oneDNN knows how much a recurrent layer on the CPU keeps, so a short one of the same width is run.
     """
+    result = operator(*args, **options)
     if operator is not _RNN_LAYER or not torch.is_grad_enabled():  # without a backward nothing is kept
         return result
     length_at = 1 if args[14] else 0

@@ -5,14 +5,14 @@ The page knows nothing of chunks, tiers and lanes: what a slice stands for is sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.plan.semantics import ABSENT, EMPTY, NEWEST
 from chunkmem.plan.timeline import Span, StageWork, Timeline
 from chunkmem.report.clock import AGAIN, STEP, moment_starts_s, phase_names, phases, recomputations
-from chunkmem.report.modules import ModuleRun, layer_runs, submodule_runs
+from chunkmem.report.modules import layer_runs, submodule_runs
 from chunkmem.report.replay import ChunkHistory, States
 from chunkmem.report.run import LANE_NAMES, Run, label_of, lane_of
 from chunkmem.report.summary import PlainPyTorch
@@ -95,14 +95,14 @@ def module_tracks(trace: Trace, starts: Sequence[int]) -> list[Track]:
     parts = (Slice(starts[first], starts[stop], name, Tip(name), name) for name, first, stop in phases(trace))
     again = (Slice(starts[first], starts[stop], AGAIN, Tip(AGAIN)) for first, stop in recomputations(trace))
     runs = {"layers": layer_runs(trace), "modules": submodule_runs(trace)}
-    tracks = [Track(name, _lasting(_module_slices(found, starts))) for name, found in runs.items() if found]
+    tracks = [
+        Track(name, _lasting(
+            Slice(starts[run.first], starts[run.stop], f"{run.phase} {LAYER}", Tip(f"{run.name} {run.phase}"), run.name)
+            for run in found
+        ))
+        for name, found in runs.items() if found
+    ]  # fmt: skip
     return [Track("phase", _lasting(parts), _lasting(again)), *tracks]
-
-
-def _module_slices(runs: Iterable[ModuleRun], starts: Sequence[int]) -> Iterator[Slice]:
-    for run in runs:
-        tip = Tip(f"{run.name} {run.phase}")
-        yield Slice(starts[run.first], starts[run.stop], f"{run.phase} {LAYER}", tip, run.name)
 
 
 def _lasting(slices: Iterable[Slice]) -> tuple[Slice, ...]:
