@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, counted
-from chunkmem.cli.machine import add_size, add_speed, add_training_arguments, count, parse_speed
+from chunkmem.cli.machine import add_count, add_size, add_speed, add_training_arguments, parse_speed
+from chunkmem.cli.stages import pipeline_answer, refuse_with
 from chunkmem.errors import CapacityError, ConfigError, LayoutError
 from chunkmem.estimate.hardware import HARDWARE, Hardware
 from chunkmem.estimate.mesh import RankMesh
@@ -78,24 +79,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="activations.policy: what becomes of each block's activations",
     )
     add("--cpu-embedding", action="store_true", help="embeddings compute on HOST: use_cpu_embedding")
-    add("--world", type=count, default=1, metavar="N", help="ranks, each with its own batch (default: 1)")
-    add("--replicas", type=count, default=1, metavar="R", help="of the weights, each sharded over N / R of the ranks")
+    add_count(parser, "--world", "N", default=1, help="ranks, each with its own batch (default: 1)")
+    add_count(parser, "--replicas", "R", default=1, help="of the weights, each sharded over N / R of the ranks")
     add(
         "--mesh",
         metavar="MESH",
         help="instead of these and --stages: replicate=2,shard=8,tp=4,stage=4; auto: the fastest one of --world ranks",
     )
     add("--reduce-dtype", choices=("fp32", "bf16"), default="fp32", help="distributed.reduce_dtype (default: fp32)")
-    add("--stages", type=count, metavar="N", help="a pipeline over N devices, of as many stages or more")
-    add("--micro-batches", type=count, metavar="M", help="of the batch, for --stages (default: 4 for each stage)")
+    add_count(parser, "--stages", "N", help="a pipeline over N devices, of as many stages or more")
+    add_count(parser, "--micro-batches", "M", help="of the batch, for --stages (default: 4 for each stage)")
     add("--picture", type=Path, metavar="FILE.png", help="draw the schedules of --stages")
     add("--accumulate", action="store_true", help="manager.accumulate(1) is called: the first step needs less of HOST")
-    add("--tile", type=count, metavar="NUMEL", help="with_tiling_linear: split larger weights of linear layers")
+    add_count(parser, "--tile", "NUMEL", help="with_tiling_linear: split larger weights of linear layers")
     add("--hardware", choices=[*HARDWARE], default="h100", help="whose speeds to assume (default: h100)")
     add_speed(parser, "--link", help="bytes a second between HOST and DEVICE, each way, such as 25GB/s")
     add_speed(parser, "--host-memory", help="bytes a second of HOST's memory, such as 100GB/s")
-    add("--nnodes", type=count, metavar="N", help="machines that the ranks are on (default: of 8; gh200: 4, gb200: 72)")
-    add("--nics", type=count, metavar="K", help="network cards of a machine (default: those usual for --hardware)")
+    add_count(parser, "--nnodes", "N", help="machines that the ranks are on (default: of 8; gh200: 4, gb200: 72)")
+    add_count(parser, "--nics", "K", help="network cards of a machine (default: those usual for --hardware)")
     add_speed(parser, "--nic-speed", help="of a network card, such as 400Gb/s (default: that usual for --hardware)")
     add_speed(parser, "--network", help="instead: busbw of nccl-tests, in bytes a second, such as 50GB/s")
     add("--tflops", type=_positive, metavar="X", help="10^12 operations a second that large matrix products reach")
@@ -107,27 +108,37 @@ def run(options: argparse.Namespace) -> CommandResult:
     Raises:
         ChunkmemError: the model cannot be built, or its step depends on values.
     """
-    if options.mesh == "auto":
-        return _fastest(options)
-    mesh = _mesh(options)
-    options.batch = options.batch or 1
+    mesh, is_auto = _mesh(options), options.mesh == "auto"
     has_stages = options.stages or mesh.stage > 1
-    if not has_stages and (options.micro_batches or options.picture):
+    if has_stages:
+        refuse_with("--stages", {"--largest": options.largest, "--world": options.world > 1, "--disk": options.disk})
+    elif options.micro_batches or options.picture:
         name = "--micro-batches" if options.micro_batches else "--picture"
         raise ConfigError(f"{name} is about a pipeline; give --stages, too")
+    options.batch = options.batch or (mesh.num_ranks if is_auto else 1)
     # What has been imported stays: looking through all of it again and again takes a sixth of a rehearsal.
     gc.freeze()
     with silenced("torch._subclasses.fake_tensor"):
+        question = _question(options, mesh)
         if has_stages:
-            return _pipeline(options, mesh)
-        return _largest(options, mesh) if options.largest else _answer(_question(options, mesh))
+            return _pipeline(question, options)
+        if is_auto:
+            return _fastest(question)
+        return _largest(question, options) if options.largest else _answer(question)
 
 
 def _mesh(options: argparse.Namespace) -> RankMesh:
-    """Return the mesh that is given, or what `--world`, `--replicas` and `--stages` stand for."""
-    from chunkmem.cli.stages import refuse_with
-
+    """Return the mesh that is given, or what `--world`, `--replicas` and `--stages` stand for; of "auto", all ranks."""
     world, replicas = options.world, options.replicas
+    if options.mesh == "auto":
+        names = ("largest", "stages", "micro_batches", "picture", "disk", "tile", "in_backward")
+        given = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
+        refuse_with("--mesh auto", {"--replicas": replicas > 1} | given)
+        if world == 1 and options.nnodes:
+            world = options.nnodes * HARDWARE[options.hardware].ranks_a_machine
+        if world == 1:
+            raise ConfigError("--mesh auto chooses for a cluster; give --world, its ranks, or --nnodes, its machines")
+        return RankMesh(shard=world)
     if options.mesh is None:
         if world % replicas or world == replicas > 1:
             raise ConfigError(
@@ -140,25 +151,13 @@ def _mesh(options: argparse.Namespace) -> RankMesh:
     return RankMesh.parse(options.mesh)
 
 
-def _fastest(options: argparse.Namespace) -> CommandResult:
+def _fastest(question: Question) -> CommandResult:
     from tqdm import tqdm
 
     from chunkmem.cli.mesh_answer import mesh_answer
-    from chunkmem.cli.stages import refuse_with
     from chunkmem.estimate.meshes import fastest_meshes
 
-    names = ("largest", "stages", "micro_batches", "picture", "disk", "tile", "in_backward")
-    given = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
-    refuse_with("--mesh auto", {"--replicas": options.replicas > 1} | given)
-    num_ranks = options.world
-    if num_ranks == 1 and options.nnodes:
-        num_ranks = options.nnodes * HARDWARE[options.hardware].ranks_a_machine
-    if num_ranks == 1:
-        raise ConfigError("--mesh auto chooses for a cluster; give --world, its ranks, or --nnodes, its machines")
-    options.batch = options.batch or num_ranks
-    gc.freeze()
-    with silenced("torch._subclasses.fake_tensor"), tqdm(desc="meshes", disable=None, leave=False) as bar:
-        question = _question(options, RankMesh(shard=num_ranks))
+    with tqdm(desc="meshes", disable=None, leave=False) as bar:
 
         def note(mesh: RankMesh) -> None:
             bar.set_postfix_str(str(mesh))
@@ -273,7 +272,7 @@ def _disk_speeds(text: str) -> tuple[float, float]:
     return read_Bps, parse_speed("--disk-speed", write[0]) if write else read_Bps
 
 
-def _largest(options: argparse.Namespace, mesh: RankMesh) -> CommandResult:
+def _largest(question: Question, options: argparse.Namespace) -> CommandResult:
     from tqdm import tqdm
 
     from chunkmem.cli.estimate_answer import answer
@@ -283,7 +282,6 @@ def _largest(options: argparse.Namespace, mesh: RankMesh) -> CommandResult:
     family = Family(options.model, options.seq)
     if options.host is None:
         raise ConfigError("--largest needs --host: if HOST may take as much as it likes, no model is the largest")
-    question = _question(options, mesh)
     with tqdm(desc="largest", unit=" tries", disable=None, leave=False) as bar:
 
         def note(tried: Fitting | TooLarge) -> None:
@@ -293,14 +291,9 @@ def _largest(options: argparse.Namespace, mesh: RankMesh) -> CommandResult:
         return answer(largest(family, question, note=note))
 
 
-def _pipeline(options: argparse.Namespace, mesh: RankMesh) -> CommandResult:
-    from chunkmem.cli.stages import pipeline_answer, refuse_with
-
-    given = {"--largest": options.largest, "--world": options.world > 1, "--disk": options.disk}
-    refuse_with("--stages", given)
-    question = _question(options, mesh)
+def _pipeline(question: Question, options: argparse.Namespace) -> CommandResult:
     return pipeline_answer(
-        question.rehearsed_as(replace(question, mesh=RankMesh(tp=mesh.tp))),
+        question.rehearsed_as(replace(question, mesh=RankMesh(tp=question.mesh.tp))),
         has_mesh=options.mesh is not None,
         num_micro_batches=options.micro_batches,
         picture=options.picture,

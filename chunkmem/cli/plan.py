@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, does_not_fit, table
-from chunkmem.cli.machine import add_machine_arguments, count, machine_of
+from chunkmem.cli.machine import add_count, add_machine_arguments, machine_of
 from chunkmem.cli.stages import blocks_named, cut_answer, refuse_with
 from chunkmem.errors import ConfigError, PlanError
 from chunkmem.plan.candidate import PlanOptions
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the space left on DEVICE that optimizer states may take, 0 to 1 (default: %(default)s)",
     )
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan here, as a whole or not at all")
-    parser.add_argument("--stages", type=count, metavar="N", action=_Stages, help="cut the model into N stages instead")
+    add_count(parser, "--stages", "N", action=_Stages, help="cut the model into N stages instead")
     parser.add_argument("--keep-ties", action="store_true", help="blocks that share a parameter stay in one stage")
 
 
