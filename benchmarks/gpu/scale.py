@@ -160,11 +160,11 @@ def ask(size: Size, device_nbytes: int, host_nbytes: int, batch: int, hardware: 
         precision="bf16",
         checkpointing=True,
     )
-    rehearsal = question.rehearse()
-    need = device_need(question, rehearsal)
+    rehearsal = question.rehearsal
+    need = device_need(question)
     said: dict[str, Any] = {"num_params": rehearsal.num_params, "device_need_nbytes": need.nbytes}
     try:
-        finding = find(question, rehearsal)
+        finding = find(question)
     except CapacityError as error:
         limit = "device" if need.nbytes > device_nbytes else "host"
         return {**said, "fits": False, "limit": limit, "needed_nbytes": error.needed_nbytes}

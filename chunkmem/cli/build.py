@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,11 @@ def run(options: argparse.Namespace) -> CommandResult:
     if torch.version.cuda is not None or not SwapBackend.available():
         builders["storage"] = lambda: ensure_library(storage_recipe(), folder)
     libraries = [_built(name, build) for name, build in builders.items()]
-    lines = [line for library in libraries for line in (library["path"], _when(library))]
+    lines = []
+    for library in libraries:
+        when = "was there already" if library["was_there"] else f"built in {library['build_s']:.1f} s"
+        lines += [library["path"], when]
     return CommandResult({"libraries": libraries, "torch": torch.__version__, "notes": notes}, "\n".join(lines + notes))
-
-
-def _when(library: Mapping[str, Any]) -> str:
-    return "was there already" if library["was_there"] else f"built in {library['build_s']:.1f} s"
 
 
 def _built(name: str, build: Callable[[], Path]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from chunkmem.cli.answer import CommandResult, table
-from chunkmem.cli.machine import add_size, add_training_arguments, count
+from chunkmem.cli.machine import add_count, add_size, add_training_arguments
 from chunkmem.errors import ChunkmemError, ConfigError
 from chunkmem.sizes import format_nbytes, shown
 
@@ -45,12 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="gpt:1m, a config.json, or module:function")
-    add("--steps", type=count, default=4, metavar="N", help="steps of each training, 2 or more (default: 4)")
+    add_count(parser, "--steps", "N", default=4, help="steps of each training, 2 or more (default: 4)")
     add_size(parser, "--device", help="cap on DEVICE to train under in the place of ample room, such as 8GiB")
     add_training_arguments(parser, seq=_DEFAULT_SEQ, chunk_size="some dozen chunks")
     add("--disk", metavar="FOLDER", help="on a disk, for what a cap on HOST leaves no room for")
-    add("--orders", type=count, default=3, metavar="N", help="orders of late copies (default: 3)")
-    add("--seed", type=count, default=1, metavar="N", help="of random numbers and orders (default: 1)")
+    add_count(parser, "--orders", "N", default=3, help="orders of late copies (default: 3)")
+    add_count(parser, "--seed", "N", default=1, help="of random numbers and orders (default: 1)")
 
 
 def run(options: argparse.Namespace) -> CommandResult:

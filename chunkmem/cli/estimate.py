@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, counted
-from chunkmem.cli.machine import add_size, add_speed, add_training_arguments, count, parse_speed
+from chunkmem.cli.machine import add_count, add_size, add_speed, add_training_arguments, parse_speed
+from chunkmem.cli.stages import pipeline_answer, refuse_with
 from chunkmem.errors import CapacityError, ConfigError, LayoutError
 from chunkmem.estimate.hardware import HARDWARE, Hardware
 from chunkmem.estimate.mesh import RankMesh
@@ -78,24 +79,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="activations.policy: what becomes of each block's activations",
     )
     add("--cpu-embedding", action="store_true", help="embeddings compute on HOST: use_cpu_embedding")
-    add("--world", type=count, default=1, metavar="N", help="ranks, each with its own batch (default: 1)")
-    add("--replicas", type=count, default=1, metavar="R", help="of the weights, each sharded over N / R of the ranks")
+    add_count(parser, "--world", "N", default=1, help="ranks, each with its own batch (default: 1)")
+    add_count(parser, "--replicas", "R", default=1, help="of the weights, each sharded over N / R of the ranks")
     add(
         "--mesh",
         metavar="MESH",
         help="instead of these and --stages: replicate=2,shard=8,tp=4,stage=4; auto: the fastest one of --world ranks",
     )
     add("--reduce-dtype", choices=("fp32", "bf16"), default="fp32", help="distributed.reduce_dtype (default: fp32)")
-    add("--stages", type=count, metavar="N", help="a pipeline over N devices, of as many stages or more")
-    add("--micro-batches", type=count, metavar="M", help="of the batch, for --stages (default: 4 for each stage)")
+    add_count(parser, "--stages", "N", help="a pipeline over N devices, of as many stages or more")
+    add_count(parser, "--micro-batches", "M", help="of the batch, for --stages (default: 4 for each stage)")
     add("--picture", type=Path, metavar="FILE.png", help="draw the schedules of --stages")
     add("--accumulate", action="store_true", help="manager.accumulate(1) is called: the first step needs less of HOST")
-    add("--tile", type=count, metavar="NUMEL", help="with_tiling_linear: split larger weights of linear layers")
+    add_count(parser, "--tile", "NUMEL", help="with_tiling_linear: split larger weights of linear layers")
     add("--hardware", choices=[*HARDWARE], default="h100", help="whose speeds to assume (default: h100)")
     add_speed(parser, "--link", help="bytes a second between HOST and DEVICE, each way, such as 25GB/s")
     add_speed(parser, "--host-memory", help="bytes a second of HOST's memory, such as 100GB/s")
-    add("--nnodes", type=count, metavar="N", help="machines that the ranks are on (default: of 8; gh200: 4, gb200: 72)")
-    add("--nics", type=count, metavar="K", help="network cards of a machine (default: those usual for --hardware)")
+    add_count(parser, "--nnodes", "N", help="machines that the ranks are on (default: of 8; gh200: 4, gb200: 72)")
+    add_count(parser, "--nics", "K", help="network cards of a machine (default: those usual for --hardware)")
     add_speed(parser, "--nic-speed", help="of a network card, such as 400Gb/s (default: that usual for --hardware)")
     add_speed(parser, "--network", help="instead: busbw of nccl-tests, in bytes a second, such as 50GB/s")
     add("--tflops", type=_positive, metavar="X", help="10^12 operations a second that large matrix products reach")
@@ -107,58 +108,62 @@ def run(options: argparse.Namespace) -> CommandResult:
     Raises:
         ChunkmemError: the model cannot be built, or its step depends on values.
     """
-    options.num_ranks, options.tp = options.stages or options.world, 1
-    if options.mesh == "auto":
-        return _fastest(options)
-    mesh = None if options.mesh is None else _take_mesh(options)
-    options.batch = options.batch or 1
-    if not options.stages and (options.micro_batches or options.picture):
+    mesh, is_auto = _mesh(options), options.mesh == "auto"
+    has_stages = options.stages or mesh.stage > 1
+    if has_stages:
+        refuse_with("--stages", {"--largest": options.largest, "--world": options.world > 1, "--disk": options.disk})
+    elif options.micro_batches or options.picture:
         name = "--micro-batches" if options.micro_batches else "--picture"
         raise ConfigError(f"{name} is about a pipeline; give --stages, too")
+    options.batch = options.batch or (mesh.num_ranks if is_auto else 1)
     # What has been imported stays: looking through all of it again and again takes a sixth of a rehearsal.
     gc.freeze()
     with silenced("torch._subclasses.fake_tensor"):
-        if options.stages:
-            return _pipeline(options, mesh)
-        return _largest(options) if options.largest else _answer(_question(options))
+        question = _question(options, mesh)
+        if has_stages:
+            return _pipeline(question, options)
+        if is_auto:
+            return _fastest(question)
+        return _largest(question, options) if options.largest else _answer(question)
 
 
-def _take_mesh(options: argparse.Namespace) -> RankMesh:
-    """Set what `--mesh` stands for."""
-    from chunkmem.cli.stages import refuse_with
+def _mesh(options: argparse.Namespace) -> RankMesh:
+    """Return the mesh that is given, or what `--world`, `--replicas` and `--stages` stand for; of "auto", all ranks."""
+    world, replicas = options.world, options.replicas
+    if options.mesh == "auto":
+        names = ("largest", "stages", "micro_batches", "picture", "disk", "tile", "in_backward")
+        given = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
+        refuse_with("--mesh auto", {"--replicas": replicas > 1} | given)
+        if world == 1 and options.nnodes:
+            world = options.nnodes * HARDWARE[options.hardware].ranks_a_machine
+        if world == 1:
+            raise ConfigError("--mesh auto chooses for a cluster; give --world, its ranks, or --nnodes, its machines")
+        return RankMesh(shard=world)
+    if options.mesh is None:
+        if world % replicas or world == replicas > 1:
+            raise ConfigError(
+                f"{counted(world, 'rank')} (--world) and {counted(replicas, 'replica')} (--replicas): each replica is "
+                f"sharded over equally many, two or more; give a multiple, such as {2 * replicas} ranks"
+            )
+        return RankMesh(replicas, world // replicas, stage=options.stages or 1)
+    given = {"--world": world > 1, "--replicas": replicas > 1, "--stages": options.stages}
+    refuse_with("--mesh", given)
+    return RankMesh.parse(options.mesh)
 
-    given = {"--world": options.world > 1, "--replicas": options.replicas > 1, "--stages": options.stages}
-    refuse_with("--mesh", [option for option, is_given in given.items() if is_given])
-    mesh = RankMesh.parse(options.mesh)
-    options.num_ranks, options.world, options.replicas = mesh.num_ranks, mesh.replicate * mesh.shard, mesh.replicate
-    options.tp, options.stages = mesh.tp, mesh.stage if mesh.stage > 1 else None
-    return mesh
 
-
-def _fastest(options: argparse.Namespace) -> CommandResult:
+def _fastest(question: Question) -> CommandResult:
     from tqdm import tqdm
 
     from chunkmem.cli.mesh_answer import mesh_answer
-    from chunkmem.cli.stages import refuse_with
     from chunkmem.estimate.meshes import fastest_meshes
 
-    given = ("largest", "stages", "micro_batches", "picture", "disk", "tile", "in_backward")
-    others = [f"--{name.replace('_', '-')}" for name in given if getattr(options, name)]
-    refuse_with("--mesh auto", ["--replicas"] * (options.replicas > 1) + others)
-    if options.world == 1 and options.nnodes:
-        options.num_ranks = options.nnodes * HARDWARE[options.hardware].ranks_a_machine
-    if options.num_ranks == 1:
-        raise ConfigError("--mesh auto chooses for a cluster; give --world, its ranks, or --nnodes, its machines")
-    options.batch = options.batch or options.num_ranks
-    gc.freeze()
-    with silenced("torch._subclasses.fake_tensor"), tqdm(desc="meshes", disable=None, leave=False) as bar:
-        question = _question(options)
+    with tqdm(desc="meshes", disable=None, leave=False) as bar:
 
         def note(mesh: RankMesh) -> None:
             bar.set_postfix_str(str(mesh))
             bar.update()
 
-        return mesh_answer(question, options.num_ranks, fastest_meshes(question, options.num_ranks, note=note))
+        return mesh_answer(question, fastest_meshes(question, note=note))
 
 
 def _answer(question: Question) -> CommandResult:
@@ -167,7 +172,7 @@ def _answer(question: Question) -> CommandResult:
     from chunkmem.cli.estimate_answer import no, without_plan, yes
     from chunkmem.estimate.changes import smallest_changes
     from chunkmem.estimate.forked import in_fork
-    from chunkmem.estimate.question import device_need, find, find_chosen, made_once, trains_on_demand
+    from chunkmem.estimate.question import device_need, find, find_chosen, made_once, rehearsed, trains_on_demand
 
     other = replace(question, checkpointing=not question.checkpointing, activations=None)
     with tqdm(desc="rehearsing", unit=" steps", disable=None, leave=False) as bar:
@@ -175,23 +180,20 @@ def _answer(question: Question) -> CommandResult:
 
         def counted(asked: Question) -> Rehearsal:
             bar.update()
-            return asked.rehearse()
+            return rehearsed(asked)
 
-        rehearse = made_once(counted)
-        rehearsal = rehearse(question)
-        need = device_need(question, rehearsal)
+        question = replace(question, rehearse=made_once(counted))
         try:
-            finding = find(question, rehearsal)
+            finding = find(question)
         except CapacityError as error:
-            if error.tier is not Tier.DEVICE and trains_on_demand(question, rehearsal):
-                return without_plan(question, rehearsal, other_nbytes(), need, error)
-            changes = smallest_changes(question, rehearse=rehearse)
-            return no(question, rehearsal, other_nbytes(), need, error, changes)
-        rehearsal, finding = find_chosen(question, rehearsal, finding)
-        return yes(question, rehearsal, other_nbytes(), need, finding)
+            if error.tier is not Tier.DEVICE and trains_on_demand(question):
+                return without_plan(question, other_nbytes(), error)
+            changes = smallest_changes(question)
+            return no(question, other_nbytes(), error, changes)
+        return yes(find_chosen(finding), other_nbytes(), device_need(question))
 
 
-def _question(options: argparse.Namespace) -> Question:
+def _question(options: argparse.Namespace, mesh: RankMesh) -> Question:
     from chunkmem.estimate.models import resolve_model
     from chunkmem.estimate.optimizers import BUILT_IN, class_named
     from chunkmem.estimate.question import Question
@@ -203,27 +205,23 @@ def _question(options: argparse.Namespace) -> Question:
                 f"--states and --master are about chunkmem's AdamW and Adam, and --optimizer is {options.optimizer}; "
                 "leave them out"
             )
-    if options.in_backward and (options.world > 1 or options.precision == "fp16"):
+    if options.in_backward and (mesh.world > 1 or options.precision == "fp16"):
         raise ConfigError(
             "--in-backward is estimated for one process, in fp32 or bf16 (in fp16 a step may be skipped); leave it out"
         )
-    if options.tile and options.tp > 1:
+    if options.tile and mesh.tp > 1:
         raise ConfigError("--tile splits whole weights, and tp of --mesh leaves parts of them; leave one of them out")
     if options.activations and options.checkpointing:
         raise ConfigError("--checkpointing and --activations are two ways to recompute blocks; leave one of them out")
-    if options.world % options.replicas or options.world == options.replicas > 1:
-        raise ConfigError(
-            f"{counted(options.world, 'rank')} (--world) and {counted(options.replicas, 'replica')} (--replicas): each "
-            f"replica is sharded over equally many, two or more; give a multiple, such as {2 * options.replicas} ranks"
-        )
-    hardware = _hardware(options)
+    hardware = _hardware(options, mesh.num_ranks)
     if options.disk is not None and options.host is None:
         raise ConfigError("--disk is below HOST, and takes what that has no room for; give --host, too")
     if not options.largest:
         resolve_model(options.model, batch=1, seq=options.seq)  # what is wrong is said before anything takes time
     same = {field.name: getattr(options, field.name) for field in fields(Question) if hasattr(options, field.name)}
     given: dict[str, Any] = {
-        "model": lambda batch: replace(resolve_model(options.model, batch=batch, seq=options.seq), tp=options.tp),
+        "model": lambda batch: resolve_model(options.model, batch=batch, seq=options.seq),
+        "mesh": mesh,
         "hardware": hardware,
         "device_nbytes": options.device or int(_DEVICE_SHARE * hardware.device_nbytes),
         "host_nbytes": options.host,
@@ -236,9 +234,9 @@ def _question(options: argparse.Namespace) -> Question:
     return Question(**same | given)
 
 
-def _hardware(options: argparse.Namespace) -> Hardware:
+def _hardware(options: argparse.Namespace, num_ranks: int) -> Hardware:
     """Return the hardware that was named, with what is said of it instead."""
-    hardware, num_ranks = HARDWARE[options.hardware], options.num_ranks
+    hardware = HARDWARE[options.hardware]
     given = {"host_memory_Bps": options.host_memory, "nics": options.nics, "nic_Bps": options.nic_speed}
     said: dict[str, Any] = {name: value for name, value in given.items() if value}
     if options.nnodes:
@@ -274,17 +272,16 @@ def _disk_speeds(text: str) -> tuple[float, float]:
     return read_Bps, parse_speed("--disk-speed", write[0]) if write else read_Bps
 
 
-def _largest(options: argparse.Namespace) -> CommandResult:
+def _largest(question: Question, options: argparse.Namespace) -> CommandResult:
     from tqdm import tqdm
 
     from chunkmem.cli.estimate_answer import answer
     from chunkmem.estimate.families import Family
     from chunkmem.estimate.largest import Fitting, TooLarge, largest
 
-    family = Family(options.model, options.seq, options.tp)
+    family = Family(options.model, options.seq)
     if options.host is None:
         raise ConfigError("--largest needs --host: if HOST may take as much as it likes, no model is the largest")
-    question = _question(options)
     with tqdm(desc="largest", unit=" tries", disable=None, leave=False) as bar:
 
         def note(tried: Fitting | TooLarge) -> None:
@@ -294,21 +291,10 @@ def _largest(options: argparse.Namespace) -> CommandResult:
         return answer(largest(family, question, note=note))
 
 
-def _pipeline(options: argparse.Namespace, mesh: RankMesh | None) -> CommandResult:
-    from chunkmem.cli.stages import pipeline_answer, refuse_with
-
-    refuse_with(
-        "--stages",
-        ["--largest"] * options.largest
-        + ["--world"] * (options.world > 1 and mesh is None)
-        + ["--disk"] * bool(options.disk),
-    )
-    question = _question(options)
+def _pipeline(question: Question, options: argparse.Namespace) -> CommandResult:
     return pipeline_answer(
-        question,
-        replace(question, world=1, replicas=1).rehearse(),
-        options.stages,
-        mesh,
+        question.rehearsed_as(replace(question, mesh=RankMesh(tp=question.mesh.tp))),
+        has_mesh=options.mesh is not None,
         num_micro_batches=options.micro_batches,
         picture=options.picture,
     )
@@ -327,6 +313,6 @@ def _positive(text: str) -> float:
 def _activation_nbytes(question: Question) -> int | None:
     """Return what activations take at most; None for a model without blocks that could be recomputed."""
     try:
-        return question.rehearse().activation_nbytes
+        return question.rehearsal.activation_nbytes
     except LayoutError:
         return None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, counted, table
 from chunkmem.cli.estimate_times import assumption_lines, disk_data, disk_lines, time_data, time_lines
+from chunkmem.estimate.question import device_need
 from chunkmem.report.regions import region_data
 from chunkmem.report.text import REGION_COLUMNS, region_rows
 from chunkmem.sizes import format_nbytes
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from chunkmem.estimate.largest import Largest, TooLarge
     from chunkmem.estimate.needs import DeviceNeed
     from chunkmem.estimate.question import Finding, Question
-    from chunkmem.estimate.rehearse import Rehearsal
 
 
 def answer(found: Largest) -> CommandResult:
@@ -37,8 +37,8 @@ def answer(found: Largest) -> CommandResult:
             f"no model fits: with {counted(beyond.layers, 'layer')}, {beyond.question.name} lacks room: {_why(beyond)}"
         )
         return CommandResult({"fits": False, "largest": None, "limit": limit}, line, fits=False)
-    said = yes(fitting.question, fitting.rehearsal, None, fitting.device_need, fitting.finding)
-    name, params = fitting.question.name, fitting.rehearsal.num_params
+    said = yes(fitting.finding, None, fitting.device_need)
+    name, params = fitting.question.name, fitting.question.rehearsal.num_params
     data = {"model": name, "width": fitting.width or None, "layers": fitting.layers, "parameters": params,
             "num_tried": found.num_tried}  # fmt: skip
     batch, rate = fitting.question.batch, said.data["tokens_per_s"]
@@ -57,50 +57,35 @@ def _why(beyond: TooLarge) -> str:
         return (
             f"{tier.name} needs {format_nbytes(shortage.needed_nbytes)}, and has {format_nbytes(shortage.cap_nbytes)}"
         )
-    activations_nbytes = beyond.rehearsal.activation_nbytes
-    chunk_nbytes = max(beyond.rehearsal.trace.chunk_nbytes.values())
+    rehearsal = beyond.question.rehearsal
+    chunk_nbytes = max(rehearsal.trace.chunk_nbytes.values())
     return (
         f"DEVICE needs {format_nbytes(need.nbytes)} (most at {need.moment}; activations take up to "
-        f"{format_nbytes(activations_nbytes)}, the largest chunk {format_nbytes(chunk_nbytes)}), and has "
+        f"{format_nbytes(rehearsal.activation_nbytes)}, the largest chunk {format_nbytes(chunk_nbytes)}), and has "
         f"{format_nbytes(beyond.question.device_nbytes)}"
     )
 
 
-_SAID = (
-    "precision",
-    "checkpointing",
-    "cpu_embedding",
-    "tile_numel",
-    "activations",
-    "world",
-    "replicas",
-    "tp",
-    "optimizer",
-)
+_SAID = ("precision", "checkpointing", "cpu_embedding", "tile_numel", "activations")
 """Of a question, in the answer."""
 
 
-def yes(
-    question: Question, rehearsal: Rehearsal, other_nbytes: int | None, need: DeviceNeed, finding: Finding
-) -> CommandResult:
+def yes(finding: Finding, other_nbytes: int | None, need: DeviceNeed) -> CommandResult:
     """Say that it fits, and what a step takes; `other_nbytes`: activations with checkpointing, or without."""
-    peaks = {tier: finding.timeline.peak_nbytes.get(tier, 0) for tier in (Tier.DEVICE, Tier.HOST)}
-    peaks[Tier.HOST] += finding.on_host_nbytes
-    with_activations = max(
-        chunks + moment.non_model_peak_nbytes
-        for chunks, moment in zip(finding.timeline.device_nbytes, finding.trace.moments, strict=True)
-    )
+    question = finding.question
+    device_nbytes, host_nbytes = finding.device_peak_nbytes, finding.host_peak_nbytes
     updated = Counter(finding.plan.update_tiers.values())
-    data = _subject(question, rehearsal, other_nbytes, need) | time_data(question, rehearsal, finding) | {
+    data = _subject(question, other_nbytes, need) | time_data(finding) | {
         "fits": True,
         "limit": None,
         "planned": True,
         "moved_nbytes": {lane.value: nbytes for lane, nbytes in finding.timeline.moved_nbytes.items()},
-        "device": {"peak_nbytes": with_activations, "chunk_peak_nbytes": peaks[Tier.DEVICE],
+        "device": {"peak_nbytes": device_nbytes,
+                   "chunk_peak_nbytes": finding.timeline.peak_nbytes.get(Tier.DEVICE, 0),
                    "cap_nbytes": question.device_nbytes},
-        "host": {"peak_nbytes": peaks[Tier.HOST], "first_step_nbytes": finding.first_host_nbytes,
+        "host": {"peak_nbytes": host_nbytes, "first_step_nbytes": finding.first_host_nbytes,
                  "cap_nbytes": question.host_nbytes},
-        "disk": disk_data(question, finding),
+        "disk": disk_data(finding),
         "exchanged": {"sent_nbytes": finding.exchanged.sent_nbytes,
                       "received_nbytes": finding.exchanged.received_nbytes,
                       "across_nbytes": finding.across_nbytes,
@@ -114,27 +99,27 @@ def yes(
         disk = f", DISK at {format_nbytes(data['disk']['peak_nbytes'])} of {format_nbytes(question.disk_nbytes)}"
     host_cap = "" if question.host_nbytes is None else f" of {format_nbytes(question.host_nbytes)}"
     lines = [
-        f"fits: DEVICE peaks at {format_nbytes(with_activations)} of {format_nbytes(question.device_nbytes)}, "
-        f"HOST at {format_nbytes(peaks[Tier.HOST])}{host_cap}{disk}",
+        f"fits: DEVICE peaks at {format_nbytes(device_nbytes)} of {format_nbytes(question.device_nbytes)}, "
+        f"HOST at {format_nbytes(host_nbytes)}{host_cap}{disk}",
         _least(need),
         *_beyond(question),
-        *time_lines(question, finding, data),
+        *time_lines(finding, data),
         *disk_lines(data["disk"]),
     ]
-    if question.world > 1:
+    if question.mesh.world > 1:
         across = finding.across_nbytes
         more = f", and {format_nbytes(across)} each from replica to replica" if across else ""
         lines.append(
             f"each step, a rank sends {format_nbytes(finding.exchanged.sent_nbytes)} and receives "
             f"{format_nbytes(finding.exchanged.received_nbytes)}{more}; these are figures of the rank that owns most"
         )
-    if finding.first_host_nbytes > peaks[Tier.HOST]:
-        is_sparing = question.is_accumulating or question.world == 1
+    if finding.first_host_nbytes > host_nbytes:
+        is_sparing = question.is_accumulating or question.mesh.world == 1
         hint = "" if is_sparing else ": gradients wait for optimizer.step(), unless manager.accumulate(1) precedes it"
         lines.append(f"the first step needs {format_nbytes(finding.first_host_nbytes)} on HOST{hint}")
     if finding.regions:
         lines += ["", table(REGION_COLUMNS, region_rows(finding.regions))]
-    return CommandResult(data, "\n".join([_subject_text(question, rehearsal, other_nbytes), "", *lines]))
+    return CommandResult(data, "\n".join([_subject_text(question, other_nbytes), "", *lines]))
 
 
 def _least(need: DeviceNeed) -> str:
@@ -157,11 +142,9 @@ def _beyond(question: Question) -> Iterator[str]:
         )
 
 
-def without_plan(
-    question: Question, rehearsal: Rehearsal, other_nbytes: int | None, need: DeviceNeed, shortage: CapacityError
-) -> CommandResult:
+def without_plan(question: Question, other_nbytes: int | None, shortage: CapacityError) -> CommandResult:
     """Say that it fits, but not with a plan, which needs more of HOST; so how long a step takes is not known."""
-    data = _subject(question, rehearsal, other_nbytes, need) | {
+    data = _subject(question, other_nbytes, device_need(question)) | {
         "fits": True,
         "limit": None,
         "planned": False,
@@ -176,21 +159,14 @@ def without_plan(
         f"{format_nbytes(shortage.needed_nbytes)} ({shortage.needed_nbytes} bytes) at least: every access is served on "
         "demand, which is slower"
     )
-    return CommandResult(data, "\n".join([_subject_text(question, rehearsal, other_nbytes), "", line]))
+    return CommandResult(data, "\n".join([_subject_text(question, other_nbytes), "", line]))
 
 
-def no(
-    question: Question,
-    rehearsal: Rehearsal,
-    other_nbytes: int | None,
-    need: DeviceNeed,
-    shortage: CapacityError,
-    changes: list[Change],
-) -> CommandResult:
+def no(question: Question, other_nbytes: int | None, shortage: CapacityError, changes: list[Change]) -> CommandResult:
     """Say that it does not fit, which limit binds, and what to change."""
-    limit = shortage.tier.value
+    limit, need = shortage.tier.value, device_need(question)
     described = [{"what": change.what, "options": list(change.options)} for change in changes]
-    data = _subject(question, rehearsal, other_nbytes, need) | {
+    data = _subject(question, other_nbytes, need) | {
         "fits": False,
         "limit": limit,
         "needed_nbytes": shortage.needed_nbytes,
@@ -209,7 +185,7 @@ def no(
     ]
     if len(changes) > 1:
         lines.append(f"or one of: {'; '.join(map(_shown, changes[1:]))}")
-    return CommandResult(data, "\n".join([_subject_text(question, rehearsal, other_nbytes), "", *lines]), fits=False)
+    return CommandResult(data, "\n".join([_subject_text(question, other_nbytes), "", *lines]), fits=False)
 
 
 _ASSUMED = ("link_Bps", "eager_share", "duplex_Bps", "host_memory_Bps", "memory_Bps", "disk_read_Bps", "disk_write_Bps",
@@ -217,14 +193,18 @@ _ASSUMED = ("link_Bps", "eager_share", "duplex_Bps", "host_memory_Bps", "memory_
 """Of the hardware, what an answer names."""
 
 
-def _subject(question: Question, rehearsal: Rehearsal, other_nbytes: int | None, need: DeviceNeed) -> dict[str, Any]:
-    hardware = question.hardware
+def _subject(question: Question, other_nbytes: int | None, need: DeviceNeed) -> dict[str, Any]:
+    hardware, mesh, rehearsal = question.hardware, question.mesh, question.rehearsal
     return {
         "model": question.name,
         "parameters": rehearsal.num_params,
         "batch": question.batch,
         "tokens": rehearsal.tokens,
         **{name: getattr(question, name) for name in _SAID},
+        "world": mesh.world,
+        "replicas": mesh.replicate,
+        "tp": mesh.tp,
+        "optimizer": question.optimizer,
         "role_nbytes": {role.value: nbytes for role, nbytes in rehearsal.role_nbytes.items()},
         "parameter_nbytes": rehearsal.layout.payload_nbytes,
         "slab_nbytes": rehearsal.layout.slab_nbytes,
@@ -242,12 +222,12 @@ def _subject(question: Question, rehearsal: Rehearsal, other_nbytes: int | None,
                  "planned_nbytes": need.planned_nbytes},
         "assumed": {name: getattr(hardware, name) for name in _ASSUMED} | {
             "flop_per_s": hardware.flop_rate(question.dtype),
-            "network_Bps": question.peers.exchange_Bps(question.shards)},
+            "network_Bps": question.peers.exchange_Bps(mesh.shard)},
     }  # fmt: skip
 
 
-def _subject_text(question: Question, rehearsal: Rehearsal, other_nbytes: int | None) -> str:
-    subject = _subject_line(question, rehearsal)
+def _subject_text(question: Question, other_nbytes: int | None) -> str:
+    subject, rehearsal = _subject_line(question), question.rehearsal
     params = max(1, sum(managed.slot.numel for managed in rehearsal.step.parameters))
     rows = [
         (
@@ -267,17 +247,19 @@ def _subject_text(question: Question, rehearsal: Rehearsal, other_nbytes: int | 
     if other_nbytes is not None:
         way = "without" if question.checkpointing else "with"
         rows.append((f"  {way} checkpointing", format_nbytes(other_nbytes), ""))
-    scope = "" if question.world == 1 else "over all ranks" if question.replicas == 1 else "of each replica"
-    scope = f"1 of {question.tp} parts" if question.tp > 1 else scope
+    mesh = question.mesh
+    scope = "" if mesh.world == 1 else "over all ranks" if mesh.replicate == 1 else "of each replica"
+    scope = f"1 of {mesh.tp} parts" if mesh.tp > 1 else scope
     assumed = "\n".join(assumption_lines(question))
     return f"{subject}\n{assumed}\n\n{table((scope, 'bytes', 'a parameter'), rows)}"
 
 
-def _subject_line(question: Question, rehearsal: Rehearsal) -> str:
+def _subject_line(question: Question) -> str:
+    mesh, rehearsal = question.mesh, question.rehearsal
     batch = f"{rehearsal.tokens:,} tokens" if rehearsal.tokens else f"a batch of {question.batch}"
-    ranks = f", {question.num_ranks} ranks" if question.num_ranks > 1 else ""
-    ranks += f" in {question.replicas} replicas" if question.replicas > 1 else ""
-    ranks += f", tensor-parallel by {question.tp}" if question.tp > 1 else ""
+    ranks = f", {mesh.num_ranks} ranks" if mesh.num_ranks > 1 else ""
+    ranks += f" in {mesh.replicate} replicas" if mesh.replicate > 1 else ""
+    ranks += f", tensor-parallel by {mesh.tp}" if mesh.tp > 1 else ""
     recomputing = ", recomputing blocks" if question.checkpointing else ""
     if question.activations is not None:
         recomputing = f", activations: {question.activations}"

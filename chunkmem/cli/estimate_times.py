@@ -17,28 +17,28 @@ _DISK_SHARE = 0.5
 
 if TYPE_CHECKING:
     from chunkmem.estimate.question import Finding, Question
-    from chunkmem.estimate.rehearse import Rehearsal
 
 
-def time_data(question: Question, rehearsal: Rehearsal, finding: Finding) -> dict[str, Any]:
+def time_data(finding: Finding) -> dict[str, Any]:
     """Return what ``--json`` prints about time."""
-    from chunkmem.estimate.question import step_range
+    from chunkmem.estimate.question import step_range_s
 
-    step, bounds, tokens = step_range(question, finding), finding.lower_bounds, rehearsal.tokens
+    step_s, bounds, rehearsal = finding.step_s, finding.lower_bounds, finding.question.rehearsal
+    tokens = rehearsal.tokens / finding.question.mesh.tp
     return {
-        "step_s": step.typical_s,
-        "step_range_s": [step.fastest_s, step.slowest_s],
-        "tokens_per_s": tokens / question.tp / step.typical_s if tokens and step.typical_s else None,
+        "step_s": step_s,
+        "step_range_s": list(step_range_s(finding)),
+        "tokens_per_s": tokens / step_s if tokens and step_s else None,
         "stall_s": finding.timeline.stall_s,
         "start_up": {"build_s": 4 * rehearsal.num_params / BUILD_Bps, "pin_s": _pinned_nbytes(finding) / PIN_Bps},
         "lower_bounds": asdict(bounds) | {"binding": bounds.binding},
     }
 
 
-def time_lines(question: Question, finding: Finding, said: Mapping[str, Any]) -> Iterator[str]:
+def time_lines(finding: Finding, said: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is printed otherwise; `said`: the data of the answer."""
-    bounds, (fastest_s, slowest_s) = finding.lower_bounds, said["step_range_s"]
-    tokens = said["tokens"] / question.tp
+    question, bounds, (fastest_s, slowest_s) = finding.question, finding.lower_bounds, said["step_range_s"]
+    tokens = said["tokens"] / question.mesh.tp
     speed = ""
     if tokens and fastest_s:
         speed = (
@@ -48,7 +48,7 @@ def time_lines(question: Question, finding: Finding, said: Mapping[str, Any]) ->
     yield f"a step takes about {said['step_s']:.2g} s ({fastest_s:.2g} to {slowest_s:.2g} s){speed}"
     if said["stall_s"] > 0.01 * said["step_s"]:
         yield f"of that, computing waits {said['stall_s']:.2g} s for copies"
-    is_there = {"network": question.num_ranks > 1, "disk": question.disk_nbytes > 0}
+    is_there = {"network": question.mesh.num_ranks > 1, "disk": question.disk_nbytes > 0}
     shown = (f"{name} {seconds:.3g} s" for name, seconds in bounds.seconds.items() if is_there.get(name, True))
     yield f"lower bounds at the speeds above: {', '.join(shown)}; {bounds.binding} binds"
     build_s, pin_s = said["start_up"].values()
@@ -59,9 +59,9 @@ def time_lines(question: Question, finding: Finding, said: Mapping[str, Any]) ->
         )
 
 
-def disk_data(question: Question, finding: Finding) -> dict[str, Any] | None:
+def disk_data(finding: Finding) -> dict[str, Any] | None:
     """Return what ``--json`` prints about DISK; None if there is none."""
-    if not question.disk_nbytes:
+    if not finding.question.disk_nbytes:
         return None
     busy_s, moved = {Lane.DISK_READ: 0.0, Lane.DISK_WRITE: 0.0}, finding.timeline.moved_nbytes
     for span in finding.timeline.spans:
@@ -71,7 +71,7 @@ def disk_data(question: Question, finding: Finding) -> dict[str, Any] | None:
     binds = max(busy_s.values()) >= max(_DISK_SHARE * finding.timeline.step_s, finding.lower_bounds.step_s)
     return {
         "peak_nbytes": finding.timeline.peak_nbytes[Tier.DISK],
-        "cap_nbytes": question.disk_nbytes,
+        "cap_nbytes": finding.question.disk_nbytes,
         "read_nbytes": moved[Lane.DISK_READ],
         "written_nbytes": moved[Lane.DISK_WRITE],
         "read_s": busy_s[Lane.DISK_READ],
@@ -101,7 +101,7 @@ def assumption_lines(question: Question) -> Iterator[str]:
     """Yield what the times rest on."""
     from chunkmem.estimate.optimizers import is_elementwise
 
-    hardware = question.hardware
+    hardware, peers, mesh = question.hardware, question.peers, question.mesh
     assumed = (
         f"assumed: matrix products of {hardware.flop_rate(question.dtype) / 1e12:.0f} TFLOP/s, of which eager training "
         f"reaches {100 * hardware.eager_share:.0f} %; link {hardware.link_Bps / 1e9:.0f} GB/s each way and "
@@ -111,15 +111,15 @@ def assumption_lines(question: Question) -> Iterator[str]:
         assumed += (
             f"; disk {hardware.disk_read_Bps / 1e9:.2g} GB/s reading, {hardware.disk_write_Bps / 1e9:.2g} writing"
         )
-    if question.world > 1:
-        assumed += f"; network {question.peers.exchange_Bps(question.shards) / 1e9:.3g} GB/s a rank"
-    if question.replicas > 1:
-        assumed += f" of a replica, {question.peers.across_Bps(question.world) / 1e9:.3g} GB/s to other replicas"
-    if question.tp > 1:
-        assumed += f"; {hardware.exchange_Bps(question.tp) / 1e9:.3g} GB/s among tensor-parallel ranks"
-    if question.num_ranks > hardware.ranks_a_machine:
+    if mesh.world > 1:
+        assumed += f"; network {peers.exchange_Bps(mesh.shard) / 1e9:.3g} GB/s a rank"
+    if mesh.replicate > 1:
+        assumed += f" of a replica, {peers.across_Bps(mesh.world) / 1e9:.3g} GB/s to other replicas"
+    if mesh.tp > 1:
+        assumed += f"; {hardware.exchange_Bps(mesh.tp) / 1e9:.3g} GB/s among tensor-parallel ranks"
+    if mesh.num_ranks > hardware.ranks_a_machine:
         assumed += (
-            f", over {-(-question.num_ranks // hardware.ranks_a_machine)} machines of "
+            f", over {-(-mesh.num_ranks // hardware.ranks_a_machine)} machines of "
             f"{counted(hardware.ranks_a_machine, 'rank')} and {counted(int(hardware.nics), 'NIC')} of "
             f"{hardware.nic_Bps / 1.25e8:.3g} Gb/s (--nnodes, --nics, --nic-speed)"
         )

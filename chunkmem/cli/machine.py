@@ -25,11 +25,11 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, seq: int, chunk_s
     """Declare `--host --batch --seq --precision --optimizer --chunk-size`; what differs between commands is given."""
     add = parser.add_argument
     add_size(parser, "--host", help="cap on HOST; default: as much as it takes")
-    add("--batch", type=count, default=1, metavar="N", help="samples a step and rank (default: 1)")
-    add("--seq", type=count, metavar="N", help=f"positions a sample (default: {seq})")
+    add_count(parser, "--batch", "N", default=1, help="samples a step and rank (default: 1)")
+    add_count(parser, "--seq", "N", help=f"positions a sample (default: {seq})")
     add("--precision", choices=_PRECISIONS, default="fp32", help="of weights and gradients (default: fp32)")
     add("--optimizer", default="adamw", metavar="NAME", help=f"{_OPTIMIZERS} (default: adamw)")
-    add("--chunk-size", type=count, metavar="NUMEL", help=f"default_chunk_size, in elements; default: {chunk_size}")
+    add_count(parser, "--chunk-size", "NUMEL", help=f"default_chunk_size, in elements; default: {chunk_size}")
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +47,11 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     add_speed(parser, "--d2h", help="bytes a second from DEVICE to HOST instead, such as 25GB/s")
     add_speed(parser, "--disk-read", help="bytes a second from DISK to HOST, such as 6GB/s")
     add_speed(parser, "--disk-write", help="bytes a second from HOST to DISK, such as 4GB/s")
+
+
+def add_count(parser: argparse.ArgumentParser, option: str, metavar: str, **more: Any) -> None:
+    """Declare an option that is a whole number above 0; `more` is for argparse."""
+    parser.add_argument(option, metavar=metavar, type=_count, **more)
 
 
 def add_size(parser: argparse.ArgumentParser, option: str, *, least: int = 1, **more: Any) -> None:
@@ -96,7 +101,7 @@ def parse_size(option: str, text: str, *, least: int = 1) -> int:
     return nbytes
 
 
-def count(text: str) -> int:
+def _count(text: str) -> int:
     """Return the number that an option gives, for argparse.
 
     Raises:

@@ -59,16 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = make_parser().parse_args(arguments)
         return _print(options.run(options), as_json=options.json)
     except (ChunkmemError, OSError) as error:
-        print(f"chunkmem: {one_line(error)}", file=sys.stderr)
+        print(f"chunkmem: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print("chunkmem: interrupted", file=sys.stderr)
         return 130
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's message without line breaks."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _print(answer: CommandResult, *, as_json: bool) -> int:

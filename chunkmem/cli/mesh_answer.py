@@ -17,13 +17,18 @@ if TYPE_CHECKING:
 _COLUMNS = ("mesh", "step", "tokens/s a rank", "MFU", "DEVICE", "HOST", "most of it")
 
 
-def mesh_answer(question: Question, num_ranks: int, choice: MeshChoice) -> CommandResult:
+def mesh_answer(question: Question, choice: MeshChoice) -> CommandResult:
     """Return the answer: the fastest mesh first; where none fits, it is no."""
-    fitting, too_small = choice.fitting, choice.too_small
+    fitting, too_small, num_ranks = choice.fitting, choice.too_small, question.mesh.num_ranks
     head = f"{question.name} on {num_ranks} ranks, {counted(question.batch, 'sample')} a step over all of them"
     data = {"model": question.name, "num_ranks": num_ranks, "batch": question.batch, "fits": bool(fitting)}
     rows = [mesh_data(step) for step in fitting]
-    data |= (rows[0] if rows else {}) | {"meshes": rows, "too_small": [_short(each) for each in too_small]}
+    short = [
+        {"mesh": asdict(each.mesh), "tier": each.shortage.tier.value, "needed_nbytes": each.shortage.needed_nbytes,
+         "cap_nbytes": each.shortage.cap_nbytes}
+        for each in too_small
+    ]  # fmt: skip
+    data |= (rows[0] if rows else {}) | {"meshes": rows, "too_small": short}
     data["refused"] = list(choice.refused)
     best = [f"fastest: --mesh {fitting[0].mesh}"] if fitting else ["does not fit on any mesh that was tried"]
     lines = [head, *best, "", *mesh_lines(fitting, too_small)]
@@ -49,9 +54,3 @@ def mesh_lines(fitting: Sequence[MeshStep], too_small: Sequence[TooSmall]) -> It
         short = each.shortage
         needed, cap = format_nbytes(short.needed_nbytes), format_nbytes(short.cap_nbytes)
         yield f"{each.mesh} does not fit: {short.tier.name} needs {needed}, and has {cap}"
-
-
-def _short(each: TooSmall) -> dict[str, Any]:
-    short = each.shortage
-    return {"mesh": asdict(each.mesh), "tier": short.tier.value, "needed_nbytes": short.needed_nbytes,
-            "cap_nbytes": short.cap_nbytes}  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, does_not_fit, table
-from chunkmem.cli.machine import add_machine_arguments, count, machine_of
+from chunkmem.cli.machine import add_count, add_machine_arguments, machine_of
 from chunkmem.cli.stages import blocks_named, cut_answer, refuse_with
 from chunkmem.errors import ConfigError, PlanError
 from chunkmem.plan.candidate import PlanOptions
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the space left on DEVICE that optimizer states may take, 0 to 1 (default: %(default)s)",
     )
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan here, as a whole or not at all")
-    parser.add_argument("--stages", type=count, metavar="N", action=_Stages, help="cut the model into N stages instead")
+    add_count(parser, "--stages", "N", action=_Stages, help="cut the model into N stages instead")
     parser.add_argument("--keep-ties", action="store_true", help="blocks that share a parameter stay in one stage")
 
 
@@ -101,9 +101,7 @@ def run(options: argparse.Namespace) -> CommandResult:
 
 
 def _cut(options: argparse.Namespace) -> CommandResult:
-    refuse_with(
-        "--stages", [f"--{name}" for name in ("machine", "h2d", "d2h", "disk", "out") if getattr(options, name)]
-    )
+    refuse_with("--stages", {f"--{name}": getattr(options, name) for name in ("machine", "h2d", "d2h", "disk", "out")})
     device_nbytes, host_nbytes = options.device, options.host
     if host_nbytes is not None and device_nbytes is None:
         raise ConfigError("--host bounds the bytes of a stage together with --device; give that, too")
@@ -204,7 +202,9 @@ class Result:
         """Yield what is printed otherwise."""
         timeline, updates = self.timeline, len(self.plan.update_tiers)
         both = "to and from DEVICE" if self.plan.machine.disk_nbytes else "both"
-        yield f"{self.path}: {self.trace.mode.value}, {len(self.trace.moments)} moments of {self._chunks()}"
+        sizes = self.trace.chunk_nbytes.values()
+        chunks = f"{len(sizes)} chunks, {format_nbytes(sum(sizes))} in all"
+        yield f"{self.path}: {self.trace.mode.value}, {len(self.trace.moments)} moments of {chunks}"
         yield f"plan: {self.plan.name}"
         if updates:
             yield f"updates: {self.num_updated_on_device} of {updates} groups on DEVICE, the others on HOST"
@@ -246,10 +246,6 @@ class Result:
         for lane, nbytes in least.items() if self.plan.machine.disk_nbytes else ():
             yield f"{DIRECTIONS[lane]}, lower bound", format_nbytes(nbytes)
             yield f"{DIRECTIONS[lane]} / lower bound", f"{moved[lane] / nbytes:.3f}" if nbytes else "-"
-
-    def _chunks(self) -> str:
-        nbytes = self.trace.chunk_nbytes.values()
-        return f"{len(nbytes)} chunks, {format_nbytes(sum(nbytes))} in all"
 
     def _time(self, duration_s: float) -> tuple[str, str]:
         step_s = self.timeline.step_s

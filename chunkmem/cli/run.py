@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from chunkmem.cli.answer import BAD_INPUT
-from chunkmem.cli.machine import count
+from chunkmem.cli.machine import add_count
 from chunkmem.config import Config, num_processes_said
 from chunkmem.errors import ConfigError
 from chunkmem.integrations.auto import filled
@@ -33,13 +33,8 @@ The exit status is the script's, or 2."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
-    add("--nproc", type=count, metavar="N", help="processes on this machine, which torchrun starts")
-    add(
-        "--record",
-        type=Path,
-        metavar="RUN",
-        help="record a step every few seconds: `chunkmem report RUN --watch` shows it",
-    )
+    add_count(parser, "--nproc", "N", help="processes on this machine, which torchrun starts")
+    add("--record", type=Path, metavar="RUN", help="record a step every few seconds, for `report RUN --watch`")
     add("config", metavar="CHUNKMEM.json", type=Path, help="a configuration; {} is all defaults")
     add("script", metavar="SCRIPT.py", type=Path, help="what to run")
     add("arguments", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")

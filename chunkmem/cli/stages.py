@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,7 @@ from chunkmem.report.text import format_s
 from chunkmem.sizes import format_nbytes
 
 if TYPE_CHECKING:
-    from chunkmem.estimate.mesh import RankMesh
     from chunkmem.estimate.question import Question
-    from chunkmem.estimate.rehearse import Rehearsal
 
 _COLUMNS = ("stage", "blocks", "weights", "model data", "computes", "share")
 
@@ -44,17 +42,12 @@ def cut_answer(
 
 
 def pipeline_answer(
-    question: Question,
-    rehearsal: Rehearsal,
-    num_devices: int,
-    mesh: RankMesh | None = None,
-    *,
-    num_micro_batches: int | None,
-    picture: Path | None = None,
+    question: Question, *, has_mesh: bool, num_micro_batches: int | None, picture: Path | None
 ) -> CommandResult:
     """Say how a model runs as a pipeline over devices: the best schedule, its stages, and the other schedules.
 
-    With `picture`, schedules are drawn into that file, of each kind the fastest.
+    With `has_mesh`, it says how fast ranks of the question's mesh are. With `picture`, schedules are drawn into that
+    file, of each kind the fastest.
 
     Raises:
         ConfigError: there are fewer blocks than devices; matplotlib is missing, or the file cannot be written.
@@ -64,19 +57,19 @@ def pipeline_answer(
     from chunkmem.estimate.model_blocks import model_blocks
     from chunkmem.estimate.staged import micro_batches, staged_step
 
-    name = question.name
+    name, num_devices = question.name, question.mesh.stage
     num_micro_batches, size = micro_batches(question.batch, num_devices, num_micro_batches)
     data: dict[str, Any] = {"model": name, "num_devices": num_devices, "num_micro_batches": num_micro_batches}
     try:
-        blocks = model_blocks(question, rehearsal)
-        staged = staged_step(question, rehearsal, blocks, num_devices, num_micro_batches=num_micro_batches)
+        blocks = model_blocks(question)
+        staged = staged_step(question, blocks, num_micro_batches=num_micro_batches)
     except CapacityError as error:
         return does_not_fit(data | {"cap_nbytes": error.cap_nbytes}, error)
     data |= _choice_data(staged.choice) | {"picture": None if picture is None else str(picture)}
     over = f"{counted(num_devices, 'device')}, {counted(num_micro_batches, 'micro-batch', 'es')}"
     lines = [f"{name}: a pipeline over {over} of {counted(size, 'sample')}", *_choice_lines(staged.choice)]
-    if mesh is not None:
-        row = of_stages(question, rehearsal, mesh, staged, batch=question.batch)
+    if has_mesh:
+        row = of_stages(question, staged, batch=question.batch)
         data |= mesh_data(row)
         lines += ["", *mesh_lines([row], [])]
     if picture is not None:
@@ -153,7 +146,7 @@ def blocks_named(text: str) -> tuple[Block, ...]:
     device_nbytes = HARDWARE["h100"].usable_nbytes
     question = Question(model=lambda batch: resolve_model(text, batch=batch), batch=1, device_nbytes=device_nbytes)
     with silenced("torch._subclasses.fake_tensor"):
-        return model_blocks(question, question.rehearse())
+        return model_blocks(question)
 
 
 def _is_model(text: str) -> bool:
@@ -220,7 +213,7 @@ def _candidate(candidate: PipelineCandidate) -> dict[str, Any]:
     }
 
 
-def refuse_with(option: str, others: Sequence[str]) -> None:
-    """Raise a ConfigError if an option is given with others that it does not go with."""
-    if others:
-        raise ConfigError(f"{option} cannot be given with {' or '.join(others)}; leave one of them out")
+def refuse_with(option: str, others: Mapping[str, object]) -> None:
+    """Raise a ConfigError if an option is given with others that it does not go with, by what is given for them."""
+    if given := [other for other, value in others.items() if value]:
+        raise ConfigError(f"{option} cannot be given with {' or '.join(given)}; leave one of them out")

@@ -13,18 +13,7 @@ from typing import Any
 from chunkmem.errors import LayoutError, StateError
 from chunkmem.estimate.mesh import RankMesh
 from chunkmem.estimate.optimizers import is_elementwise
-from chunkmem.estimate.question import (
-    UNLIMITED_NBYTES,
-    Question,
-    Rehearse,
-    device_need,
-    disk_need,
-    fits,
-    host_need,
-    made_once,
-)
-from chunkmem.estimate.rehearse import Rehearsal
-from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, SLABS_PER_CAP
+from chunkmem.estimate.question import UNLIMITED_NBYTES, Question, device_need, disk_need, fits, host_need
 
 _NEAR = 1.1
 """A cap that is short by less than this factor is the first thing to change."""
@@ -47,7 +36,7 @@ _NAMES = MappingProxyType(
         "in_backward": "in backward",
         "precision": "precision",
         "batch": "batch",
-        "world": "world",
+        "mesh": "world",
     }
 )
 """Of what may be changed of a question; options of the command line have the same."""
@@ -69,54 +58,42 @@ def _change(question: Question, changed: Question) -> Change:
     values = {name: getattr(changed, key) for key, name in _NAMES.items() if vars(changed)[key] != vars(question)[key]}
     words: list[str] = []
     for name, value in values.items():
-        if name == "world" and changed.tp > 1:
-            name, value = "mesh", RankMesh(changed.replicas, changed.shards, changed.tp)
+        if isinstance(value, RankMesh):
+            name, value = ("mesh", value) if value.tp > 1 else (name, value.world)
         words += [f"--{name.replace(' ', '-')}", *([] if value is True else [str(value)])]
     return Change(" + ".join(values), tuple(words), changed)
 
 
-def smallest_changes(question: Question, *, rehearse: Rehearse) -> list[Change]:
+def smallest_changes(question: Question) -> list[Change]:
     """Return changes that each suffice, the least intrusive first. Not empty: caps that are large enough always do.
 
-    Args:
-        question: one to which the answer is no.
-        rehearse: returns the rehearsal of a question; takes seconds for a large model.
+    The answer to the question is no. Each rehearsal takes seconds for a large model.
     """
-    rehearse = made_once(rehearse)
-    caps = raised_caps(question, rehearse)
-    found = [_change(question, changed) for changed in _alone(question, rehearse)]
+    caps = raised_caps(question)
+    found = [_change(question, changed) for changed in _alone(question)]
     if all(change.what == "world" for change in found):
-        found += _together(question, rehearse)
+        found += _together(question)
     return [caps, *found] if _is_near(question, caps.question) else [*found, caps]
 
 
-def raised_caps(question: Question, rehearse: Rehearse) -> Change:
+def raised_caps(question: Question) -> Change:
     """Return the change of `device_nbytes`, `host_nbytes` and, where there is one, `disk_nbytes` to small ones that
     work."""
-    raised, rehearsal = question, rehearse(question)
-    while True:
-        enough = replace(raised, device_nbytes=max(raised.device_nbytes, device_need(raised, rehearsal).nbytes))
-        if _slab_floor(enough) == _slab_floor(raised):
-            break
-        raised, rehearsal = enough, rehearse(enough)  # the chunk size is searched for the cap
-    if enough.host_nbytes is not None and not fits(enough, rehearsal):
-        enough = _below_raised(enough, rehearsal)
+    enough = question
+    while (need_nbytes := device_need(enough).nbytes) > enough.device_nbytes:  # the chunk size is searched for the cap
+        enough = replace(enough, device_nbytes=need_nbytes)
+    if enough.host_nbytes is not None and not fits(enough):
+        enough = _below_raised(enough)
     return _change(question, enough)
 
 
-def _below_raised(question: Question, rehearsal: Rehearsal) -> Question:
+def _below_raised(question: Question) -> Question:
     if not question.disk_nbytes:
-        return replace(question, host_nbytes=host_need(question, rehearsal))
-    if (disk_nbytes := disk_need(question, rehearsal)) is not None:
+        return replace(question, host_nbytes=host_need(question))
+    if (disk_nbytes := disk_need(question)) is not None:
         return replace(question, disk_nbytes=disk_nbytes)
-    host_nbytes = host_need(replace(question, disk_nbytes=UNLIMITED_NBYTES), rehearsal)
-    return _below_raised(replace(question, host_nbytes=host_nbytes), rehearsal)
-
-
-def _slab_floor(question: Question) -> int:
-    if question.chunk_numel is not None:
-        return 0
-    return min(SLAB_FLOOR_NBYTES, question.device_nbytes // SLABS_PER_CAP)
+    host_nbytes = host_need(replace(question, disk_nbytes=UNLIMITED_NBYTES))
+    return _below_raised(replace(question, host_nbytes=host_nbytes))
 
 
 def _is_near(question: Question, raised: Question) -> bool:
@@ -124,116 +101,113 @@ def _is_near(question: Question, raised: Question) -> bool:
     return raised.device_nbytes <= _NEAR * question.device_nbytes and raised_host <= _NEAR * host
 
 
-def _alone(question: Question, rehearse: Rehearse) -> Iterator[Question]:
-    rehearsal = rehearse(question)
-
+def _alone(question: Question) -> Iterator[Question]:
     def fitting(**changes: Any) -> Iterator[Question]:
         changed = replace(question, **changes)
-        if changed != question and _fits(changed, rehearse):
+        if changed != question and _fits(changed):
             yield changed
 
     yield from fitting(is_accumulating=True)
-    yield from _tiled(question, rehearse)
+    yield from _tiled(question)
     if question.activations is None:  # which is another way to do the same
         yield from fitting(checkpointing=True)
     if not question.checkpointing:
         yield from fitting(activations="auto")
     yield from fitting(cpu_embedding=True)
-    yield from _largest_batch(question, rehearse, below=question.batch)
+    yield from _largest_batch(question, below=question.batch)
     may_have_disk = question.host_nbytes and not question.disk_nbytes  # raising it is another change
-    if may_have_disk and (disk_nbytes := disk_need(question, rehearsal)) is not None:
+    if may_have_disk and (disk_nbytes := disk_need(question)) is not None:
         yield replace(question, disk_nbytes=disk_nbytes)
-    if question.world == 1 and question.precision != "fp16":
+    if question.mesh.world == 1 and question.precision != "fp16":
         yield from fitting(in_backward=True)
     if question.precision == "fp32":
         yield from fitting(precision="bf16")
-    yield from _more_ranks(question, rehearse)
+    yield from _more_ranks(question)
 
 
-def _fits(question: Question, rehearse: Rehearse) -> bool:
+def _fits(question: Question) -> bool:
     """Tell whether there is a plan; no if the model cannot be trained that way."""
     try:
-        return fits(question, rehearse(question))
+        return fits(question)
     except _IMPOSSIBLE:
         return False
 
 
-def _tiled(question: Question, rehearse: Rehearse) -> Iterator[Question]:
+def _tiled(question: Question) -> Iterator[Question]:
     """Find the largest of quarters, sixteenths and so on of the widest weight as tiles of which it fits."""
-    rehearsal = rehearse(question)
-    need_nbytes = device_need(question, rehearsal).nbytes
-    if need_nbytes <= question.device_nbytes or not is_elementwise(question.optimizer) or question.tp > 1:
+    need_nbytes = device_need(question).nbytes
+    if need_nbytes <= question.device_nbytes or not is_elementwise(question.optimizer) or question.mesh.tp > 1:
         return  # HOST is what is too small, or whole matrices are updated, or parts are what there is
-    widest = max(rehearsal.layout.tensors, key=lambda tensor: tensor.numel)
+    widest = max(question.rehearsal.layout.tensors, key=lambda tensor: tensor.numel)
     # Gradients on their way to a chunk are among the activations, and shrink with the tiles.
-    least_nbytes = rehearsal.activation_nbytes - 2 * widest.nbytes
+    least_nbytes = question.rehearsal.activation_nbytes - 2 * widest.nbytes
     if question.hardware.is_accelerator and least_nbytes > question.device_nbytes:
         return
     numel = min(widest.numel, question.tile_numel or widest.numel)
     for _ in range(_QUARTERINGS):
         numel = max(1, numel // 4)
         tiled = replace(question, tile_numel=numel)
-        if _fits(tiled, rehearse):
+        if _fits(tiled):
             yield tiled
             return
-        before, need_nbytes = need_nbytes, device_need(tiled, rehearse(tiled)).nbytes
+        before, need_nbytes = need_nbytes, device_need(tiled).nbytes
         if need_nbytes >= before:  # something else is what needs most
             return
 
 
-def _together(question: Question, rehearse: Rehearse) -> Iterator[Change]:
+def _together(question: Question) -> Iterator[Change]:
     precision = "bf16" if question.precision == "fp32" else question.precision
     all_of_them = replace(question, checkpointing=question.activations is None, precision=precision)
-    accumulates = question.is_accumulating or question.world > 1
+    accumulates = question.is_accumulating or question.mesh.world > 1
     ways = product(
         dict.fromkeys((question.cpu_embedding, True)), dict.fromkeys((question.is_accumulating, accumulates))
     )
     for cpu_embedding, accumulating in ways:
         asked = replace(all_of_them, cpu_embedding=cpu_embedding, is_accumulating=accumulating)
-        for fitting in _largest_batch(asked, rehearse, below=question.batch + 1):
+        for fitting in _largest_batch(asked, below=question.batch + 1):
             change = _change(question, fitting)
             if " + " in change.what:
                 yield change
             return
 
 
-def _largest_batch(question: Question, rehearse: Rehearse, *, below: int) -> Iterator[Question]:
+def _largest_batch(question: Question, *, below: int) -> Iterator[Question]:
     """Find the largest batch that fits."""
 
     def lacks_room(batch: int) -> bool:
-        return not _fits(replace(question, batch=batch), rehearse)
+        return not _fits(replace(question, batch=batch))
 
     if below > 1 and not lacks_room(1):
         yield replace(question, batch=bisect_left(range(below), True, lo=2, key=lacks_room) - 1)
 
 
-def _more_ranks(question: Question, rehearse: Rehearse) -> Iterator[Question]:
+def _more_ranks(question: Question) -> Iterator[Question]:
     """Find the fewest ranks, each with the same batch; a batch that is too large for one stays too large.
 
     They are looked for with the chunks of one rehearsal, and those found are tried with chunks of their own.
     They are spread evenly over as many machines and replicas as before.
     """
-    parts = lcm(-(-question.world // question.peers.ranks_a_machine), question.replicas)
+    mesh = question.mesh
+    parts = lcm(-(-mesh.world // question.peers.ranks_a_machine), mesh.replicate)
 
     def over(world: int) -> Question:
-        return replace(question, world=-(-world // parts) * parts)
+        return replace(question, mesh=replace(mesh, shard=-(-world // parts) * parts // mesh.replicate))
 
     def has_room(world: int) -> bool:
-        return fits(over(world), rehearsal)
+        return fits(over(world).rehearsed_as(first))
 
-    high = max(2, question.world)
-    rehearsal = rehearse(over(high))
-    if device_need(over(high), rehearsal).nbytes > question.device_nbytes:  # a unit does not shrink with more ranks
+    high = max(2, mesh.world)
+    first = over(high)
+    if device_need(first).nbytes > question.device_nbytes:  # a unit does not shrink with more ranks
         return
-    most = max(
-        high, question.replicas * len(rehearsal.layout.groups)
-    )  # beyond as many ranks as groups, none keeps less
+    # Beyond as many ranks as groups, none keeps less.
+    most = max(high, mesh.replicate * len(first.rehearsal.layout.groups))
     while not has_room(high):
         high *= 2
         if high > most:
             return
-    high = bisect_left(range(high), True, lo=max(question.world, high // 2) + 1, key=has_room)
-    while not _fits(over(high), rehearse):
+    high = bisect_left(range(high), True, lo=max(mesh.world, high // 2) + 1, key=has_room)
+    while not _fits(over(high)):
         high *= 2
         if high > most:
             return

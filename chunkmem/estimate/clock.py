@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from chunkmem.nn.values import storage_id
+from chunkmem.nn.values import storage_id, tensors_in
 
 
 class HostOperators:
@@ -84,17 +84,7 @@ class OperatorClock:
 
 def _moved_nbytes(given: Any, result: Any) -> int:
     """Return the bytes an operator reads and writes; 0 for a view, which moves nothing."""
-    read = {storage_id(tensor): tensor.nbytes for tensor in _tensors(given)}
-    written = {storage_id(tensor): tensor.nbytes for tensor in _tensors(result)}
+    read = {storage_id(tensor): tensor.nbytes for tensor in tensors_in(given, object_depth=0)}
+    written = {storage_id(tensor): tensor.nbytes for tensor in tensors_in(result, object_depth=0)}
     new = sum(nbytes for key, nbytes in written.items() if key not in read)
     return sum(read.values()) + new if new else 0
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))

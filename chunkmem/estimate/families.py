@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from chunkmem.errors import ConfigError
 from chunkmem.estimate.gpt import usual_width
@@ -26,8 +26,6 @@ class Family:
     text: str
     seq: int | None
     """Positions a sample; None: as `resolve_model` has it."""
-    tp: int = 1
-    """See `Model`."""
 
     def __post_init__(self) -> None:
         if self.text.startswith("gpt:"):
@@ -37,11 +35,11 @@ class Family:
         if self.text != "gpt" and not self.text.endswith(".json") and ":" not in self.text:
             raise ConfigError(f"MODEL {self.text!r} is not a family of models; --largest takes {FAMILIES}")
 
-    def widths(self, num_params: int) -> list[int]:
+    def widths(self, num_params: int, *, tp: int) -> list[int]:
         """Return the widths to try, the widest first, where so many parameters may fit; 0 is a width that is given."""
         if self.text != "gpt":
             return [0]
-        step = self.tp * _NARROWEST  # a head is 128 wide, and `tp` divides heads
+        step = tp * _NARROWEST  # a head is 128 wide, and `tp` divides heads
         widths = [max(step, usual_width(num_params) // step * step)]
         while widths[-1] > step:
             widths.append(max(step, int(_NARROWER * widths[-1]) // step * step))
@@ -50,4 +48,4 @@ class Family:
     def sized(self, width: int, layers: int) -> Callable[[int], Model]:
         """Return the model of a width and a number of layers, by batch."""
         name, given = (f"gpt:{width}x{layers}", None) if self.text == "gpt" else (self.text, layers)
-        return lambda batch: replace(resolve_model(name, batch=batch, seq=self.seq, layers=given), tp=self.tp)
+        return lambda batch: resolve_model(name, batch=batch, seq=self.seq, layers=given)

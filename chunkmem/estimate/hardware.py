@@ -28,6 +28,7 @@ from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from chunkmem.estimate.mesh import ALONE, RankMesh
 from chunkmem.plan.machine import Machine, disk_links, host_links
 from chunkmem.types import UpdateForm
 
@@ -129,13 +130,12 @@ class Hardware:
             return self.peer_Bps
         return min(self.peer_Bps, _NIC_SHARE * self.nics * self.nic_Bps / self.ranks_a_machine, self.link_Bps)
 
-    def _reduce_Bps(self, world: int, replicas: int, sent_share: float) -> float:
+    def _reduce_Bps(self, mesh: RankMesh, sent_share: float) -> float:
         """Return the bytes of gradients a second that are summed by the library and by replicas."""
-        if replicas == 1 and not self.is_accelerator:
+        if mesh.replicate == 1 and not self.is_accelerator:
             return inf
-        shards = world // replicas
-        within_s = (shards - 1) / shards / self.exchange_Bps(shards)
-        return 1 / sent_share / (within_s + across_share(world, replicas) / self.across_Bps(world))
+        within_s = (mesh.shard - 1) / mesh.shard / self.exchange_Bps(mesh.shard)
+        return 1 / sent_share / (within_s + mesh.across_share / self.across_Bps(mesh.world))
 
     def flop_rate(self, dtype: torch.dtype) -> float:
         """Return the operations a second in `dtype`."""
@@ -173,12 +173,11 @@ class Hardware:
         host_nbytes: int,
         *,
         disk_nbytes: int = 0,
-        world: int = 1,
-        replicas: int = 1,
+        mesh: RankMesh = ALONE,
         sent_share: float = 1.0,
     ) -> Machine:
-        """Return what plans of one of `world` ranks are made for, under these caps; `sent_share`: see `Setting`."""
-        shards = world // replicas
+        """Return what plans of one rank of a mesh are made for, under these caps; `sent_share`: see `Setting`."""
+        shards = mesh.shard
         links = host_links(h2d_Bps=self.link_Bps, d2h_Bps=self.link_Bps, latency_s=_LATENCY_S)
         if disk_nbytes:
             links |= disk_links(read_Bps=self.disk_read_Bps, write_Bps=self.disk_write_Bps, latency_s=_DISK_LATENCY_S)
@@ -194,16 +193,11 @@ class Hardware:
             shadow_nbytes=host_nbytes if self.is_accelerator else 0,
             # Of a chunk, all but the part of its owner passes each rank.
             exchange_Bps=self.exchange_Bps(shards) * shards / (shards - 1) if shards > 1 else inf,
-            reduce_Bps=self._reduce_Bps(world, replicas, sent_share) if shards > 1 else inf,
+            reduce_Bps=self._reduce_Bps(mesh, sent_share) if shards > 1 else inf,
             host_memory_Bps=self.host_memory_Bps,
             duplex_Bps=self.duplex_Bps,
             disk_nbytes=disk_nbytes,
         )
-
-
-def across_share(world: int, replicas: int) -> float:
-    """Return the share of the gradients that a rank sends to other replicas: all ranks all-reduce a part each."""
-    return 2 * (replicas - 1) / world
 
 
 def _of(

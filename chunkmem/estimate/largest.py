@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from chunkmem.errors import CapacityError
 from chunkmem.estimate.families import Family
 from chunkmem.estimate.needs import DeviceNeed
-from chunkmem.estimate.question import Finding, Question, device_need, find, find_chosen
-from chunkmem.estimate.rehearse import Rehearsal
+from chunkmem.estimate.question import Finding, Question, device_need, find, find_chosen, made_once, rehearsed
 from chunkmem.types import Tier
 
 MOST_LAYERS = 1000
@@ -25,18 +24,17 @@ class Tried:
     width: int
     layers: int
     question: Question
-    rehearsal: Rehearsal
 
     @property
     def nbytes(self) -> int:
         """Bytes of chunks and activations on the tiers of all ranks."""
-        activations_nbytes = self.question.shards * self.rehearsal.activation_nbytes
-        return sum(self.rehearsal.role_nbytes.values()) + activations_nbytes
+        rehearsal = self.question.rehearsal
+        return sum(rehearsal.role_nbytes.values()) + self.question.mesh.shard * rehearsal.activation_nbytes
 
     @property
     def device_need(self) -> DeviceNeed:
         """The smallest cap on DEVICE."""
-        return device_need(self.question, self.rehearsal)
+        return device_need(self.question)
 
 
 @dataclass(frozen=True)
@@ -72,17 +70,22 @@ def largest(family: Family, question: Question, *, note: Callable[[Fitting | Too
         note: called after each try.
     """
     assert question.host_nbytes is not None
-    total_nbytes = question.shards * (question.device_nbytes + question.host_nbytes + question.disk_nbytes)
+    mesh = question.mesh
+    total_nbytes = mesh.shard * (question.device_nbytes + question.host_nbytes + question.disk_nbytes)
     num_tried = 0
 
     def tried(width: int, layers: int) -> Fitting | TooLarge:
         nonlocal num_tried
         num_tried += 1
-        found = _try(replace(question, model=family.sized(width, layers)), width, layers)
+        asked = replace(question, model=family.sized(width, layers), rehearse=made_once(rehearsed))
+        try:
+            found: Fitting | TooLarge = Fitting(width, layers, asked, find(asked))
+        except CapacityError as error:
+            found = TooLarge(width, layers, asked, error)
         note(found)
         return found
 
-    for width in family.widths(family.tp * total_nbytes // _BYTES_A_PARAM):
+    for width in family.widths(mesh.tp * total_nbytes // _BYTES_A_PARAM, tp=mesh.tp):
         first = tried(width, 1)
         if isinstance(first, Fitting):
             break
@@ -106,7 +109,7 @@ def largest(family: Family, question: Question, *, note: Callable[[Fitting | Too
             fitting, guess, stride = found, found.layers + stride, 2 * stride
         else:
             beyond, stride = found, 1
-            each_nbytes = on_device_nbytes if found.shortage.tier is Tier.DEVICE else layer_nbytes // question.shards
+            each_nbytes = on_device_nbytes if found.shortage.tier is Tier.DEVICE else layer_nbytes // mesh.shard
             # How many layers the shortage is, if each takes so many bytes of the tier that binds.
             short_nbytes = found.shortage.needed_nbytes - found.shortage.cap_nbytes
             guess = found.layers - max(1, -(-short_nbytes // max(1, each_nbytes)))
@@ -117,13 +120,5 @@ def largest(family: Family, question: Question, *, note: Callable[[Fitting | Too
 
 def _as_trained(fitting: Fitting) -> Fitting:
     """Return a model that fits as it is trained: when it was tried, all regions were recomputed."""
-    rehearsal, finding = find_chosen(fitting.question, fitting.rehearsal, fitting.finding)
-    return replace(fitting, rehearsal=rehearsal, finding=finding)
-
-
-def _try(question: Question, width: int, layers: int) -> Fitting | TooLarge:
-    rehearsal = question.rehearse()
-    try:
-        return Fitting(width, layers, question, rehearsal, find(question, rehearsal))
-    except CapacityError as error:
-        return TooLarge(width, layers, question, rehearsal, error)
+    finding = find_chosen(fitting.finding)
+    return replace(fitting, question=finding.question, finding=finding)

@@ -47,11 +47,24 @@ class RankMesh:
         return mesh
 
     @property
+    def world(self) -> int:
+        """Ranks of a stage that have a batch each; of one with tensor-parallel ranks, all have the same."""
+        return self.replicate * self.shard
+
+    @property
+    def across_share(self) -> float:
+        """Of the gradients, what a rank sends to other replicas: all ranks all-reduce a part each."""
+        return 2 * (self.replicate - 1) / self.world
+
+    @property
     def num_ranks(self) -> int:
         return prod(asdict(self).values())
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in asdict(self).items() if size > 1) or "shard=1"
+
+
+ALONE = RankMesh()
 
 
 def meshes(num_ranks: int, *, most_tp: int, most_stages: int) -> Iterator[RankMesh]:

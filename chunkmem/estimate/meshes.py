@@ -11,9 +11,7 @@ from chunkmem.errors import CapacityError, ConfigError
 from chunkmem.estimate.mesh import RankMesh, meshes
 from chunkmem.estimate.model_blocks import model_blocks
 from chunkmem.estimate.question import Question, find, find_chosen
-from chunkmem.estimate.rehearse import Rehearsal
 from chunkmem.estimate.staged import MICRO_BATCHES_A_STAGE, StagedStep, staged_step
-from chunkmem.types import Tier
 
 _NUM_FITTING, _NUM_TOO_SMALL = 6, 6
 """Meshes that are planned before the search ends."""
@@ -56,25 +54,10 @@ class MeshChoice:
     """Why some numbers of tensor-parallel ranks were left out."""
 
 
-def unstaged(question: Question, rehearsal: Rehearsal, mesh: RankMesh) -> MeshStep:
-    """Plan a step without stages.
-
-    Raises:
-        CapacityError: it does not fit.
-    """
-    rehearsal, finding = find_chosen(question, rehearsal, find(question, rehearsal))
-    bounds, timeline = finding.lower_bounds, finding.timeline
-    zipped = zip(timeline.device_nbytes, finding.trace.moments, strict=True)
-    device_nbytes = max(nbytes + moment.non_model_peak_nbytes for nbytes, moment in zipped)
-    host_nbytes = timeline.peak_nbytes.get(Tier.HOST, 0) + finding.on_host_nbytes
-    step_s = max(timeline.step_s, bounds.network_s)
-    return _row(question, rehearsal, mesh, step_s, 1.0, device_nbytes, host_nbytes, bounds.binding)
-
-
-def of_stages(question: Question, rehearsal: Rehearsal, mesh: RankMesh, step: StagedStep, *, batch: int) -> MeshStep:
+def of_stages(question: Question, step: StagedStep, *, batch: int) -> MeshStep:
     """Return what a pipeline takes of a mesh; `batch`: samples of a step."""
     scale, schedule = batch / question.batch, step.choice.best.step
-    stalled_s = scale * rehearsal.exchange_s / mesh.stage
+    stalled_s = scale * question.rehearsal.exchange_s / question.mesh.stage
     parts = {
         "compute": (1 - schedule.bubble) * schedule.step_s - stalled_s,
         "bubble": schedule.bubble * schedule.step_s,
@@ -82,19 +65,13 @@ def of_stages(question: Question, rehearsal: Rehearsal, mesh: RankMesh, step: St
         "updates": step.update_s,
     }
     binding = max(parts, key=parts.__getitem__)
-    return _row(question, rehearsal, mesh, step.step_s, scale, step.device_nbytes, step.host_nbytes, binding)
+    return _row(question, step.step_s, scale, step.device_nbytes, step.host_nbytes, binding)
 
 
 def _row(
-    question: Question,
-    rehearsal: Rehearsal,
-    mesh: RankMesh,
-    step_s: float,
-    scale: float,
-    device_nbytes: int,
-    host_nbytes: int,
-    binding: str,
+    question: Question, step_s: float, scale: float, device_nbytes: int, host_nbytes: int, binding: str
 ) -> MeshStep:
+    rehearsal, mesh = question.rehearsal, question.mesh
     rate = scale * rehearsal.tokens / step_s / mesh.tp / mesh.stage or None
     mfu = rate and 6 * rehearsal.num_params * rate / question.hardware.peak_flop_per_s(question.dtype)
     return MeshStep(mesh, step_s, rate, mfu, device_nbytes, host_nbytes, binding)
@@ -103,33 +80,34 @@ def _row(
 class _Cluster:
     """Predicts steps of the same samples on meshes of the same ranks."""
 
-    def __init__(self, question: Question, num_ranks: int) -> None:
-        self._question, self._num_ranks, self._batch = question, num_ranks, question.batch
+    def __init__(self, question: Question) -> None:
+        self._question, self._num_ranks = question, question.mesh.num_ranks
         self.rehearsed = functools.cache(self._rehearsed)
-        self.blocks = functools.cache(lambda tp: model_blocks(*self.rehearsed(tp)))
+        self.blocks = functools.cache(lambda tp: model_blocks(self.rehearsed(tp)))
 
-    def _rehearsed(self, tp: int) -> tuple[Question, Rehearsal]:
+    def _rehearsed(self, tp: int) -> Question:
         """Return a step of about the samples that `tp` ranks have, as one of several such groups."""
-        batch = max(1, self._batch * tp // self._num_ranks)
-        question = replace(self._question, batch=batch).on(RankMesh(shard=2 if self._num_ranks > tp else 1, tp=tp))
-        return question, question.rehearse()
+        batch = max(1, self._question.batch * tp // self._num_ranks)
+        mesh = RankMesh(shard=2 if self._num_ranks > tp else 1, tp=tp)
+        return replace(self._question, batch=batch, mesh=mesh)
 
     def local_batch(self, mesh: RankMesh) -> int | None:
         """Return the samples of each of the ranks that have a batch; None: they would differ."""
-        batch, rest = divmod(self._batch, mesh.replicate * mesh.shard)
+        batch, rest = divmod(self._question.batch, mesh.world)
         return None if rest else batch
 
     def expected_s(self, mesh: RankMesh) -> float:
         """Return about what a step takes, by the rehearsal of one rank of the whole model; infinity: it cannot fit."""
-        question, rehearsal = self.rehearsed(1)
-        asked, num_parts, batch = question.on(mesh), mesh.tp * mesh.stage, self.local_batch(mesh) or 0
+        question = self.rehearsed(1)
+        rehearsal, hardware = question.rehearsal, question.hardware
+        num_parts, batch = mesh.tp * mesh.stage, self.local_batch(mesh) or 0
         scale = batch / question.batch
         blocks, moments = self.blocks(1), rehearsal.trace.moments
         # Gathered and scattered twice in each block, forward and backward; where recomputing, once more.
         num_exchanges = 8 + 4 * (question.checkpointing or bool(question.activations))
         whole_s = sum(moment.duration_s for moment in moments) + rehearsal.trace.before_s
         border_nbytes = sum(block.output_nbytes for block in blocks)
-        stalled_s = num_exchanges * border_nbytes * (mesh.tp - 1) / asked.hardware.exchange_Bps(mesh.tp)
+        stalled_s = num_exchanges * border_nbytes * (mesh.tp - 1) / hardware.exchange_Bps(mesh.tp)
         compute_s = scale * (whole_s + stalled_s) / num_parts
         num_micro_batches = min(batch, MICRO_BATCHES_A_STAGE * mesh.stage)
         compute_s *= 1 + (mesh.stage - 1) / max(1, num_micro_batches)
@@ -139,12 +117,12 @@ class _Cluster:
         own_nbytes = all_nbytes / mesh.shard
         passing_nbytes = scale * rehearsal.activation_nbytes / mesh.tp / (num_micro_batches if mesh.stage > 1 else 1)
         used_nbytes = own_nbytes + passing_nbytes + is_held * 2 * weight_nbytes
-        room_nbytes = inf if asked.host_nbytes is None else asked.device_nbytes + asked.host_nbytes
-        if used_nbytes > room_nbytes or passing_nbytes > asked.device_nbytes:
+        room_nbytes = inf if question.host_nbytes is None else question.device_nbytes + question.host_nbytes
+        if used_nbytes > room_nbytes or passing_nbytes > question.device_nbytes:
             return inf
-        machine = asked.peers.machine(asked.device_nbytes, 0, world=asked.world, replicas=asked.replicas)
+        machine = hardware.divided(mesh.tp).machine(question.device_nbytes, 0, mesh=mesh)
         exchange_s = weight_nbytes * ((1 if is_held else 2) / machine.exchange_Bps + 1 / machine.reduce_Bps)
-        on_host_nbytes = min(own_nbytes, max(0, used_nbytes - asked.device_nbytes))
+        on_host_nbytes = min(own_nbytes, max(0, used_nbytes - question.device_nbytes))
         update_s = on_host_nbytes / machine.host_update_Bps
         update_s += (own_nbytes - on_host_nbytes) / machine.device_update_Bps
         return max(compute_s, exchange_s) + update_s
@@ -155,16 +133,18 @@ class _Cluster:
         Raises:
             CapacityError: it does not fit.
         """
-        (question, rehearsal), batch = self.rehearsed(mesh.tp), self.local_batch(mesh) or 1
-        question = question.on(mesh)
+        question, batch = self.rehearsed(mesh.tp), self.local_batch(mesh) or 1
+        question = replace(question, mesh=mesh).rehearsed_as(question)
         if mesh.stage == 1:
-            return unstaged(question, rehearsal, mesh)
-        step = staged_step(question, rehearsal, self.blocks(mesh.tp), mesh.stage, batch=batch)
-        return of_stages(question, rehearsal, mesh, step, batch=batch)
+            found = find_chosen(find(question))
+            nbytes = found.device_peak_nbytes, found.host_peak_nbytes
+            return _row(found.question, found.step_s, 1.0, *nbytes, found.lower_bounds.binding)
+        step = staged_step(question, self.blocks(mesh.tp), batch=batch)
+        return of_stages(question, step, batch=batch)
 
 
-def fastest_meshes(question: Question, num_ranks: int, *, note: Callable[[RankMesh], None]) -> MeshChoice:
-    """Return the meshes on which steps are fastest.
+def fastest_meshes(question: Question, *, note: Callable[[RankMesh], None]) -> MeshChoice:
+    """Return the meshes of the question's ranks on which steps are fastest.
 
     Each trains on `question.batch` samples over all ranks. Tensor-parallel ranks are in one machine. What steps take is
     guessed for all meshes, and planned for the few of which it is least.
@@ -172,7 +152,7 @@ def fastest_meshes(question: Question, num_ranks: int, *, note: Callable[[RankMe
     Raises:
         ConfigError: no mesh has so many ranks and samples.
     """
-    cluster = _Cluster(question, num_ranks)
+    cluster, num_ranks = _Cluster(question), question.mesh.num_ranks
     most_stages = min(len(cluster.blocks(1)), _MOST_STAGES)
     expected_s = {
         mesh: cluster.expected_s(mesh)
@@ -191,16 +171,13 @@ def fastest_meshes(question: Question, num_ranks: int, *, note: Callable[[RankMe
         if len(fitting) == _NUM_FITTING or len(too_small) == _NUM_TOO_SMALL or (fitting and expected_s[mesh] == inf):
             break
         if mesh.tp not in refused:
-            try:
-                cluster.rehearsed(mesh.tp)
-            except ConfigError as error:  # heads, say, do not divide by it
-                refused[mesh.tp] = str(error)
-        if mesh.tp not in refused:
             note(mesh)
             try:
                 fitting.append(cluster.planned(mesh))
             except CapacityError as error:
                 too_small.append(TooSmall(mesh, error))
+            except ConfigError as error:  # heads, say, do not divide by it
+                refused[mesh.tp] = str(error)
     if not fitting and not too_small:
         raise ConfigError("; ".join(refused.values()))
     fitting.sort(key=lambda step: step.step_s)

@@ -21,8 +21,6 @@ class Model:
     """Makes a batch, calls the model on it, and returns a scalar."""
     tokens: int = 0
     """Positions in a batch, for speeds; 0 if it has none."""
-    tp: int = 1
-    """Tensor-parallel ranks that it is divided over; see `chunkmem.estimate.tensor_parallel`."""
 
 
 def checkpointed(module: nn.Module) -> bool:

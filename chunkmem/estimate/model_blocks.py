@@ -14,24 +14,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.question import Question
-from chunkmem.estimate.rehearse import Rehearsal
 from chunkmem.nn.values import tensors_in
 from chunkmem.plan.balance import Block
 from chunkmem.report.blocks import blocks_of
 
 
-def model_blocks(question: Question, rehearsal: Rehearsal) -> tuple[Block, ...]:
+def model_blocks(question: Question) -> tuple[Block, ...]:
     """Return the blocks of the model asked about, with times of its hardware.
 
     Raises:
         TraceError: the model has no modules with parameters.
     """
+    rehearsal = question.rehearsal
     blocks = blocks_of(rehearsal.trace, numels={param.name: param.slot.numel for param in rehearsal.step.parameters})
     sizes = _border_nbytes(question.model(question.batch), question.dtype)
     borders = [sizes[block.name, "in"] or sizes[before.name, "out"] for before, block in pairwise(blocks)]
-    # Of tensor-parallel ranks, each hands on a part.
+    tp = question.mesh.tp  # each of so many hands on a part
     return tuple(
-        replace(block, output_nbytes=nbytes // question.tp) for block, nbytes in zip(blocks, [*borders, 0], strict=True)
+        replace(block, output_nbytes=nbytes // tp) for block, nbytes in zip(blocks, [*borders, 0], strict=True)
     )
 
 

@@ -70,7 +70,9 @@ def _from_function(text: str, *, batch: int, seq: int | None, layers: int | None
         ConfigError: there is no such function, it returns something else, or it does not take `layers` and is given
             some.
     """
-    make = _function(text)
+    make = imported(text, what="MODEL", allowed=KINDS)
+    if not callable(make):
+        raise ConfigError(f"MODEL {text!r} is a {type(make).__name__}, not a function")
     taken = {name: value for name, value in (("batch", batch), ("seq", seq), ("layers", layers)) if value is not None}
     parameters = inspect.signature(make).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -137,14 +139,6 @@ def imported(text: str, *, what: str, allowed: str) -> Any:
         if added:
             sys.path.remove(here)
     return found
-
-
-def _function(text: str) -> Callable[..., Any]:
-    found = imported(text, what="MODEL", allowed=KINDS)
-    if not callable(found):
-        raise ConfigError(f"MODEL {text!r} is a {type(found).__name__}, not a function")
-    made: Callable[..., Any] = found
-    return made
 
 
 def _call(model: nn.Module, given: Any) -> Any:

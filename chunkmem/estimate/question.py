@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from chunkmem.comm.exchange import Traffic
 from chunkmem.errors import CapacityError
-from chunkmem.estimate.hardware import FASTER, SLOWER, Hardware, across_share
+from chunkmem.estimate.hardware import FASTER, SLOWER, Hardware
 from chunkmem.estimate.lower_bounds import LowerBounds, lower_bounds_of
-from chunkmem.estimate.mesh import RankMesh
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.needs import DeviceNeed, least_on_device, least_on_host, least_over_disk
 from chunkmem.estimate.rank_stage import RankStage, RankSteps, Step
 from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
 from chunkmem.estimate.weightless import counted_memory
+from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, SLABS_PER_CAP
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.candidates import candidates
 from chunkmem.plan.machine import Machine
@@ -53,60 +53,60 @@ class Question(Setting):
     """Cap on DISK; 0: there is none."""
     is_accumulating: bool = False
     """`manager.accumulate(1)` is called, so that the first step knows that its backward is the last one, too."""
+    rehearse: Callable[[Question], Rehearsal] = field(
+        default_factory=lambda: made_once(rehearsed), repr=False, compare=False
+    )
+    """How a question's step is rehearsed; questions that differ from this one have it from it."""
 
     @property
     def name(self) -> str:
         """Of the model."""
         return self.model(self.batch).name
 
-    @functools.cached_property
-    def tp(self) -> int:
-        """Tensor-parallel ranks in the place of each of `world`; they have the same batch."""
-        return self.model(self.batch).tp
-
-    @property
-    def num_ranks(self) -> int:
-        """Those of one stage."""
-        return self.world * self.tp
-
     @property
     def peers(self) -> Hardware:
         """The hardware as ranks see it that have the same part of the model."""
-        return self.hardware.divided(self.tp)
+        return self.hardware.divided(self.mesh.tp)
 
-    def on(self, mesh: RankMesh) -> Question:
-        """Return the question of the ranks of a stage."""
-        whole, replicate = self.model, mesh.replicate
-        model = lambda batch: replace(whole(batch), tp=mesh.tp)  # noqa: E731
-        return replace(self, world=replicate * mesh.shard, replicas=replicate, model=model)
+    @property
+    def rehearsal(self) -> Rehearsal:
+        """The step of one rank, of whatever number of them."""
+        return self.rehearse(self)
 
-    def rehearse(self, *, kept: frozenset[int] = frozenset()) -> Rehearsal:
-        """Return the step of one rank, of whatever number of them; under "auto", all but `kept` is recomputed."""
-        return rehearse(self.model(self.batch), self, kept=kept)
+    def rehearsed_as(self, other: Question) -> Question:
+        """Return this question, to be answered by the rehearsal of another one."""
+        return replace(self, rehearse=lambda _: other.rehearsal)
+
+    @property
+    def room_nbytes(self) -> int:
+        """Of the cap on DEVICE, what chunks may take."""
+        beside_nbytes = self.rehearsal.activation_nbytes if self.hardware.is_accelerator else 0
+        return max(1, self.device_nbytes - beside_nbytes)
 
 
-Rehearse = Callable[[Question], Rehearsal]
+def rehearsed(question: Question, *, kept: frozenset[int] = frozenset()) -> Rehearsal:
+    """Rehearse a question's step; under "auto", all but `kept` is recomputed."""
+    return rehearse(question.model(question.batch), question, kept=kept)
 
 
-def made_once(rehearse: Rehearse) -> Rehearse:
+def made_once(rehearse: Callable[[Question], Rehearsal]) -> Callable[[Question], Rehearsal]:
     """Return what rehearses each question once; those that differ in what no rehearsal looks at are one."""
     made = functools.cache(rehearse)
-    return lambda question: made(replace(question, host_nbytes=None, disk_nbytes=0, is_accumulating=False))
 
+    def rehearsal_of(question: Question) -> Rehearsal:
+        device_nbytes = min(question.device_nbytes, SLABS_PER_CAP * SLAB_FLOOR_NBYTES)
+        return made(
+            replace(question, device_nbytes=device_nbytes, host_nbytes=None, disk_nbytes=0, is_accumulating=False)
+        )
 
-@dataclass(frozen=True)
-class StepRange:
-    """Seconds of a step on the hardware that is assumed, and on what else may have its name."""
-
-    fastest_s: float
-    typical_s: float
-    slowest_s: float
+    return rehearsal_of
 
 
 @dataclass(frozen=True)
 class Finding:
     """The answer, where it fits: for the rank that owns most bytes."""
 
+    question: Question
     trace: Trace
     plan: Plan
     timeline: Timeline
@@ -120,46 +120,61 @@ class Finding:
     """What a rank sends to other replicas, and receives from them; not in `exchanged`."""
 
     @property
+    def step_s(self) -> float:
+        """What a step takes on the hardware that is assumed."""
+        return max(self.timeline.step_s, self.lower_bounds.network_s)
+
+    @property
+    def device_peak_nbytes(self) -> int:
+        """Most bytes on DEVICE at a time, of chunks and of non-model data."""
+        moments = zip(self.timeline.device_nbytes, self.trace.moments, strict=True)
+        return max(chunks + moment.non_model_peak_nbytes for chunks, moment in moments)
+
+    @property
+    def host_peak_nbytes(self) -> int:
+        """Most bytes on HOST at a time."""
+        return self.timeline.peak_nbytes.get(Tier.HOST, 0) + self.on_host_nbytes
+
+    @property
     def regions(self) -> tuple[RegionPolicy, ...]:
         """What becomes of activations that are managed."""
         return region_policies(self.plan, self.trace)
 
 
-def device_need(question: Question, rehearsal: Rehearsal) -> DeviceNeed:
+def device_need(question: Question) -> DeviceNeed:
     """Return the smallest cap on DEVICE under which a rank trains, if HOST takes everything that nobody uses."""
-    return least_on_device(_lazy_steps(question, rehearsal), charges_non_model=question.hardware.is_accelerator)
+    return least_on_device(_lazy_steps(question), charges_non_model=question.hardware.is_accelerator)
 
 
-def host_need(question: Question, rehearsal: Rehearsal) -> int:
+def host_need(question: Question) -> int:
     """Return the smallest cap on HOST, in bytes, that the planner finds a plan for on a DEVICE as large as asked about.
 
     Raises:
         CapacityError: DEVICE is too small whatever HOST has.
     """
-    least_nbytes = _least_on_host(question, _steps(question, rehearsal))
-    return _raised(replace(question, host_nbytes=max(1, least_nbytes)), rehearsal, Tier.HOST)  # 0 would be one tier
+    return _raised(replace(question, host_nbytes=max(1, _least_on_host(question))), Tier.HOST)  # 0 would be one tier
 
 
-def disk_need(question: Question, rehearsal: Rehearsal) -> int | None:
+def disk_need(question: Question) -> int | None:
     """Return a cap on DISK, in bytes, that makes it fit; None: none does, as HOST or DEVICE is too small for that."""
     try:
         # What a plan has on DISK if it has all the room it likes.
-        disk_nbytes = require_plan(replace(question, disk_nbytes=UNLIMITED_NBYTES), rehearsal).peak_nbytes[Tier.DISK]
+        disk_nbytes = require_plan(replace(question, disk_nbytes=UNLIMITED_NBYTES)).peak_nbytes[Tier.DISK]
     except CapacityError:
         return None
-    return _raised(replace(question, disk_nbytes=max(1, disk_nbytes)), rehearsal, Tier.DISK)
+    return _raised(replace(question, disk_nbytes=max(1, disk_nbytes)), Tier.DISK)
 
 
-def _raised(question: Question, rehearsal: Rehearsal, tier: Tier) -> int:
+def _raised(question: Question, tier: Tier) -> int:
     """Return the cap on a tier below DEVICE, raised until there is a plan. What DISK lacks, HOST may have."""
     cap, has_room = f"{tier.value}_nbytes", False
     while True:
         nbytes: int = getattr(question, cap)
         try:
             if not has_room:  # with a larger cap there is, too
-                _require_steps(question, rehearsal)
+                _require_steps(question)
                 has_room = True
-            _first_timeline(question, rehearsal)
+            _first_timeline(question)
         except CapacityError as error:
             if PLACE[error.tier] < PLACE[tier]:
                 raise
@@ -170,94 +185,92 @@ def _raised(question: Question, rehearsal: Rehearsal, tier: Tier) -> int:
             return nbytes
 
 
-def find(question: Question, rehearsal: Rehearsal) -> Finding:
+def find(question: Question) -> Finding:
     """Plan and time the step.
 
     Raises:
         CapacityError: it does not fit.
     """
-    steps = _steps(question, rehearsal)
-    _require_steps(question, rehearsal)
-    step, plan, timeline = _planned(question, rehearsal)
+    _require_steps(question)
+    step, plan, timeline = _planned(question)
     most_nbytes = max(step.exchanged.sent_nbytes, step.exchanged.received_nbytes)
-    exchange_s = most_nbytes / question.peers.exchange_Bps(question.shards)
+    mesh, peers = question.mesh, question.peers
+    exchange_s = most_nbytes / peers.exchange_Bps(mesh.shard)
     gradients = sum(nbytes for chunk, nbytes in step.trace.chunk_nbytes.items() if chunk.role is Role.GRAD)
-    across_nbytes = int(across_share(question.world, question.replicas) * question.sent_share * gradients)
-    exchange_s += across_nbytes / question.peers.across_Bps(question.world)
+    across_nbytes = int(mesh.across_share * question.sent_share * gradients)
+    exchange_s += across_nbytes / peers.across_Bps(mesh.world)
     lower_bounds = lower_bounds_of(
-        plan, step.trace, question.hardware, exchange_s=exchange_s, stalled_s=rehearsal.exchange_s
+        plan, step.trace, question.hardware, exchange_s=exchange_s, stalled_s=question.rehearsal.exchange_s
     )
-    least, taken = _least_on_host(question, steps), step.on_host_nbytes.total()
-    return Finding(step.trace, plan, timeline, lower_bounds, step.exchanged, taken, least, across_nbytes)
+    least, taken = _least_on_host(question), step.on_host_nbytes.total()
+    return Finding(question, step.trace, plan, timeline, lower_bounds, step.exchanged, taken, least, across_nbytes)
 
 
-def find_chosen(question: Question, rehearsal: Rehearsal, finding: Finding) -> tuple[Rehearsal, Finding]:
-    """Return the step that training would choose, if it fits; given is one that recomputes all, and its plan."""
-    if rehearsal.step.regions and (kept := _kept(question, rehearsal)):
+def find_chosen(finding: Finding) -> Finding:
+    """Return the step that training would choose, if it fits; given is one that recomputes all."""
+    question = finding.question
+    if question.rehearsal.step.regions and (kept := _kept(question)):
         with contextlib.suppress(CapacityError):
-            chosen = question.rehearse(kept=kept)
-            return chosen, find(question, chosen)
-    return rehearsal, finding
+            return find(replace(question, rehearse=made_once(partial(rehearsed, kept=kept))))
+    return finding
 
 
-def step_range(question: Question, finding: Finding) -> StepRange:
-    """Return how long a step takes: the same plan on assumed, `FASTER` and `SLOWER` hardware."""
+def step_range_s(finding: Finding) -> tuple[float, float]:
+    """Return how long a step takes by the same plan on what else may have the hardware's name: `FASTER`, `SLOWER`."""
+    question = finding.question
 
     def timed_s(factors: Mapping[str, float]) -> float:
         hardware = question.hardware.scaled(**factors)
         machine = _machine(replace(question, hardware=hardware))
         slowdown = question.hardware.eager_share / hardware.eager_share
         moments = tuple(replace(moment, duration_s=slowdown * moment.duration_s) for moment in finding.trace.moments)
-        step_s = simulate(finding.plan, replace(finding.trace, moments=moments), machine=machine).step_s
-        return max(step_s, finding.lower_bounds.network_s)
+        timeline = simulate(finding.plan, replace(finding.trace, moments=moments), machine=machine)
+        return replace(finding, timeline=timeline).step_s
 
-    typical_s = max(finding.timeline.step_s, finding.lower_bounds.network_s)
-    return StepRange(timed_s(FASTER), typical_s, timed_s(SLOWER))
+    return timed_s(FASTER), timed_s(SLOWER)
 
 
-def fits(question: Question, rehearsal: Rehearsal) -> bool:
+def fits(question: Question) -> bool:
     """Tell whether there is a plan."""
-    if question.host_nbytes is not None and question.host_nbytes < _least_on_host(
-        question, _steps(question, rehearsal)
-    ):
+    if question.host_nbytes is not None and question.host_nbytes < _least_on_host(question):
         return False  # before the steps of several ranks are tried
     try:
-        require_plan(question, rehearsal)
+        require_plan(question)
     except CapacityError:
         return False
     return True
 
 
-def require_plan(question: Question, rehearsal: Rehearsal) -> Timeline:
+def require_plan(question: Question) -> Timeline:
     """Return how a step goes by the first plan that there is, without looking for a better one.
 
     Raises:
         CapacityError: it does not fit.
     """
-    _require_steps(question, rehearsal)
-    return _first_timeline(question, rehearsal)
+    _require_steps(question)
+    return _first_timeline(question)
 
 
-def _first_timeline(question: Question, rehearsal: Rehearsal) -> Timeline:
-    step = _lazy_steps(question, rehearsal).later
+def _first_timeline(question: Question) -> Timeline:
+    step = _lazy_steps(question).later
     with _on_host_counted(step):
         return next(candidates(step.trace, _machine(question, step), options=_PLANNED)).timeline
 
 
-def _require_steps(question: Question, rehearsal: Rehearsal) -> None:
-    need = device_need(question, rehearsal)
+def _require_steps(question: Question) -> None:
+    need = device_need(question)
     if need.nbytes > question.device_nbytes:
         raise CapacityError(
             f"{need.moment}: DEVICE needs {need.nbytes} bytes and has {question.device_nbytes}; raise it first",
             needed_nbytes=need.nbytes,
             cap_nbytes=question.device_nbytes,
         )
-    require_room(question, rehearsal)
+    require_room(question)
 
 
-def _kept(question: Question, rehearsal: Rehearsal) -> frozenset[int]:
+def _kept(question: Question) -> frozenset[int]:
     """Return the calls that are not recomputed, by number, chosen as in training: by a step that recomputes all."""
-    trace = _lazy_steps(question, rehearsal).later.trace
+    trace = _lazy_steps(question).later.trace
     machine = _machine(question)
     sizes = partial(kept_nbytes, trace, {}, charges_non_model=machine.charges_non_model)
     try:
@@ -267,44 +280,40 @@ def _kept(question: Question, rehearsal: Rehearsal) -> frozenset[int]:
     return frozenset(trace.regions[at].number for at in choice.kept)
 
 
-def _steps(question: Question, rehearsal: Rehearsal) -> RankSteps:
-    beside_nbytes = rehearsal.activation_nbytes if question.hardware.is_accelerator else 0
+def _steps(question: Question, device_nbytes: int | None = None) -> RankSteps:
+    rehearsal, shards = question.rehearsal, question.mesh.shard
     return rehearsal.over(
-        question.shards,
-        rank=rehearsal.fullest_ranks(question.shards)[0],
+        shards,
+        rank=rehearsal.fullest_ranks(shards)[0],
         is_accelerator=question.hardware.is_accelerator,
         is_accumulating=question.is_accumulating,
-        device_nbytes=max(1, question.device_nbytes - beside_nbytes),
+        device_nbytes=device_nbytes or question.room_nbytes,
     )
 
 
-def _lazy_steps(question: Question, rehearsal: Rehearsal) -> RankSteps:
+def _lazy_steps(question: Question) -> RankSteps:
     """Return the steps of a rank that holds no unit longer than it has to."""
-    steps = _steps(question, rehearsal)
-    return _steps(replace(question, device_nbytes=1), rehearsal) if steps.has_room else steps
+    steps = _steps(question)
+    return _steps(question, 1) if steps.has_room else steps
 
 
-def _least_on_host(question: Question, steps: RankSteps) -> int:
-    charges = question.hardware.is_accelerator
-    least_nbytes = least_on_host(steps.first.trace, device_nbytes=question.device_nbytes, charges_non_model=charges)
+def _least_on_host(question: Question) -> int:
+    first, charges = _steps(question).first, question.hardware.is_accelerator
+    least_nbytes = least_on_host(first.trace, device_nbytes=question.device_nbytes, charges_non_model=charges)
     if question.disk_nbytes:
-        least_nbytes = min(least_nbytes, max(least_nbytes - question.disk_nbytes, least_over_disk(steps.first.trace)))
-    return least_nbytes + steps.first.on_host_nbytes.total()
-
-
-def _host_nbytes(question: Question) -> int:
-    return UNLIMITED_NBYTES if question.host_nbytes is None else question.host_nbytes
+        least_nbytes = min(least_nbytes, max(least_nbytes - question.disk_nbytes, least_over_disk(first.trace)))
+    return least_nbytes + first.on_host_nbytes.total()
 
 
 def _machine(question: Question, step: Step | None = None) -> Machine:
     """Return what plans are made for: a rank's caps, less what modules take that compute on HOST in `step`."""
     taken_nbytes = 0 if step is None else step.on_host_nbytes.total()
+    host_nbytes = UNLIMITED_NBYTES if question.host_nbytes is None else question.host_nbytes
     return question.peers.machine(
         question.device_nbytes,
-        max(0, _host_nbytes(question) - taken_nbytes),
+        max(0, host_nbytes - taken_nbytes),
         disk_nbytes=question.disk_nbytes,
-        world=question.world,
-        replicas=question.replicas,
+        mesh=question.mesh,
         sent_share=question.sent_share,
     )
 
@@ -321,22 +330,20 @@ def _on_host_counted(step: Step) -> Iterator[None]:
         raise
 
 
-def require_room(question: Question, rehearsal: Rehearsal) -> None:
+def require_room(question: Question) -> None:
     """Have the first steps, which no plan has been made for yet, served on demand under the caps asked about.
 
     Raises:
         CapacityError: they do not fit.
     """
-    host_nbytes = _host_nbytes(question)
-    if question.host_nbytes is None or host_nbytes == 0:
+    host_nbytes = question.host_nbytes
+    if not host_nbytes:
         return  # everything finds room, or only a plan tells
-    least_nbytes = least_over_disk(_steps(question, rehearsal).first.trace)
-    beside_nbytes = rehearsal.activation_nbytes if question.hardware.is_accelerator else 0
-    device_nbytes = question.device_nbytes
+    rehearsal, shards = question.rehearsal, question.mesh.shard
     # Ranks with equally many bytes differ in what lies where, so a few are looked at.
-    for rank in rehearsal.fullest_ranks(question.shards)[:_NUM_TRIED]:
+    for rank in rehearsal.fullest_ranks(shards)[:_NUM_TRIED]:
         ledgers = [
-            Ledger(Tier.DEVICE, max(0, device_nbytes - beside_nbytes), device_nbytes),
+            Ledger(Tier.DEVICE, question.room_nbytes, question.device_nbytes),
             Ledger(Tier.HOST, host_nbytes, host_nbytes),
         ]
         if question.disk_nbytes:
@@ -345,7 +352,7 @@ def require_room(question: Question, rehearsal: Rehearsal) -> None:
             stage = RankStage(
                 rehearsal.step,
                 rank,
-                question.shards,
+                shards,
                 counted_memory(ledgers),
                 is_accelerator=False,
                 is_accumulating=question.is_accumulating,
@@ -356,9 +363,9 @@ def require_room(question: Question, rehearsal: Rehearsal) -> None:
         except CapacityError as error:
             # All tiers together are too small. More of DISK will do, unless HOST is smaller than what it has at a time.
             tier, cap_nbytes = Tier.HOST, host_nbytes
-            if question.disk_nbytes > 0 and least_nbytes <= host_nbytes:
+            if question.disk_nbytes and least_over_disk(_steps(question).first.trace) <= host_nbytes:
                 tier, cap_nbytes = Tier.DISK, question.disk_nbytes
-            where = f"rank {rank}: " if question.shards > 1 else ""
+            where = f"rank {rank}: " if shards > 1 else ""
             raise CapacityError(
                 f"{where}{error}",
                 needed_nbytes=cap_nbytes + error.needed_nbytes - error.cap_nbytes,
@@ -367,16 +374,16 @@ def require_room(question: Question, rehearsal: Rehearsal) -> None:
             ) from error
 
 
-def trains_on_demand(question: Question, rehearsal: Rehearsal) -> bool:
+def trains_on_demand(question: Question) -> bool:
     """Tell whether steps run where HOST is too small for a plan: every access is served on demand, which is slower."""
     try:
-        _require_steps(question, rehearsal)
+        _require_steps(question)
     except CapacityError:
         return False
     return True
 
 
-def _planned(question: Question, rehearsal: Rehearsal) -> tuple[Step, Plan, Timeline]:
+def _planned(question: Question) -> tuple[Step, Plan, Timeline]:
     """Plan the way that ranks keep: gathering ahead, if there is a plan for it."""
 
     def planned(step: Step) -> tuple[Step, Plan, Timeline]:
@@ -384,8 +391,8 @@ def _planned(question: Question, rehearsal: Rehearsal) -> tuple[Step, Plan, Time
             plan = make_plan(step.trace, _machine(question, step), options=_PLANNED)
         return step, plan, simulate(plan, step.trace)
 
-    steps = _steps(question, rehearsal)
+    steps = _steps(question)
     if steps.has_room:
         with contextlib.suppress(CapacityError):
             return planned(steps.later)
-    return planned(_lazy_steps(question, rehearsal).later)
+    return planned(_lazy_steps(question).later)

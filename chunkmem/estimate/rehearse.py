@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -45,6 +45,7 @@ from chunkmem.estimate.calls import (
 )
 from chunkmem.estimate.clock import HostOperators, OperatorClock
 from chunkmem.estimate.hardware import HARDWARE, Hardware
+from chunkmem.estimate.mesh import ALONE, RankMesh
 from chunkmem.estimate.model import Model, checkpointed
 from chunkmem.estimate.needs import gradient_peak_nbytes
 from chunkmem.estimate.optimizers import BUILT_IN, states_kept
@@ -106,15 +107,8 @@ class Setting:
     """`with_tiling_linear`, in elements; None tiles nothing."""
     cpu_embedding: bool = False
     """`use_cpu_embedding` of the configuration."""
-    world: int = 1
-    """Ranks with a batch each."""
-    replicas: int = 1
-    """Of the weights; each is sharded over `world / replicas` ranks."""
-
-    @property
-    def shards(self) -> int:
-        """Ranks of a replica. With several, the model has units; the search for a chunk size looks at them, too."""
-        return self.world // self.replicas
+    mesh: RankMesh = ALONE
+    """Ranks. With several shards, the model has units; the search for a chunk size looks at them, too."""
 
     @property
     def sent_share(self) -> float:
@@ -209,7 +203,7 @@ class Rehearsal:
     @property
     def activation_nbytes(self) -> int:
         """Peak bytes of non-model data: activations, gradients under way, temporaries."""
-        return max((moment.non_model_peak_nbytes for moment in self.trace.moments), default=0)
+        return self.trace.non_model_peak_nbytes
 
     @property
     def role_nbytes(self) -> Mapping[Role, int]:
@@ -266,7 +260,7 @@ def _build(model: Model, setting: Setting, clock: OperatorClock) -> tuple[nn.Mod
     module = model.build()
     num_params = sum(param.numel() for param in module.parameters())
     module.train()
-    if (tp := model.tp) > 1:
+    if (tp := setting.mesh.tp) > 1:
         seconds_a_byte = (tp - 1) / tp / setting.hardware.exchange_Bps(tp)
         make_local(module, tp, exchange=lambda nbytes: clock.exchange(seconds_a_byte * nbytes))
     if setting.tile_numel is not None:
@@ -324,10 +318,10 @@ class _Stage(TorchDispatchMode):
         self._module, self._setting, self._log = module, setting, CallLog(self._measure)
         ledgers = uncapped(setting.device_nbytes, has_host=setting.cpu_embedding)
         memory = counted_memory(ledgers)
-        self._units = LoggedUnits(self._log, is_alone=setting.shards == 1)
+        self._units = LoggedUnits(self._log, is_alone=setting.mesh.shard == 1)
         gradients, sharding, self._updater = make_training(
             memory,
-            Ranks(Unison(0, setting.shards)),
+            Ranks(Unison(0, setting.mesh.shard)),
             (),
             make_update_parts(memory.store, memory.compute, BlockingLanes(memory.compute)),
             make_slots=partial(LoggedSlots, self._log),
@@ -364,7 +358,7 @@ class _Stage(TorchDispatchMode):
         if only_makes_a_view(func):
             return func(*args, **kwargs)
         try:
-            result = self._probe.run(_with_workspaces(func), args, kwargs)
+            result = self._probe.run(partial(with_workspace, func), args, kwargs)
         except _UNKNOWABLE:
             stack = self._modules.access.stack
             where = str(stack[-1]) if stack else "the step, outside of any module"
@@ -413,7 +407,3 @@ class _Stage(TorchDispatchMode):
     def _measure(self) -> Measured:
         passed_s = self._clock.take_s() + self._host_clock.take_s()
         return Measured(passed_s, self._probe.take_peak_nbytes(), self._probe.take_peak_nbytes())
-
-
-def _with_workspaces(operator: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: with_workspace(operator, args, operator(*args, **kwargs))

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from chunkmem.errors import CapacityError
-from chunkmem.estimate.hardware import across_share
 from chunkmem.estimate.question import Question
-from chunkmem.estimate.rehearse import Rehearsal
 from chunkmem.plan.balance import Block, Stage
 from chunkmem.plan.pipeline_choice import PipelineChoice, PipelineMachine, choose_schedule
 from chunkmem.sizes import format_nbytes
@@ -36,9 +34,7 @@ class StagedStep:
 
 def staged_step(
     question: Question,
-    rehearsal: Rehearsal,
     blocks: Sequence[Block],
-    num_devices: int,
     *,
     num_micro_batches: int | None = None,
     batch: int | None = None,
@@ -49,10 +45,8 @@ def staged_step(
     the last one does (`chunkmem.pipeline.held`). Nothing overlaps with updates.
 
     Args:
-        question: what was rehearsed.
-        rehearsal: of that; times grow with the batch.
+        question: about what was rehearsed; times grow with the batch.
         blocks: of the rehearsed model.
-        num_devices: that a micro-batch passes.
         num_micro_batches: None: four a device.
         batch: samples of a step, if not those rehearsed.
 
@@ -60,13 +54,14 @@ def staged_step(
         ConfigError: there are fewer blocks than devices.
         CapacityError: a stage does not fit.
     """
+    num_devices = question.mesh.stage
     scale = (batch or question.batch) / question.batch
     batch = batch or question.batch
     num_micro_batches, size = micro_batches(batch, num_devices, num_micro_batches)
-    passing_nbytes = rehearsal.activation_nbytes * size // question.batch
+    passing_nbytes = question.rehearsal.activation_nbytes * size // question.batch
     """Of one micro-batch, in the whole model."""
-    machine = _machine(question, num_devices, passing_nbytes * min(num_micro_batches, num_devices) // num_devices)
-    of_a_rank = [_of_a_rank(block, question.shards, scale) for block in blocks]
+    machine = _machine(question, passing_nbytes * min(num_micro_batches, num_devices) // num_devices)
+    of_a_rank = [_of_a_rank(block, question.mesh.shard, scale) for block in blocks]
     choice = choose_schedule(of_a_rank, num_micro_batches, machine)
     # Of schedules that DEVICE has room for, the best one.
     most = question.device_nbytes / max(1, passing_nbytes)
@@ -94,12 +89,12 @@ def micro_batches(batch: int, num_devices: int, wanted: int | None) -> tuple[int
     return -(-batch // size), size  # as `tensor.chunk`, which may give fewer
 
 
-def _machine(question: Question, num_devices: int, activation_nbytes: int) -> PipelineMachine:
-    hardware = question.hardware
-    is_alone = question.num_ranks == 1  # then few of a machine's ranks send out of it
+def _machine(question: Question, activation_nbytes: int) -> PipelineMachine:
+    hardware, mesh = question.hardware, question.mesh
+    is_alone = mesh.num_ranks == mesh.stage  # then few of a machine's ranks send out of it
     return PipelineMachine(
-        num_devices,
-        send_Bps=(hardware.send_Bps if is_alone else hardware.across_Bps)(question.num_ranks * num_devices),
+        mesh.stage,
+        send_Bps=(hardware.send_Bps if is_alone else hardware.across_Bps)(mesh.num_ranks),
         fetch_Bps=hardware.link_Bps,
         kept_nbytes=max(0, question.device_nbytes - activation_nbytes),
         cap_nbytes=None if question.host_nbytes is None else question.device_nbytes + question.host_nbytes,
@@ -134,16 +129,16 @@ def _gathered_nbytes(part: Block | Stage, shards: int) -> int:
 
 
 def _exchange_s(question: Question, device: Stage, num_micro_batches: int) -> float:
-    shards, nbytes = question.shards, device.weight_nbytes
-    gather_s = nbytes * (shards - 1) / shards / question.peers.exchange_Bps(shards)
-    across_nbytes = across_share(question.world, question.replicas) * nbytes
-    reduce_s = question.sent_share * (gather_s + across_nbytes / question.peers.across_Bps(question.world))
+    mesh, nbytes = question.mesh, device.weight_nbytes
+    gather_s = nbytes * (mesh.shard - 1) / mesh.shard / question.peers.exchange_Bps(mesh.shard)
+    across_s = mesh.across_share * nbytes / question.peers.across_Bps(mesh.world)
+    reduce_s = question.sent_share * (gather_s + across_s)
     waits_s = gather_s - device.forward_s / num_micro_batches, reduce_s - device.backward_s / num_micro_batches
     return sum(max(0.0, seconds) for seconds in waits_s)
 
 
 def _update_s(question: Question, device: Stage, on_host_nbytes: int) -> float:
-    own_nbytes = device.nbytes - _gathered_nbytes(device, question.shards)
+    own_nbytes = device.nbytes - _gathered_nbytes(device, question.mesh.shard)
     updated_on_host_nbytes = min(own_nbytes, on_host_nbytes)
     machine = question.peers.machine(question.device_nbytes, 0)
     on_device_s = (own_nbytes - updated_on_host_nbytes) / machine.device_update_Bps

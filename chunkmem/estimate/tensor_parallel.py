@@ -29,6 +29,7 @@ _HEAD = "colwise_gather_output"
 _OF_VOCABULARY = (_HEAD, "embedding_rowwise")
 _ROWS = ("colwise", *_OF_VOCABULARY)
 """Ways in which a rank has some rows of a weight; by "rowwise", it has some columns."""
+_Exchanged = Callable[[Tensor], Tensor]
 _POSITIONS = -2
 """The dimension of activations that is divided."""
 
@@ -128,7 +129,7 @@ class _Stream:
         return (self._scatter(result[0]), *result[1:]) if isinstance(result, tuple) else self._scatter(result)
 
     def _gather(self, part: Tensor) -> Tensor:
-        whole: Tensor = _Gather.apply(part, self)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Exchange.apply(part, self.all_gather, self.reduce_scatter)  # type: ignore[no-untyped-call]
         return whole
 
     def _scatter(self, whole: Tensor) -> Tensor:
@@ -137,7 +138,7 @@ class _Stream:
                 f"tp={self.tp}: activations of shape {tuple(whole.shape)} have positions that do not divide by it; "
                 f"give a --seq that is a multiple of {self.tp}"
             )
-        part: Tensor = _Scatter.apply(whole, self)  # type: ignore[no-untyped-call]
+        part: Tensor = _Exchange.apply(whole, self.reduce_scatter, self.all_gather)  # type: ignore[no-untyped-call]
         return part
 
     def all_gather(self, part: Tensor) -> Tensor:
@@ -152,23 +153,14 @@ class _Stream:
         return whole.narrow(_POSITIONS, 0, whole.shape[_POSITIONS] // self.tp).clone()
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, stream: _Stream) -> Tensor:
-        ctx.stream = stream
-        return stream.all_gather(part)
+class _Exchange(torch.autograd.Function):
+    """One exchange in forward, and the one that undoes it in backward."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.stream.reduce_scatter(gradient), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, stream: _Stream) -> Tensor:
-        ctx.stream = stream
-        return stream.reduce_scatter(whole)
+    def forward(ctx: Any, tensor: Tensor, there: _Exchanged, back: _Exchanged) -> Tensor:
+        ctx.back = back
+        return there(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.stream.all_gather(gradient), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None

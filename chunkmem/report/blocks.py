@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from chunkmem.errors import TraceError
 from chunkmem.plan.balance import Block
-from chunkmem.report.clock import BACKWARD, FORWARD, STEP, phases
+from chunkmem.report.clock import BACKWARD, FORWARD, STEP, phase_names
 from chunkmem.report.modules import layer_named
 from chunkmem.trace.layers import layer_of
 from chunkmem.trace.model import Kind, Trace
@@ -58,7 +58,7 @@ def blocks_of(trace: Trace, *, numels: Mapping[str, int] | None = None) -> tuple
 
 
 def _timed(trace: Trace) -> dict[str, _Cost]:
-    computed = [(at, phase) for phase, start, stop in phases(trace) if phase != STEP for at in range(start, stop)]
+    computed = [(at, phase) for at, phase in enumerate(phase_names(trace)) if phase != STEP]
     # Some have a gradient, and are never called: their parent reads their parameters.
     named = (layer_named(trace.moments[at]) for at, phase in computed if phase == FORWARD)
     costs = {name: _Cost() for name in named if name}

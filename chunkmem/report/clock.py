@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from itertools import groupby
+from typing import TypeVar
 
 from chunkmem.plan.model import Lane
 from chunkmem.plan.timeline import Timeline
 from chunkmem.trace.model import Kind, Moment, Trace
 
+T = TypeVar("T")
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
 AGAIN = "forward again"
 """Recomputation, within a backward."""
@@ -35,32 +38,38 @@ def moment_starts_s(timeline: Timeline, num_moments: int) -> list[float]:
     return [*starts_s, max(now_s, over_s, timeline.step_s)]
 
 
+def runs(values: Iterable[T]) -> Iterator[tuple[T, int, int]]:
+    """Yield (value, first, one past the last) of equal values that follow each other."""
+    stop = 0
+    for value, equal in groupby(values):
+        start, stop = stop, stop + len(list(equal))
+        yield value, start, stop
+
+
 def phases(trace: Trace) -> list[tuple[str, int, int]]:
     """Return (name, first moment, one past the last) of the parts of a step.
 
     Micro-batches make forward and backward alternate; a recomputation belongs to the backward that needs it.
     """
+    return list(runs(phase_names(trace)))
+
+
+def phase_names(trace: Trace) -> list[str]:
+    """Return by moment the part of the step that it is in."""
     names: list[str] = []
     for moment in trace.moments:
         names.append(_phase(moment, trace) or (names[-1] if names else FORWARD))
-    found, start = [], 0
-    for name, run in groupby(names):
-        stop = start + len(list(run))
-        found.append((name, start, stop))
-        start = stop
-    return found
+    return names
 
 
 def recomputations(trace: Trace) -> list[tuple[int, int]]:
     """Return (first moment, one past the last) of what is computed again in backward."""
-    found: list[tuple[int, int]] = []
-    is_again = False
-    for index, moment in enumerate(trace.moments):
-        was_again, words = is_again, moment.label.split()
-        is_again = "recomputation" in words if words or moment.kind is not Kind.RELEASE else was_again
-        if is_again:
-            found.append((found.pop()[0] if was_again else index, index + 1))
-    return found
+    again: list[bool] = []
+    for moment in trace.moments:
+        words = moment.label.split()
+        goes_on = not words and moment.kind is Kind.RELEASE and again[-1:] == [True]
+        again.append(goes_on or "recomputation" in words)
+    return [(start, stop) for is_again, start, stop in runs(again) if is_again]
 
 
 def _phase(moment: Moment, trace: Trace) -> str:

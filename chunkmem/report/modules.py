@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from chunkmem.report.clock import STEP, phases
+from chunkmem.report.clock import STEP, phase_names, runs
 from chunkmem.trace.layers import in_layer, layer_of, module_named
 from chunkmem.trace.model import Moment, Trace
 
@@ -24,17 +23,12 @@ class ModuleRun:
 
 def layer_runs(trace: Trace) -> list[ModuleRun]:
     """Return the layers as they run: ``"blocks.0"``, ``"model.layers.11"``, or the name of a module in no list."""
-    return list(_runs(trace, [layer_of(path) for path in _paths(trace)]))
+    return _runs((phase, layer_of(path)) for phase, path in _paths(trace))
 
 
 def submodule_runs(trace: Trace) -> list[ModuleRun]:
     """Return what runs inside layers: ``"attention.qkv"`` of ``"blocks.0.attention.qkv"``."""
-    paths = _paths(trace)
-    return [
-        ModuleRun(in_layer(run.name)[1], run.phase, run.first, run.stop)
-        for run in _runs(trace, paths)
-        if in_layer(run.name)[1]
-    ]
+    return [replace(run, name=name) for run in _runs(_paths(trace)) if (name := in_layer(run.name)[1])]
 
 
 def layer_named(moment: Moment) -> str:
@@ -42,20 +36,15 @@ def layer_named(moment: Moment) -> str:
     return layer_of(module_named(moment.label))
 
 
-def _paths(trace: Trace) -> list[str]:
-    """Return the module of each moment; one that names none, as most releases do, belongs to the module before it."""
-    found: list[str] = []
-    for _, first, stop in phases(trace):
-        path = ""
-        for moment in trace.moments[first:stop]:
-            path = module_named(moment.label) or path
-            found.append(path)
-    return found
+def _paths(trace: Trace) -> list[tuple[str, str]]:
+    """Return by moment its phase and module; one that names none, as most releases do, belongs to the one before."""
+    found = [("", "")]
+    for phase, moment in zip(phase_names(trace), trace.moments, strict=True):
+        before, path = found[-1]
+        found.append((phase, module_named(moment.label) or (path if before == phase else "")))
+    return found[1:]
 
 
-def _runs(trace: Trace, names: Sequence[str]) -> Iterator[ModuleRun]:
-    for phase, first, stop in phases(trace):
-        for name, moments in groupby(range(first, stop), key=names.__getitem__):
-            if name and phase != STEP:
-                inside = list(moments)
-                yield ModuleRun(name, phase, inside[0], inside[-1] + 1)
+def _runs(modules: Iterable[tuple[str, str]]) -> list[ModuleRun]:
+    found = runs(modules)
+    return [ModuleRun(name, phase, first, stop) for (phase, name), first, stop in found if name and phase != STEP]

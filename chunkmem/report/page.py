@@ -37,7 +37,6 @@ from chunkmem.report.tracks import (
     starts_ns,
 )
 from chunkmem.sizes import format_nbytes
-from chunkmem.trace.model import Trace
 
 _SCRIPTS = ("draw.js", "page.js")
 """In this order; the later one uses what the earlier one defines."""
@@ -253,7 +252,10 @@ def _view(run: Run, timeline: Timeline, nbytes: Sequence[int | None], tables: _T
     return {
         "range": [min([0, *(span[0] for span in ends)]), max([starts[-1], *(span[1] for span in ends)])],
         "starts": _differences(starts),
-        "moments": _moments(trace, moment_tips(run, nbytes), tables),
+        "moments": {
+            "line": [tables.text(moment_line(trace, index)) for index in range(len(trace.moments))],
+            "tip": [tables.tip(tip) for tip in moment_tips(run, nbytes)],
+        },
         "graphs": [_graph(graph) for graph in memory_graphs(run, nbytes, PlainPyTorch.of(trace))],
         "lanes": [_track(track, tables) for track in (*stages, *module_tracks(trace, starts), *lanes)],
         "chunks": [
@@ -261,11 +263,6 @@ def _view(run: Run, timeline: Timeline, nbytes: Sequence[int | None], tables: _T
             for chunk, history in run.histories.items()
         ],
     }
-
-
-def _moments(trace: Trace, tips: Sequence[Tip], tables: _Tables) -> dict[str, list[int]]:
-    lines = [tables.text(moment_line(trace, index)) for index in range(len(trace.moments))]
-    return {"line": lines, "tip": [tables.tip(tip) for tip in tips]}
 
 
 def _track(track: Track, tables: _Tables) -> dict[str, Any]:

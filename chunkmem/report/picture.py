@@ -143,14 +143,7 @@ def memory_picture(run: Run) -> bytes:
         axes.spines[["top", "right"]].set_visible(False)
     # One entry each, in the order they are stacked; a panel may lack some.
     patches = {text: patch for axes in panels for patch, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-    order = [
-        *(role.label for role in columns.colors),
-        _NON_MODEL,
-        _PREDICTED,
-        _MEASURED,
-        _SAMPLED,
-        AGAIN,
-    ]
+    order = [*(role.label for role in columns.colors), _NON_MODEL, _PREDICTED, _MEASURED, _SAMPLED, AGAIN]
     texts = [text for text in order if text in patches]
     figure.legend([patches[text] for text in texts], texts, loc="outside lower center", ncols=4, frameon=False)
     return png_of(figure)
@@ -173,10 +166,10 @@ def _draw_phases(panels: Sequence[Axes], run: Run) -> None:
         for axes in panels:
             axes.axvline(start, color="black", linewidth=0.8, linestyle=":")
         # A name wider than its phase would run into the next one's; but left of the last there is room.
-        if stop - start > 0.12 * num_moments:
-            panels[0].text((start + stop) / 2, 1.02, phase, transform=above, ha="center", fontsize=11)
-        elif stop == num_moments:
-            panels[0].text(stop, 1.02, phase, transform=above, ha="right", fontsize=11)
+        is_wide = stop - start > 0.12 * num_moments
+        if is_wide or stop == num_moments:
+            x, ha = ((start + stop) / 2, "center") if is_wide else (stop, "right")
+            panels[0].text(x, 1.02, phase, transform=above, ha=ha, fontsize=11)
 
 
 def _draw_device(axes: Axes, columns: _Columns, *, is_apart: bool) -> None:

@@ -97,12 +97,10 @@ def _non_model(run: Run) -> dict[str, Any]:
         "sampled": _highest(run, lambda moment: moment.sampled_peak_nbytes) if was_sampled else None,
         # Traces of earlier versions, and steps without the thread, have 0: unknown, and not "nothing is missed".
         "sampling_interval_s": run.trace.sampling_interval_s or None,
-        "differ_most": _highest(run, _difference_nbytes) if was_sampled else None,
+        "differ_most": _highest(run, lambda m: abs(m.sampled_peak_nbytes - m.non_model_peak_nbytes))
+        if was_sampled
+        else None,
     }
-
-
-def _difference_nbytes(moment: Moment) -> int:
-    return abs(moment.sampled_peak_nbytes - moment.non_model_peak_nbytes)
 
 
 def _highest(run: Run, nbytes_of: Callable[[Moment], int]) -> Mapping[str, Any]:

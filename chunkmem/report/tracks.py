@@ -5,14 +5,14 @@ The page knows nothing of chunks, tiers and lanes: what a slice stands for is sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.plan.semantics import ABSENT, EMPTY, NEWEST
 from chunkmem.plan.timeline import Span, StageWork, Timeline
-from chunkmem.report.clock import AGAIN, STEP, moment_starts_s, phases, recomputations
-from chunkmem.report.modules import ModuleRun, layer_runs, submodule_runs
+from chunkmem.report.clock import AGAIN, STEP, moment_starts_s, phase_names, phases, recomputations
+from chunkmem.report.modules import layer_runs, submodule_runs
 from chunkmem.report.replay import ChunkHistory, States
 from chunkmem.report.run import LANE_NAMES, Run, label_of, lane_of
 from chunkmem.report.summary import PlainPyTorch
@@ -95,14 +95,14 @@ def module_tracks(trace: Trace, starts: Sequence[int]) -> list[Track]:
     parts = (Slice(starts[first], starts[stop], name, Tip(name), name) for name, first, stop in phases(trace))
     again = (Slice(starts[first], starts[stop], AGAIN, Tip(AGAIN)) for first, stop in recomputations(trace))
     runs = {"layers": layer_runs(trace), "modules": submodule_runs(trace)}
-    tracks = [Track(name, _lasting(_module_slices(found, starts))) for name, found in runs.items() if found]
+    tracks = [
+        Track(name, _lasting(
+            Slice(starts[run.first], starts[run.stop], f"{run.phase} {LAYER}", Tip(f"{run.name} {run.phase}"), run.name)
+            for run in found
+        ))
+        for name, found in runs.items() if found
+    ]  # fmt: skip
     return [Track("phase", _lasting(parts), _lasting(again)), *tracks]
-
-
-def _module_slices(runs: Iterable[ModuleRun], starts: Sequence[int]) -> Iterator[Slice]:
-    for run in runs:
-        tip = Tip(f"{run.name} {run.phase}")
-        yield Slice(starts[run.first], starts[run.stop], f"{run.phase} {LAYER}", tip, run.name)
 
 
 def _lasting(slices: Iterable[Slice]) -> tuple[Slice, ...]:
@@ -127,48 +127,35 @@ def stage_tracks(run: Run, timeline: Timeline) -> list[Track]:
 
 def lane_tracks(run: Run, timeline: Timeline) -> list[Track]:
     """Return what ran on each lane that either timeline of the run uses, stalls over computing."""
+    trace = run.trace
     used = {lane_of(span, run) for either in (run.happened, run.predicted) for span in either.spans}
-    phase_of = [name for name, first, stop in phases(run.trace) for _ in range(first, stop)]
-    regions = activation_contents(run.trace)
+    phase_of, contents = phase_names(trace), activation_contents(trace)
     slices: dict[Lane, list[Slice]] = {lane: [] for lane in LANE_NAMES if lane in used or lane is Lane.COMPUTE}
     stalls = []
     for span in sorted(timeline.spans, key=lambda span: (span.start_s, span.end_s)):
+        chunk, lane, phase = span.chunk, lane_of(span, run), phase_of[max(0, span.moment)]
         if span.is_stall:
-            stalls.append(_stall(span, run.trace))
-        else:
-            lane = lane_of(span, run)
-            name = "" if span.chunk is None else f"{span.chunk.role.value} {span.chunk.group}"
-            if span.chunk in regions:
-                name = regions[span.chunk].region
-            slices[lane].append(_span(span, lane, run.trace, phase_of, name=name))
+            stalls.append(_span(span, trace, STALL, "stall", f"for {chunk}" if chunk else ""))
+            continue
+        told, text = "", label_of(span, trace) if phase == STEP else ""  # else the tracks of modules have the names
+        if span.nbytes:
+            took_ns = _ns(span.end_s) - _ns(span.start_s)
+            told = _exact(span.nbytes) + (f", {span.nbytes / took_ns:.2f} GB/s" if took_ns > 0 else "")
+            if chunk is not None:
+                text = contents[chunk].region if chunk in contents else f"{chunk.role.value} {chunk.group}"
+        elif chunk is not None:
+            told = f"{chunk}, {format_nbytes(trace.chunk_nbytes[chunk])}"
+        slices[lane].append(_span(span, trace, _COPY_STYLES.get(lane, phase), LANE_NAMES[lane], told, text))
     return [
         Track(LANE_NAMES[lane], tuple(found), tuple(stalls) if lane is Lane.COMPUTE else ())
         for lane, found in slices.items()
     ]
 
 
-def _span(span: Span, lane: Lane, trace: Trace, phase_of: Sequence[str], *, name: str) -> Slice:
-    start, end, label = _ns(span.start_s), _ns(span.end_s), label_of(span, trace)
-    lines = [moment_line(trace, span.moment)]
-    if span.nbytes:
-        speed = f", {span.nbytes / (end - start):.2f} GB/s" if end > start else ""
-        lines.insert(0, f"{_exact(span.nbytes)}{speed}")
-    elif span.chunk is not None:
-        lines.insert(0, f"{span.chunk}, {format_nbytes(trace.chunk_nbytes[span.chunk])}")
-    phase = phase_of[max(0, span.moment)]
-    text = ""
-    if span.nbytes and name:
-        text = name
-    elif phase == STEP:  # else the tracks of modules have the names
-        text = label
-    style = _COPY_STYLES.get(lane, phase)
-    return Slice(start, end, style, Tip(f"{LANE_NAMES[lane]}: {label}", rest="\n".join(lines)), text)
-
-
-def _stall(span: Span, trace: Trace) -> Slice:
-    label = label_of(span, trace)
-    lines = [*([f"for {span.chunk}"] if span.chunk else []), moment_line(trace, span.moment)]
-    return Slice(_ns(span.start_s), _ns(span.end_s), STALL, Tip(f"stall: {label}", rest="\n".join(lines)))
+def _span(span: Span, trace: Trace, style: str, what: str, told: str, text: str = "") -> Slice:
+    lines = "\n".join(filter(None, (told, moment_line(trace, span.moment))))
+    tip = Tip(f"{what}: {label_of(span, trace)}", rest=lines)
+    return Slice(_ns(span.start_s), _ns(span.end_s), style, tip, text)
 
 
 def moment_line(trace: Trace, index: int) -> str:

@@ -15,6 +15,7 @@ from chunkmem.cli.main import main
 from chunkmem.estimate.changes import smallest_changes
 from chunkmem.estimate.gpt import GPT, SHAPES
 from chunkmem.estimate.hardware import HARDWARE
+from chunkmem.estimate.mesh import RankMesh
 from chunkmem.estimate.models import resolve_model
 from chunkmem.estimate.question import (
     Question,
@@ -22,7 +23,7 @@ from chunkmem.estimate.question import (
     find,
     fits,
     host_need,
-    step_range,
+    step_range_s,
     trains_on_demand,
 )
 from chunkmem.types import Tier
@@ -65,9 +66,8 @@ def test_a_model_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_step_without_memory_to_spare_takes_longer_than_its_floors() -> None:
     tight = question()
-    rehearsal = tight.rehearse()
-    tight = replace(tight, device_nbytes=device_need(tight, rehearsal).nbytes)
-    finding = find(tight, rehearsal)
+    tight = replace(tight, device_nbytes=device_need(tight).nbytes)
+    finding = find(tight)
     assert finding.timeline.step_s >= finding.lower_bounds.step_s
     assert finding.timeline.peak_nbytes[Tier.HOST] > 0
 
@@ -135,9 +135,9 @@ def test_a_step_is_a_range_around_what_is_assumed(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("name", HARDWARE)
 def test_slower_hardware_takes_longer(name: str) -> None:
     start = question(hardware=HARDWARE[name], device_nbytes=96 << 10, batch=4)
-    rehearsal = start.rehearse()
-    found = step_range(start, find(start, rehearsal))
-    assert found.fastest_s < found.typical_s < found.slowest_s
+    found = find(start)
+    fastest_s, slowest_s = step_range_s(found)
+    assert fastest_s < found.step_s < slowest_s
     assert 0.5 < HARDWARE[name].eager_share <= 1
     assert HARDWARE[name].duplex_Bps < 2 * HARDWARE[name].link_Bps
 
@@ -145,8 +145,8 @@ def test_slower_hardware_takes_longer(name: str) -> None:
 def test_eager_training_is_slower_than_its_operators() -> None:
     start = question(batch=64)
     alone = replace(start, hardware=replace(start.hardware, eager_share=1.0))
-    assert alone.rehearse().trace.compute_s == pytest.approx(0.75 * start.rehearse().trace.compute_s)
-    bounds = [find(asked, asked.rehearse()).lower_bounds.compute_s for asked in (start, alone)]
+    assert alone.rehearsal.trace.compute_s == pytest.approx(0.75 * start.rehearsal.trace.compute_s)
+    bounds = [find(asked).lower_bounds.compute_s for asked in (start, alone)]
     assert bounds[0] == pytest.approx(bounds[1]), "lower bounds are of the operators"
 
 
@@ -213,37 +213,36 @@ def test_every_change_that_is_named_makes_it_fit(
     name: str, share: float, host_share: float | None, batch: int, checkpointing: bool
 ) -> None:
     start = question(name, batch=batch, checkpointing=checkpointing)
-    rehearsal = start.rehearse()
-    need = device_need(start, rehearsal).nbytes
+    rehearsal = start.rehearsal
+    need = device_need(start).nbytes
     host = None if host_share is None else int(host_share * sum(rehearsal.trace.chunk_nbytes.values()))
     start = replace(start, device_nbytes=int(share * need), host_nbytes=host)
-    assert not fits(start, rehearsal)
-    changes = smallest_changes(start, rehearse=Question.rehearse)
+    assert not fits(start)
+    changes = smallest_changes(start)
     assert changes
     for change in changes:
-        assert fits(change.question, change.question.rehearse()), change.what
+        assert fits(change.question), change.what
         assert change.options, change.what
 
 
 def test_the_caps_that_are_named_are_the_smallest() -> None:
     start = question(device_nbytes=1 << 16, host_nbytes=1 << 16)
-    rehearsal = start.rehearse()
-    (caps,) = (c for c in smallest_changes(start, rehearse=Question.rehearse) if c.what == "device + host")
+    (caps,) = (c for c in smallest_changes(start) if c.what == "device + host")
     raised = caps.question
     assert raised.host_nbytes is not None
-    assert fits(raised, rehearsal)
-    assert not fits(replace(raised, device_nbytes=raised.device_nbytes - 1), rehearsal)
-    assert not fits(replace(raised, host_nbytes=raised.host_nbytes - 1), rehearsal)
+    assert fits(raised)
+    assert not fits(replace(raised, device_nbytes=raised.device_nbytes - 1))
+    assert not fits(replace(raised, host_nbytes=raised.host_nbytes - 1))
 
 
 def test_the_batch_that_is_named_is_the_largest() -> None:
     start = question(batch=64)
-    need = device_need(start, start.rehearse()).nbytes
+    need = device_need(start).nbytes
     start = replace(start, device_nbytes=need // 2)
-    (batch,) = (c for c in smallest_changes(start, rehearse=Question.rehearse) if c.what == "batch")
+    (batch,) = (c for c in smallest_changes(start) if c.what == "batch")
     more = replace(start, batch=batch.question.batch + 1)
     assert 1 < batch.question.batch < 64
-    assert not fits(more, more.rehearse())
+    assert not fits(more)
 
 
 def test_the_options_that_are_printed_work(capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,11 +276,10 @@ def test_tiles_are_offered_where_a_wide_layer_is_what_does_not_fit(capsys: pytes
 
 def test_tiles_are_not_offered_where_activations_or_host_are_what_does_not_fit() -> None:
     wide = question("wide", batch=4096, chunk_numel=4096)
-    rehearsals = {wide: wide.rehearse()}
-    activations = replace(wide, device_nbytes=rehearsals[wide].activation_nbytes - 1)
+    activations = replace(wide, device_nbytes=wide.rehearsal.activation_nbytes - 1)
     host = question("wide", batch=2, chunk_numel=4096, device_nbytes=2 << 20, host_nbytes=1 << 20)
     for each in (activations, host):
-        changes = smallest_changes(each, rehearse=Question.rehearse)
+        changes = smallest_changes(each)
         assert "tile" not in {change.what for change in changes}
 
 
@@ -339,7 +337,7 @@ def test_networks_of_machines(words: str, GBps: float, says: str, capsys: pytest
 
 def test_gradients_are_reduced_within_a_replica_and_across() -> None:
     usual = HARDWARE["h100"]
-    machine = usual.machine(1 << 30, 1 << 30, world=16, replicas=2, sent_share=2.0)
+    machine = usual.machine(1 << 30, 1 << 30, mesh=RankMesh(2, 8), sent_share=2.0)
     across_Bps = min(usual.peer_Bps, 0.92 * usual.nics * usual.nic_Bps / 8, usual.link_Bps)
     assert machine.exchange_Bps == pytest.approx(usual.peer_Bps * 8 / 7)
     assert 1 / machine.reduce_Bps == pytest.approx(2 * (7 / 8 / usual.peer_Bps + 2 / 16 / across_Bps))
@@ -377,15 +375,14 @@ def test_more_ranks_are_spread_evenly_over_machines(capsys: pytest.CaptureFixtur
 
 
 def test_a_first_step_that_reduces_everything_at_its_end_needs_more() -> None:
-    asked = question(world=6, batch=1)
-    rehearsal = asked.rehearse()
+    asked = question(mesh=RankMesh(shard=6), batch=1)
     knowing = replace(asked, is_accumulating=True)
-    need_nbytes = device_need(knowing, rehearsal).nbytes
-    assert need_nbytes < device_need(asked, rehearsal).nbytes
+    need_nbytes = device_need(knowing).nbytes
+    assert need_nbytes < device_need(asked).nbytes
     tight = replace(asked, device_nbytes=need_nbytes)
-    found = {change.what: change for change in smallest_changes(tight, rehearse=Question.rehearse)}
+    found = {change.what: change for change in smallest_changes(tight)}
     assert found["accumulate"].options == ("--accumulate",)
-    assert fits(found["accumulate"].question, rehearsal)
+    assert fits(found["accumulate"].question)
 
 
 def test_where_host_is_too_small_for_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -394,10 +391,9 @@ def test_where_host_is_too_small_for_a_plan(capsys: pytest.CaptureFixture[str]) 
     words += ["--device", str(need), "--host"]
     planned_nbytes = asked(capsys, *words, "1", status=1)["needed_nbytes"]
     assert planned_nbytes > 1
-    sure = question(world=2, batch=1, device_nbytes=need)
-    rehearsal = sure.rehearse()
-    host_nbytes = host_need(sure, rehearsal)
-    assert trains_on_demand(replace(sure, host_nbytes=host_nbytes - 1), rehearsal)
+    sure = question(mesh=RankMesh(shard=2), batch=1, device_nbytes=need)
+    host_nbytes = host_need(sure)
+    assert trains_on_demand(replace(sure, host_nbytes=host_nbytes - 1))
     said = asked(capsys, *words, str(host_nbytes - 1))
     assert said["fits"] is True
     assert said["planned"] is False
@@ -511,10 +507,10 @@ TABLE_NBYTES = WORDS * 64 * 4
 def test_an_embedding_on_host_is_offered_where_it_is_enough() -> None:
     """At a fifth of the table on DEVICE nothing else is: its gradient is as large, whatever the batch."""
     asked_about = question("worded", batch=2, device_nbytes=TABLE_NBYTES // 5)
-    changes = smallest_changes(asked_about, rehearse=Question.rehearse)
+    changes = smallest_changes(asked_about)
     assert [change.what for change in changes] == ["cpu embedding", "device"]
     assert changes[0].options == ("--cpu-embedding",)
-    assert find(changes[0].question, changes[0].question.rehearse()).on_host_nbytes >= 4 * TABLE_NBYTES
+    assert find(changes[0].question).on_host_nbytes >= 4 * TABLE_NBYTES
 
 
 def test_a_tied_embedding_is_not_offered() -> None:
@@ -524,7 +520,7 @@ def test_a_tied_embedding_is_not_offered() -> None:
         hardware=HARDWARE["h100"],
         device_nbytes=1 << 20,
     )
-    changes = smallest_changes(tied, rehearse=Question.rehearse)
+    changes = smallest_changes(tied)
     assert not any("cpu embedding" in change.what for change in changes)
 
 
@@ -543,21 +539,19 @@ def test_what_an_embedding_on_host_needs(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_host_has_to_have_room_for_an_embedding() -> None:
     asked_about = question("worded", batch=2, device_nbytes=1 << 20, cpu_embedding=True, host_nbytes=2 * TABLE_NBYTES)
-    rehearsal = asked_about.rehearse()
-    assert not fits(asked_about, rehearsal)
-    enough = host_need(asked_about, rehearsal)
+    assert not fits(asked_about)
+    enough = host_need(asked_about)
     assert 4 * TABLE_NBYTES <= enough < 5 * TABLE_NBYTES
-    assert fits(replace(asked_about, host_nbytes=enough), rehearsal)
+    assert fits(replace(asked_about, host_nbytes=enough))
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_cap_that_is_predicted_for_an_embedding_on_host_is_enough(world: int) -> None:
     """One rank trains with it, and not with a byte less."""
-    asked_about = question("worded", batch=2, cpu_embedding=True, host_nbytes=64 << 20, world=world)
-    rehearsal = asked_about.rehearse()
-    need = device_need(asked_about, rehearsal)
+    asked_about = question("worded", batch=2, cpu_embedding=True, host_nbytes=64 << 20, mesh=RankMesh(shard=world))
+    need = device_need(asked_about)
     assert need.nbytes < TABLE_NBYTES // 5
-    assert fits(replace(asked_about, device_nbytes=need.nbytes), rehearsal)
-    assert not fits(replace(asked_about, device_nbytes=need.nbytes - 1), rehearsal)
-    exchanged = find(asked_about, rehearsal).exchanged  # the gradient of the table to its owner, and its weights to all
+    assert fits(replace(asked_about, device_nbytes=need.nbytes))
+    assert not fits(replace(asked_about, device_nbytes=need.nbytes - 1))
+    exchanged = find(asked_about).exchanged  # the gradient of the table to its owner, and its weights to all
     assert (exchanged.sent_nbytes + exchanged.received_nbytes >= 2 * TABLE_NBYTES) is (world > 1)

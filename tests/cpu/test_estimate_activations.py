@@ -119,7 +119,7 @@ def asked(**options: object) -> Question:
 
 def test_less_of_device_is_needed_the_more_is_moved_or_recomputed() -> None:
     needs = {
-        policy: device_need(question, question.rehearse()).nbytes
+        policy: device_need(question).nbytes
         for policy in (None, "keep", "offload", "recompute", "auto")
         if (question := asked(activations=policy))
     }
@@ -134,14 +134,13 @@ def test_auto_takes_what_is_faster(link_Bps: float) -> None:
     speeds = {"link_Bps": link_Bps, "duplex_Bps": link_Bps, "host_memory_Bps": max(130e9, link_Bps)}
     hardware = HARDWARE["h100"].__class__(**{**vars(HARDWARE["h100"]), **speeds})
     question = asked(activations="auto", hardware=hardware, device_nbytes=1 << 30)
-    rehearsal = question.rehearse()
-    _, found = find_chosen(question, rehearsal, find(question, rehearsal))
+    found = find_chosen(find(question))
     policies = {region.policy for region in found.regions}
     assert len(found.regions) == 8
     assert (Policy.OFFLOAD if link_Bps > 1e10 else Policy.RECOMPUTE) in policies
     assert found.timeline.peak_nbytes[Tier.DEVICE] <= 1 << 30
     steps = {
-        policy: find(other, other.rehearse()).timeline.step_s
+        policy: find(other).timeline.step_s
         for policy in ("offload", "recompute")
         if (other := asked(activations=policy, hardware=hardware, device_nbytes=1 << 30))
     }

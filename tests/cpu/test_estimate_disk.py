@@ -12,7 +12,7 @@ import chunkmem
 from chunkmem.estimate.changes import raised_caps
 from chunkmem.estimate.hardware import HARDWARE
 from chunkmem.estimate.models import resolve_model
-from chunkmem.estimate.question import Question, device_need, disk_need, find, fits, step_range
+from chunkmem.estimate.question import Question, device_need, disk_need, find, fits, step_range_s
 from chunkmem.plan.model import Lane
 from chunkmem.types import Tier
 from tests.helpers.estimate_command import asked, assert_refused
@@ -34,7 +34,7 @@ def question(*, host_nbytes: int, disk_nbytes: int, is_accelerator: bool = True)
         disk_nbytes=disk_nbytes,
         chunk_numel=CHUNK_NUMEL,
     )
-    return replace(asked, device_nbytes=device_need(asked, asked.rehearse()).nbytes)
+    return replace(asked, device_nbytes=device_need(asked).nbytes)
 
 
 def test_it_fits_with_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,15 +78,15 @@ def test_a_disk_that_is_too_small_is_the_limit(capsys: pytest.CaptureFixture[str
 
 def test_the_smallest_host_is_what_an_update_touches() -> None:
     tight = question(host_nbytes=4 * CHUNK, disk_nbytes=1 << 30)
-    rehearsal = tight.rehearse()
-    assert fits(tight, rehearsal)
-    found = step_range(tight, find(tight, rehearsal))
-    assert found.fastest_s < found.typical_s < found.slowest_s
+    assert fits(tight)
+    found = find(tight)
+    fastest_s, slowest_s = step_range_s(found)
+    assert fastest_s < found.step_s < slowest_s
     less = replace(tight, host_nbytes=4 * CHUNK - 1)
-    assert not fits(less, rehearsal)
-    assert disk_need(less, rehearsal) is None
-    change = raised_caps(less, Question.rehearse)
-    assert fits(change.question, rehearsal)
+    assert not fits(less)
+    assert disk_need(less) is None
+    change = raised_caps(less)
+    assert fits(change.question)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_wrong_questions(words: tuple[str, ...], message: str, capsys: pytest.Ca
 def test_what_is_predicted_is_what_a_run_moves(num_chunks: int, tmp_path: Path) -> None:
     """The plan of an estimate, followed by a training under the same caps: bytes on DISK's links, and its peak."""
     predicted = question(host_nbytes=num_chunks * CHUNK, disk_nbytes=1 << 30, is_accelerator=False)
-    finding = find(predicted, predicted.rehearse())
+    finding = find(predicted)
     # Here DEVICE is RAM, too, which changes times alone.
     plan = replace(finding.plan, machine=replace(finding.plan.machine, one_processor=True))
     memory: dict[str, Any] = {"device": predicted.device_nbytes, "host": predicted.host_nbytes}

@@ -20,7 +20,7 @@ from chunkmem.estimate.mesh import RankMesh, meshes
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.models import resolve_model
 from chunkmem.estimate.question import Question, find
-from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
+from chunkmem.estimate.rehearse import Setting, rehearse
 from tests.helpers.estimate_command import asked, assert_refused
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import WORDS, Net
@@ -56,22 +56,22 @@ def test_chunks_of_local_parts_are_those_of_real_ranks() -> None:
     def loss(model: nn.Module) -> torch.Tensor:
         return loss_of(model, torch.randint(0, WORDS, (2, LENGTH)))
 
-    found = rehearse(Model("planned", Planned, loss, tp=2), Setting())
+    found = rehearse(Model("planned", Planned, loss), Setting(mesh=RankMesh(tp=2)))
     expected = {str(chunk): nbytes for chunk, nbytes in found.trace.chunk_nbytes.items()}
     with Team(2) as team:
         assert team.run(trained)[0] == expected  # of an odd vocabulary, the first rank has the larger part
     assert found.num_params == sum(p.numel() for p in Net().parameters())
 
 
-def of_parts(tp: int, **changes: Any) -> tuple[Question, Rehearsal]:
-    given: dict[str, Any] = {"batch": 2, "precision": "bf16", "device_nbytes": 8 << 30, **changes}
-    question = Question(model=lambda batch: replace(resolve_model("gpt:256x4", batch=batch, seq=64), tp=tp), **given)
-    return question, question.rehearse()
+def of_parts(tp: int, *, world: int = 1, **changes: Any) -> Question:
+    mesh = RankMesh(shard=world, tp=tp)
+    given: dict[str, Any] = {"batch": 2, "mesh": mesh, "precision": "bf16", "device_nbytes": 8 << 30, **changes}
+    return Question(model=lambda batch: resolve_model("gpt:256x4", batch=batch, seq=64), **given)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_work_weights_and_activations_are_divided(checkpointing: bool) -> None:
-    (_, whole), (_, part) = (of_parts(tp, checkpointing=checkpointing) for tp in (1, 2))
+    whole, part = (of_parts(tp, checkpointing=checkpointing).rehearsal for tp in (1, 2))
     assert part.num_params == whole.num_params
     # Norms, positions and biases of sums are whole on each rank.
     assert 0.5 < part.layout.payload_nbytes / whole.layout.payload_nbytes < 0.51
@@ -90,7 +90,7 @@ def test_groups_share_the_network_of_their_machines() -> None:
     assert apart.exchange_Bps(2) == slow.exchange_Bps(8)
     assert apart.exchange_Bps(4) == pytest.approx(slow.exchange_Bps(16) / 4)
     assert H100.divided(16).ranks_a_machine == 1
-    findings = [find(*of_parts(tp, world=4)) for tp in (1, 2)]
+    findings = [find(of_parts(tp, world=4)) for tp in (1, 2)]
     sent = [finding.exchanged.sent_nbytes for finding in findings]
     assert sent[1] == pytest.approx(sent[0] / 2, rel=0.02)
 
@@ -138,10 +138,9 @@ def test_other_options_are_shorthand(mesh: str, words: str, capsys: pytest.Captu
 
 
 def test_largest_models_have_heads_for_all_parts() -> None:
-    widths = Family("gpt", 64, tp=3).widths(10**9)
+    widths = Family("gpt", 64).widths(10**9, tp=3)
     assert widths == sorted(widths, reverse=True)
     assert all(shape_of(f"{width}x1").heads % 3 == 0 for width in widths)
-    assert Family("gpt", 64, tp=3).sized(384, 1)(1).tp == 3
 
 
 def test_what_is_named_as_the_smallest_change_is_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,6 +250,6 @@ def test_what_is_wrong_is_one_line(case: str, capsys: pytest.CaptureFixture[str]
 )
 def test_plans_that_are_refused(plan: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Planned, "tp_plan", plan)
-    model = Model("planned", Planned, lambda m: loss_of(m, torch.randint(0, WORDS, (2, LENGTH))), tp=2)
+    model = Model("planned", Planned, lambda m: loss_of(m, torch.randint(0, WORDS, (2, LENGTH))))
     with pytest.raises(ConfigError, match=message):
-        rehearse(model, Setting())
+        rehearse(model, Setting(mesh=RankMesh(tp=2)))

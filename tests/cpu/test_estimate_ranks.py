@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import chunkmem
+from chunkmem.estimate.mesh import RankMesh
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.question import device_need, find, trains_on_demand
 from chunkmem.estimate.rank_stage import Step
@@ -52,7 +53,7 @@ def rehearsed(task: Task, size: int) -> Rehearsal:
     def loss(model: nn.Module) -> torch.Tensor:
         return loss_of(model, batch_of(task, 0, 0, 0))
 
-    return rehearse(Model(task.model, MODELS[task.model], loss), Setting(chunk_numel=1600, world=size))
+    return rehearse(Model(task.model, MODELS[task.model], loss), Setting(chunk_numel=1600, mesh=RankMesh(shard=size)))
 
 
 def record(rank: int, task: Task) -> tuple[list[tuple[str, str]], str]:
@@ -97,7 +98,7 @@ def test_the_moments_of_every_rank(teams: dict[int, Team], model: str, size: int
 def test_gradients_reduced_in_bf16_take_half_the_bytes_and_less_memory() -> None:
     question, world = CASES["bf16"].question(4), 4
     in_fp32, in_bf16 = (
-        replace(question, reduce_dtype=dtype).rehearse().over(world, is_accumulating=True).later
+        replace(question, reduce_dtype=dtype).rehearsal.over(world, is_accumulating=True).later
         for dtype in ("fp32", "bf16")
     )
     nbytes = sum(n for chunk, n in in_bf16.trace.chunk_nbytes.items() if chunk.role is Role.GRAD)
@@ -118,7 +119,7 @@ def runs(team: Team, case: Case, device_nbytes: int, host_nbytes: int) -> bool:
 def test_the_smallest_cap_on_device(teams: dict[int, Team], name: str, size: int) -> None:
     case = CASES[name]
     question = case.question(size)
-    need_nbytes = device_need(question, question.rehearse()).nbytes
+    need_nbytes = device_need(question).nbytes
     assert runs(teams[size], case, need_nbytes, AMPLE_NBYTES)
     assert not runs(teams[size], case, int(0.97 * need_nbytes), AMPLE_NBYTES)
 
@@ -129,13 +130,11 @@ def test_the_smallest_cap_on_device(teams: dict[int, Team], name: str, size: int
 def test_the_smallest_cap_on_host(teams: dict[int, Team], name: str, size: int) -> None:
     case = CASES[name]
     question = case.question(size)
-    rehearsal = question.rehearse()
-    question = replace(question, device_nbytes=device_need(question, rehearsal).nbytes)
+    rehearsal = question.rehearsal
+    question = replace(question, device_nbytes=device_need(question).nbytes)
     slab_nbytes = rehearsal.layout.slab_nbytes
     caps = [slabs * slab_nbytes for slabs in range(1, AMPLE_NBYTES // slab_nbytes)]
-    least = caps[
-        bisect_left(caps, True, key=lambda cap: trains_on_demand(replace(question, host_nbytes=cap), rehearsal))
-    ]
+    least = caps[bisect_left(caps, True, key=lambda cap: trains_on_demand(replace(question, host_nbytes=cap)))]
     assert runs(teams[size], case, question.device_nbytes, least)
     assert not runs(teams[size], case, question.device_nbytes, least - slab_nbytes)
 
@@ -157,9 +156,9 @@ def as_estimated(facts: Facts, step: Step, plan: Plan) -> None:
 @pytest.mark.parametrize(("name", "size"), STEPS)
 def test_a_step_where_device_is_as_small_as_can_be(teams: dict[int, Team], name: str, size: int) -> None:
     question = CASES[name].question(size)
-    rehearsal = question.rehearse()
-    question = replace(question, device_nbytes=device_need(question, rehearsal).nbytes)
-    finding = find(question, rehearsal)
+    rehearsal = question.rehearsal
+    question = replace(question, device_nbytes=device_need(question).nbytes)
+    finding = find(question)
     facts = teams[size].run(train, name, question.device_nbytes, AMPLE_NBYTES)
     as_estimated(facts[rehearsal.fullest_ranks(size)[0]], Step(finding.trace, finding.exchanged), finding.plan)
 
@@ -168,8 +167,8 @@ def test_a_step_where_device_is_as_small_as_can_be(teams: dict[int, Team], name:
 @pytest.mark.parametrize(("name", "size"), STEPS)
 def test_a_step_with_room_for_all(teams: dict[int, Team], name: str, size: int) -> None:
     question = CASES[name].question(size)
-    rehearsal = question.rehearse()
-    machine = IN_RAM.machine(AMPLE_NBYTES, AMPLE_NBYTES, world=size)
+    rehearsal = question.rehearsal
+    machine = IN_RAM.machine(AMPLE_NBYTES, AMPLE_NBYTES, mesh=RankMesh(shard=size))
     for rank, facts in enumerate(teams[size].run(train, name, AMPLE_NBYTES, AMPLE_NBYTES)):
         steps = rehearsal.over(size, rank=rank, is_accelerator=False, device_nbytes=AMPLE_NBYTES)
         as_estimated(facts, steps.later, make_plan(steps.later.trace, machine))

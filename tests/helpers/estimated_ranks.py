@@ -13,6 +13,7 @@ import chunkmem
 from chunkmem.errors import CapacityError, RankError
 from chunkmem.estimate.gpt import GPT, Shape
 from chunkmem.estimate.hardware import HARDWARE, Hardware
+from chunkmem.estimate.mesh import RankMesh
 from chunkmem.estimate.model import Model, checkpointed
 from chunkmem.estimate.question import Question
 from chunkmem.types import Tier
@@ -46,7 +47,7 @@ class Case:
             reduce_dtype=self.config.get("distributed", {}).get("reduce_dtype", "fp32"),
             master="fp32" if self.config.get("master_weights", True) else "weights",
             checkpointing=self.checkpointing,
-            world=world,
+            mesh=RankMesh(shard=world),
             chunk_numel=self.chunk_numel,
         )
         return replace(asked, **changes)
