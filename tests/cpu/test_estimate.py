@@ -367,7 +367,7 @@ def test_replicas_are_sharded_over_a_part_of_the_ranks(capsys: pytest.CaptureFix
 
 
 def test_more_ranks_are_spread_evenly_over_machines(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [MLP, "--chunk-size", "4160", "--batch", "4", "--accumulate", "--device", "130KiB", "--host", "40KiB"]
+    words = [MLP, "--chunk-size", "4160", "--batch", "4", "--accumulate", "--device", "130KiB", "--host", "30KiB"]
     words += ["--world", "3", "--nnodes", "3"]
     options = [change["options"] for change in asked(capsys, *words, status=1)["changes"]]
     assert ["--world", "6"] in options
