@@ -11,11 +11,11 @@ import torch
 
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.class_calls import NOT_OPTIONS, copied, frozen
+from chunkmem.optim.class_calls import copied, frozen, options_of
 from chunkmem.optim.class_trials import ClassTrial, kinds_of
 from chunkmem.optim.entries import BlankEntry, Entry, EntryForm, Record, TensorForm
 from chunkmem.optim.ops import number_on
-from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule, slot_tensors
+from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule, Views, slots_of
 from chunkmem.optim.shaped_state import ShapedState, SlotForm
 from chunkmem.types import Role
 
@@ -73,7 +73,7 @@ class ClassRule(UpdateRule[ClassHyper]):
         return next((self.trial_of[id(param)] for param in group["params"]), self.trials[0])
 
     def hyper(self, group: Mapping[str, Any]) -> ClassHyper:
-        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+        options = options_of(group)
         return ClassHyper(self._trial(group), frozen(options), copied(options))
 
     def needs(self, hyper: ClassHyper) -> Hashable:
@@ -103,11 +103,9 @@ class ClassRule(UpdateRule[ClassHyper]):
     def to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return dict(state)
 
-    def update_item_(
-        self, views: Mapping[Role, Sequence[torch.Tensor]], item: UpdateItem, *, multiplier: float | None
-    ) -> None:
-        slots = slot_tensors(views, item)
-        grads = slots.scaled_grads(multiplier)
+    def update_item_(self, views: Views, item: UpdateItem, *, multiplier: float | None) -> None:
+        slots = slots_of(views, item, multiplier)
+        grads = slots.scaled_grads()
         if item.drafts is not None and grads is slots.grads and item.hyper.trial.writes_gradients:
             grads = [grad.clone() for grad in grads]  # the step may have to use them again
         entries = [self.entry_of(item, at, views, slots.weights[at].device) for at in range(len(item.params))]
@@ -143,9 +141,7 @@ class ClassRule(UpdateRule[ClassHyper]):
                 weight.copy_(leaf)
         return results
 
-    def entry_of(
-        self, item: UpdateItem, at: int, views: Mapping[Role, Sequence[torch.Tensor]], device: torch.device
-    ) -> Entry | None:
+    def entry_of(self, item: UpdateItem, at: int, views: Views, device: torch.device) -> Entry | None:
         """Return the entry of a parameter as its class sees it, with the slots of its states."""
         record = item.records[at]
         if record.entry is None or record.is_new:
@@ -169,7 +165,7 @@ class ClassRule(UpdateRule[ClassHyper]):
         item: UpdateItem,
         at: int,
         result: Entry | None,
-        views: Mapping[Role, Sequence[torch.Tensor]],
+        views: Views,
         dtype: torch.dtype,
     ) -> Record:
         """Return the record of what a class has made of an entry, tensors of which go to the parameter's slots.

@@ -11,7 +11,7 @@ import torch
 
 from chunkmem.comm.local_parts import LocalPart
 from chunkmem.errors import CheckpointError, ConfigError, StateError
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.binding import ManagedParameter, by_group
 from chunkmem.nn.lazy_tensor import copy_values
 from chunkmem.nn.local_parts import shown
 from chunkmem.optim.chunk_states import HeldStates
@@ -166,11 +166,9 @@ class EMA:
             )
         found = ((name, host.registry.find(param)) for name, param in names.items())
         self._named = {name: managed for name, managed in found if managed is not None}
-        self._own: dict[int, list[ManagedParameter]] = {}
+        own = by_group(filter(host.owns, dict.fromkeys(self._named.values())))
+        self._own = dict(sorted(own.items()))
         """By group that this rank owns, in the order of the groups."""
-        for managed in sorted(dict.fromkeys(self._named.values()), key=lambda managed: managed.group):
-            if host.owns(managed):
-                self._own.setdefault(managed.group, []).append(managed)
         self._ordinary = {name: param for name, param in names.items() if name not in self._named}
         for name, other in self._ordinary.items():
             if not (other.is_floating_point() or other.is_complex()):

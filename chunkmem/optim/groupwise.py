@@ -10,7 +10,7 @@ import torch
 
 from chunkmem.errors import StateError
 from chunkmem.nn.begun import BegunStep, options_in_words
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.binding import ManagedParameter, by_group
 from chunkmem.optim.chunk_states import ChunkStates
 from chunkmem.optim.entries import Record
 from chunkmem.optim.host import OptimizerHost
@@ -205,11 +205,9 @@ class GroupwiseStep:
         if not self._host.ranks.are_one:  # the others update their groups without waiting for this rank
             begun.has_updated = True
         self.states.make(left, begun.hypers, anywhere=begun.anywhere)
-        by_group: dict[int, list[ManagedParameter]] = {}
-        for managed in left:
-            by_group.setdefault(managed.group, []).append(managed)
-        for group in self._updater.in_order(by_group):
-            self._update_group(group, by_group[group], begun, in_step=True)
+        groups = by_group(left)
+        for group in self._updater.in_order(groups):
+            self._update_group(group, groups[group], begun, in_step=True)
         while begun.excluded:
             params, hyper = begun.excluded[0]
             if params:

@@ -13,7 +13,7 @@ import torch
 from chunkmem.errors import StateError
 from chunkmem.layout.spec import MasterCopy
 from chunkmem.nn.begun import StepLedger
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.binding import ManagedParameter, by_group
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.lazy_tensor import copy_values
@@ -137,10 +137,7 @@ class GroupUpdater:
         Raises:
             CapacityError: the states fit neither tier; weights and gradients are untouched.
         """
-        by_group: dict[int, list[ManagedParameter]] = {}
-        for managed in params:
-            by_group.setdefault(managed.group, []).append(managed)
-        for group, members in by_group.items():
+        for group, members in by_group(params).items():
             self.make_master(group)
             for chunk in [chunk for chunk in self.claims.chunks(group)[2:] if chunk.id.role in roles]:
                 if chunk.version == NO_CONTENT:
@@ -415,6 +412,6 @@ class GroupUpdater:
 
 
 def _copies(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy numbers; if they all are one tensor, that once."""
-    others = [number for number in numbers if number is not numbers[0]]
-    return [number.clone() for number in numbers] if others else [numbers[0].clone()] * len(numbers)
+    """Copy numbers; those that are one tensor, once."""
+    copies = {number: number.clone() for number in dict.fromkeys(numbers)}
+    return [copies[number] for number in numbers]

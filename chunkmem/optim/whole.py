@@ -29,11 +29,12 @@ from chunkmem.nn.begun import BegunStep
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.values import storage_id
-from chunkmem.optim.class_calls import NOT_OPTIONS, unhooked_step
+from chunkmem.optim.class_calls import options_of, unhooked_step
 from chunkmem.optim.entries import EntryForm, Record, TensorForm, copied_to_cpu
 from chunkmem.optim.groupwise import GroupwiseStep
 from chunkmem.optim.host import OptimizerHost
-from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule, slot_tensors
+from chunkmem.optim.members import weight_form
+from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule, slots_of
 from chunkmem.optim.speculative import Intent
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.host_memory import HostMemory
@@ -86,7 +87,7 @@ class Leaves:
         Raises:
             CapacityError: HOST has no room for them and their gradients.
         """
-        forms = {param: self._form(param) for param in params if param not in self._by_param}
+        forms = {param: weight_form(self._host, param) for param in params if param not in self._by_param}
         sizes = [-(-_nbytes(form) // ALIGN_NBYTES) * ALIGN_NBYTES for form in forms.values()]
         if not forms:
             return
@@ -113,9 +114,9 @@ class Leaves:
         updater.at_once.add(found)
         return found
 
-    def _form(self, param: torch.Tensor) -> TensorForm:
+    def _weight(self, param: torch.Tensor) -> torch.Tensor:
         managed = self._host.registry.find(param)
-        return TensorForm.of(param) if managed is None else self._host.updater.weight_form(managed)
+        return param.detach() if managed is None else self._host.updater.weight(managed)
 
     # From chunks.
 
@@ -123,8 +124,7 @@ class Leaves:
     def take_weights(self, params: Iterable[torch.Tensor]) -> None:
         """Copy weights to leaves: float32 master weights where there are some."""
         for param in params:
-            leaf, managed = self._by_param[param], self._host.registry.find(param)
-            weight = param.detach() if managed is None else self._host.updater.weight(managed)
+            leaf, weight = self[param], self._weight(param)
             with runtime_mode():
                 leaf.copy_(weight)
             leaf.requires_grad_(param.requires_grad)
@@ -149,9 +149,9 @@ class Leaves:
     @torch.no_grad()
     def give_weights(self, params: Iterable[torch.Tensor]) -> bool:
         """Write those leaves to their parameters that are other values by now; tell whether there are any."""
-        updater, changed = self._host.updater, self.changed(params)
-        for param, managed in changed.items():
-            leaf = self._by_param[param].detach()
+        updater, changed = self._host.updater, list(self.changed(params))
+        for param in changed:
+            leaf, managed = self[param].detach(), self._host.registry.find(param)
             if managed is None:
                 param.copy_(leaf)
             else:
@@ -159,16 +159,14 @@ class Leaves:
                 updater.mark_written([managed])
         return bool(changed)
 
-    def changed(self, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, ManagedParameter | None]:
-        """Return those of `params` whose leaves are other values than they, with what is managed of them."""
-        found = {}
+    def changed(self, params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield those of `params` whose leaves are other values than they."""
         for param in params:
-            leaf, managed = self._by_param[param].detach(), self._host.registry.find(param)
-            weight = param.detach() if managed is None else self._host.updater.weight(managed)
+            leaf, weight = self[param].detach(), self._weight(param)
             with runtime_mode():
-                if not torch.equal(weight.to(leaf.device), leaf):
-                    found[param] = managed
-        return found
+                is_same = torch.equal(weight.to(leaf.device), leaf)
+            if not is_same:
+                yield param
 
     @torch.no_grad()
     def give_gradients(self, pending: Iterable[ManagedParameter]) -> None:
@@ -263,7 +261,7 @@ class WholeClass:
 
     def marks(self) -> list[object]:
         """Return what differs after a step that has changed options or states."""
-        leaves = tree_leaves([self.inner.state, [_options(group) for group in self.inner.param_groups]])
+        leaves = tree_leaves([self.inner.state, list(map(options_of, self.inner.param_groups))])
         return [(id(leaf), leaf._version) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def take(self, groups: list[dict[str, Any]], entries: Mapping[Any, Any]) -> None:
@@ -329,7 +327,7 @@ class WholeRule(UpdateRule[None]):
         return dict(state)
 
     def update_item_(self, views: Any, item: UpdateItem, *, multiplier: float | None) -> None:
-        slots = slot_tensors(views, item)
+        slots = slots_of(views, item, multiplier)
         for managed, weight in zip(item.params, slots.weights, strict=True):
             weight.copy_(self.whole.leaves[managed.param].detach())
         slots.round_()
@@ -435,7 +433,11 @@ class WholeStep(GroupwiseStep):
             with ledger.updating(f"all parameters of {self._whole.name}"):
                 yield
         except BaseException:
-            if may_repeat and self._whole.marks() == before and not self._leaves.changed(self._members.params()):
+            if (
+                may_repeat
+                and self._whole.marks() == before
+                and not any(True for _ in self._leaves.changed(self._members.params()))
+            ):
                 ledger.half_updated = ""
             raise
 
@@ -455,10 +457,6 @@ class WholeStep(GroupwiseStep):
                 self.states.note([managed])
             elif entry is not None:
                 self._state.excluded[param] = entry
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
 
 
 def _take_options(group: dict[str, Any], other: Mapping[str, Any]) -> None:
