@@ -167,8 +167,7 @@ class WholeOptimizer(Optimizer):
         host.ranks.require_one(call)
         if host.config.optimizer.params.in_backward if in_backward is None else in_backward:
             raise ConfigError(f"{call} needs all gradients before it updates anything: leave out in_backward")
-        self._class = WholeClass(kind, host)
-        self._class.make(groups[0]["params"] if is_flat else groups, options)
+        self._class = WholeClass(kind, host, groups[0]["params"] if is_flat else groups, options)
         return self._class.groups(), dict(self._class.inner.defaults), WholeRule(self._class)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

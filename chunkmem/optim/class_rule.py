@@ -15,7 +15,7 @@ from chunkmem.optim.class_calls import copied, frozen, options_of
 from chunkmem.optim.class_trials import ClassTrial, kinds_of
 from chunkmem.optim.entries import BlankEntry, Entry, EntryForm, Record, TensorForm
 from chunkmem.optim.ops import number_on
-from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule, Views, slots_of
+from chunkmem.optim.rule import H, StateSpec, UpdateItem, UpdateRule, Views, slots_of
 from chunkmem.optim.shaped_state import ShapedState, SlotForm
 from chunkmem.types import Role
 
@@ -39,18 +39,29 @@ def role_of(key: str, dtype: torch.dtype | None) -> Role:
     return Role(name if dtype is None else f"{name}.{str(dtype).removeprefix('torch.')}")
 
 
-class ClassRule(UpdateRule[ClassHyper]):
+class RuleOfClasses(UpdateRule[H]):
+    """That of classes which nothing but their code is known of: what they keep is found out, or loaded."""
+
+    name = "chunkmem.Optimizer"
+    counts_steps = False
+    begins_at_zero = False
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Check nothing: classes do."""
+
+    def is_stateless(self, hyper: H) -> bool:
+        return False  # whether a parameter has an entry is for its class to say
+
+    def to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(state)
+
+
+class ClassRule(RuleOfClasses[ClassHyper]):
     """Several classes, of which each updates the parameter groups that were made with it.
 
     States begin as the class makes them: in the first update of a parameter it finds none, and what it has made is
     copied to the slots. Parameters are updated one by one then, so that there are never more such copies than of one.
     """
-
-    name = "chunkmem.Optimizer"
-    options = ()
-    all_states = ()
-    counts_steps = False
-    begins_at_zero = False
 
     def __init__(self, trials: Sequence[ClassTrial]) -> None:
         """Make the rule of classes that were looked at."""
@@ -66,9 +77,6 @@ class ClassRule(UpdateRule[ClassHyper]):
         trial = self._trial(group)
         return trial.name, trial.defaults
 
-    def check(self, group: Mapping[str, Any]) -> None:
-        """Check nothing: classes have checked options when they were tried."""
-
     def _trial(self, group: Mapping[str, Any]) -> ClassTrial:
         return next((self.trial_of[id(param)] for param in group["params"]), self.trials[0])
 
@@ -79,29 +87,16 @@ class ClassRule(UpdateRule[ClassHyper]):
     def needs(self, hyper: ClassHyper) -> Hashable:
         return hyper.trial, kinds_of(hyper.options)
 
-    def is_stateless(self, hyper: ClassHyper) -> bool:
-        return False  # whether a parameter has an entry is for its class to say
-
     def form(self, hyper: ClassHyper, weights: TensorForm, *, name: str) -> EntryForm:
         return hyper.trial.entry_form(weights, hyper.options, name=name)
 
-    def specs(
-        self,
-        hyper: ClassHyper,
-        weights: TensorForm,
-        managed: ManagedParameter,
-        *,
-        saved: Mapping[str, Any] | None = None,
-    ) -> tuple[StateSpec, ...]:
+    def specs(self, hyper: ClassHyper, weights: TensorForm, managed: ManagedParameter) -> tuple[StateSpec, ...]:
         found = []
         for key, tensor in self.form(hyper, weights, name=managed.name).tensors.items():
             dtype = None if tensor.dtype is weights.dtype else tensor.dtype
             slot = SlotForm(managed.position, tensor.shape, tensor.stride)
             found.append(ShapedState(role_of(key, dtype), dtype, key=key, forms=(slot,)))
         return tuple(found)
-
-    def to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(state)
 
     def update_item_(self, views: Views, item: UpdateItem, *, multiplier: float | None) -> None:
         slots = slots_of(views, item, multiplier)

@@ -72,7 +72,7 @@ class EMA:
             host.forget_plans()  # they leave no room for these
             self.excluded = {param: {_NAME: param.detach().clone()} for param in self._ordinary.values()}
             """Averages of parameters that no chunk holds, in their dtype and on their device."""
-            self._role = self._free_role()
+            self._spec = StateSpec(self._free_role())
             self._make_chunks(is_blank=True)
             self._average(torch._foreach_copy_)
         host.add_holder(self)
@@ -93,9 +93,9 @@ class EMA:
             CapacityError: the tiers have no room for them; nothing has been made.
         """
         updater = self._host.updater
-        pager, store, (spec,) = updater.pager, updater.pager.store, self.state_specs
+        pager, store = updater.pager, updater.pager.store
         self._tier = store.staying_tier
-        self._chunks = {group: spec.chunk(store.weights(group)) for group in self._own}
+        self._chunks = {group: self._spec.chunk(store.weights(group)) for group in self._own}
         for chunk in self._chunks.values():
             store.add(chunk)
         try:
@@ -271,11 +271,11 @@ class EMA:
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
         """The one of its chunks; the same on all ranks."""
-        return (StateSpec(self._role),)
+        return (self._spec,)
 
     def held(self) -> dict[ManagedParameter, HeldStates]:
         """Return what this rank averages in chunks."""
-        held = HeldStates(self._count(), {_NAME: self._role}, self.state_specs)
+        held = HeldStates(self._count(), {_NAME: self._spec.role}, self.state_specs)
         return {managed: held for members in self._own.values() for managed in members}
 
     def move_to(self, host: OptimizerHost) -> None:
@@ -310,8 +310,8 @@ class EMA:
     def lazy_state_dict(self) -> dict[str, torch.Tensor]:
         """Return `state_dict()` with values in chunks that are read when they are used; of this pipeline stage."""
         self._require_usable("ema.lazy_state_dict()")
-        (spec,) = self.state_specs
-        return {_COUNT: self._count(), **self._of_wholes(self._saved(partial(lazy_state, self._host, spec)))}
+        found = self._saved(partial(lazy_state, self._host, self._spec))
+        return {_COUNT: self._count(), **self._of_wholes(found)}
 
     def _saved(self, value_of: Callable[[ManagedParameter], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return averages as they are saved, given what stands for those in chunks, and copies of others."""

@@ -181,10 +181,10 @@ class UpdateRule(ABC, Generic[H]):
 
     name: ClassVar[str]
     """For messages."""
-    options: ClassVar[tuple[str, ...]]
+    options: ClassVar[tuple[str, ...]] = ()
     """What every parameter group has to say."""
-    all_states: ClassVar[tuple[StateSpec, ...]]
-    """Every state it may keep."""
+    all_states: ClassVar[tuple[StateSpec, ...]] = ()
+    """Every state it may keep, as far as that is known."""
     counts_steps: ClassVar[bool] = True
     """`optimizer.state[param]` has the number of updates, as "step"."""
     can_be_blank: ClassVar[bool] = True
@@ -239,15 +239,13 @@ class UpdateRule(ABC, Generic[H]):
         keys = (*numbers, *tensors)
         return EntryForm(keys, keys if self.counts_steps else (), tensors, numbers)
 
-    def specs(
-        self, hyper: H, weights: TensorForm, managed: ManagedParameter, *, saved: Mapping[str, Any] | None = None
-    ) -> tuple[StateSpec, ...]:
-        """Return the states that a parameter needs in an update with `hyper`, or for a state that was `saved` with it.
+    def specs(self, hyper: H, weights: TensorForm, managed: ManagedParameter) -> tuple[StateSpec, ...]:
+        """Return the states that a parameter needs in an update with `hyper`.
 
         Raises:
             ConfigError: it cannot be updated.
         """
-        return self.states(hyper) if saved is None else tuple(one for one in self.all_states if one.key in saved)
+        return self.states(hyper)
 
     def to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is loaded of a parameter's saved state."""

@@ -158,7 +158,8 @@ class SavedStates:
             elif (managed := registry.lookup(param)) is not None:
                 state = taken[managed] = self._rule.to_load(states.pop(index, {}))
                 if state:  # it may have others than the options so far call for
-                    keeps[managed] = self._rule.specs(hyper, updater.weight_form(managed), managed, saved=state)
+                    needed = self._rule.specs(hyper, updater.weight_form(managed), managed)
+                    keeps[managed] = [*needed, *(spec for spec in self._rule.all_states if spec.key in state)]
         self._states.claim_more(keeps)
         self._states.prepare([managed for managed in keeps if self._host.owns(managed)])
         # Those of excluded parameters, which torch takes as they are.

@@ -30,11 +30,12 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.values import storage_id
 from chunkmem.optim.class_calls import options_of, unhooked_step
+from chunkmem.optim.class_rule import RuleOfClasses
 from chunkmem.optim.entries import EntryForm, Record, TensorForm, copied_to_cpu
 from chunkmem.optim.groupwise import GroupwiseStep
 from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.members import weight_form
-from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule, slots_of
+from chunkmem.optim.rule import UpdateItem, slots_of
 from chunkmem.optim.speculative import Intent
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.host_memory import HostMemory
@@ -66,8 +67,8 @@ class Leaves:
         self._host = host
         self._name = name
         self._by_param: dict[torch.Tensor, torch.nn.Parameter] = {}
-        self._params: dict[torch.Tensor, torch.Tensor] = {}
-        """By leaf."""
+        self.params: dict[torch.Tensor, torch.Tensor] = {}
+        """By leaf, what it stands for."""
         self._grads: dict[torch.Tensor, torch.Tensor] = {}
         """By parameter."""
         self._memories: list[HostMemory] = []
@@ -76,10 +77,6 @@ class Leaves:
 
     def __getitem__(self, param: torch.Tensor) -> torch.nn.Parameter:
         return self._by_param[param]
-
-    def param(self, leaf: torch.Tensor) -> torch.Tensor:
-        """Return the parameter that a leaf stands for."""
-        return self._params[leaf]
 
     def add(self, params: Iterable[torch.Tensor]) -> None:
         """Make leaves of parameters that have none, with their weights.
@@ -100,7 +97,7 @@ class Leaves:
                 leaf, grad = (_view(memory.flat[start : start + size], form) for start in (at, at + size))
                 at += 2 * size
                 self._by_param[param] = torch.nn.Parameter(leaf, requires_grad=False)
-                self._params[self._by_param[param]] = param
+                self.params[self[param]] = param
                 self._grads[param] = grad
         self.take_weights(forms)
 
@@ -207,31 +204,28 @@ class Leaves:
 class WholeClass:
     """One optimizer of a class over leaves, with states and options that are a user's between steps."""
 
-    def __init__(self, kind: type[torch.optim.Optimizer], host: OptimizerHost) -> None:
-        """Prepare for a class; `make` makes it."""
+    def __init__(
+        self, kind: type[torch.optim.Optimizer], host: OptimizerHost, params: Any, options: Mapping[str, Any]
+    ) -> None:
+        """Make the optimizer, given parameters or parameter groups as in torch.optim.
+
+        Raises:
+            CapacityError: HOST has no room for weights and gradients at once.
+        """
         self.name = kind.__name__
-        self._kind = kind
-        self._host = host
         self.leaves = Leaves(host, name=f"chunkmem.Optimizer({self.name}, whole=True)")
         store = host.updater.pager.store
         gc.collect()  # of optimizers that nobody has any more
         used = {memory.chunk.id for memory in host.updater.at_once}
         for chunk in [chunk for key, chunk in store.chunks.items() if key.role is ROLE and key not in used]:
             store.remove(chunk)
-
-    def make(self, params: Any, options: Mapping[str, Any]) -> None:
-        """Make the optimizer, given parameters or parameter groups as in torch.optim.
-
-        Raises:
-            CapacityError: HOST has no room for weights and gradients at once.
-        """
-        self.inner = self._kind(self._of_leaves(list(params)), **options)
+        self.inner = kind(self._of_leaves(list(params)), **options)
         self._step = unhooked_step(self.inner)
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups as the class has made them, of the user's parameters."""
         groups = self.inner.param_groups
-        return [{**group, "params": [self.leaves.param(leaf) for leaf in group["params"]]} for group in groups]
+        return [{**group, "params": [self.leaves.params[leaf] for leaf in group["params"]]} for group in groups]
 
     def add_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Add a parameter group; return it as the class has made it, of the user's parameters."""
@@ -266,15 +260,15 @@ class WholeClass:
 
     def take(self, groups: list[dict[str, Any]], entries: Mapping[Any, Any]) -> None:
         """Have the options and states of a user's optimizer, and the weights as they are."""
-        inner = self.inner
-        self.leaves.add(param for group in groups for param in group["params"])
+        inner, params = self.inner, [param for group in groups for param in group["params"]]
+        self.leaves.add(params)
         inner.param_groups += [{"params": []} for _ in groups[len(inner.param_groups) :]]
         del inner.param_groups[len(groups) :]
         for own, group in zip(inner.param_groups, groups, strict=True):
             own["params"][:] = map(self.leaves.__getitem__, group["params"])
             _take_options(own, group)
-        self.leaves.take_weights(param for group in groups for param in group["params"])
-        for param in (param for group in groups for param in group["params"]):
+        self.leaves.take_weights(params)
+        for param in params:
             inner.state.pop(self.leaves[param], None)
             if param in entries:
                 inner.state[self.leaves[param]] = entries[param]
@@ -285,14 +279,9 @@ class WholeClass:
             _take_options(group, own)
 
 
-class WholeRule(UpdateRule[None]):
+class WholeRule(RuleOfClasses[None]):
     """Weights are those that a class has made of its leaves."""
 
-    name = "chunkmem.Optimizer"
-    options = ()
-    all_states = ()
-    counts_steps = False
-    begins_at_zero = False
     can_be_blank = False
 
     def __init__(self, whole: WholeClass) -> None:
@@ -306,25 +295,11 @@ class WholeRule(UpdateRule[None]):
     def required(self, group: Mapping[str, Any]) -> tuple[str, Collection[str]]:
         return self.whole.name, self.whole.inner.defaults  # those of the user's optimizer are added to by torch
 
-    def check(self, group: Mapping[str, Any]) -> None:
-        """Check nothing: the class does."""
-
     def hyper(self, group: Mapping[str, Any]) -> None:
         return None
 
-    def is_stateless(self, hyper: None) -> bool:
-        return False  # of chunks alone
-
     def form(self, hyper: None, weights: TensorForm, *, name: str) -> EntryForm:
         return _ANY_ENTRY
-
-    def specs(
-        self, hyper: None, weights: TensorForm, managed: ManagedParameter, *, saved: Mapping[str, Any] | None = None
-    ) -> tuple[StateSpec, ...]:
-        return ()
-
-    def to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(state)
 
     def update_item_(self, views: Any, item: UpdateItem, *, multiplier: float | None) -> None:
         slots = slots_of(views, item, multiplier)

@@ -50,12 +50,10 @@ class SumRule(UpdateRule[float]):
         keys = ("step", SUM.value, LAST.value)
         return replace(last, keys=keys, first_keys=keys, tensors={SUM.value: ONE_NUMBER, **last.tensors})
 
-    def specs(
-        self, hyper: float, weights: TensorForm, managed: ManagedParameter, *, saved: Mapping[str, Any] | None = None
-    ) -> tuple[StateSpec, ...]:
+    def specs(self, hyper: float, weights: TensorForm, managed: ManagedParameter) -> tuple[StateSpec, ...]:
         slot = SlotForm(managed.position, ONE_NUMBER.shape, ONE_NUMBER.stride)
         norm_sum = ShapedState(SUM, ONE_NUMBER.dtype, key=SUM.value, forms=(slot,))
-        return (norm_sum, *super().specs(hyper, weights, managed, saved=saved))
+        return (norm_sum, *super().specs(hyper, weights, managed))
 
     def to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return dict(state)
