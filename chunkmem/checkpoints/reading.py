@@ -79,8 +79,9 @@ class CheckpointFiles:
         self.path = path = standing(path)
         self._trust = trust
         manifest = _manifest(path)
-        self._checksums = read_checksums(path, manifest)
-        self.digest = hashlib.sha256(manifest + repr(sorted(self._checksums.items())).encode()).hexdigest()
+        self.checksums = read_checksums(path, manifest)
+        """Empty where another program has written it."""
+        self.digest = hashlib.sha256(manifest + repr(sorted(self.checksums.items())).encode()).hexdigest()
         """What tells two checkpoints apart, as far as their contents are listed."""
         self.metadata = read_metadata(manifest, path / MANIFEST, trust=trust)
         self._transforms = _StorageReaderTransforms()
@@ -99,11 +100,6 @@ class CheckpointFiles:
         """Whose is the memory that it takes to have torch read a part."""
 
     @property
-    def has_checksums(self) -> bool:
-        """Whether chunkmem has written it."""
-        return bool(self._checksums)
-
-    @property
     def keys(self) -> tuple[str, ...]:
         """What the checkpoint has, on the outside."""
         return tuple(dict.fromkeys(str(self._keys(name)[0]) for name in self.metadata.state_dict_metadata))
@@ -115,7 +111,7 @@ class CheckpointFiles:
         for at, chunk in enumerate(chunks):
             index = MetadataIndex(name, chunk and chunk.offsets)
             like = chunk and torch.empty(chunk.sizes, dtype=form.properties.dtype, device="meta")
-            path, crc = self.path / places[index].relative_path, self._checksums.get(entry_name(index))
+            path, crc = self.path / places[index].relative_path, self.checksums.get(entry_name(index))
             yield index, StoredPart(name, key, path, places[index], like, at == 0, crc)
 
     def nested(self, *prefix: str, with_objects: bool = True) -> Any:

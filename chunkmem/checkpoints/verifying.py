@@ -82,7 +82,7 @@ def verify(path: Path, *, on_read: Progress = lambda more, total: None) -> Verif
 
 def _verify_dcp(path: Path, found: Verified, on_read: Progress) -> None:
     files = CheckpointFiles(path)
-    found.compared_with = NAME if files.has_checksums else "the CRC-32 of each archive of torch.save()"
+    found.compared_with = NAME if files.checksums else "the CRC-32 of each archive of torch.save()"
     total = sum(stored.place.length for stored in (*files.tensors, *files.objects))
     read = ((stored, tried(files.object, stored)[1]) for stored in files.objects)
     for stored, error in chain(files.verified(files.tensors), read):

@@ -220,7 +220,7 @@ class GroupwiseStep:
         """Update parameters of one chunk group, which have their states, in the order of the parameter groups."""
         found = self._items(params, begun.hypers.__getitem__)
         assert found is not None
-        self._updater.update(group, found, self.rule, multiplier=begun.multiplier)
+        self._updater.update(group, Intent(self.rule, found, begun.multiplier))
         done = [managed for item in found for managed in item.params]
         begun.updated.update(dict.fromkeys(done))
         if in_step:
@@ -230,7 +230,8 @@ class GroupwiseStep:
         for item in found:
             for record, step in zip(item.records, item.steps, strict=True):
                 record.count = step
-        self._updater.mark_updated(done)
+        self._updater.rounded.difference_update(done)
+        self._updater.mark_written(done)
         self._updater.gradients.use_up(done)  # last: it may raise, although they are gone then
         self._updater.in_backward.begin_again(group)
 

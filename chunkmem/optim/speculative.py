@@ -64,17 +64,18 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Intent:
-    """What an optimizer would do with a group if it stepped now."""
+    """What an optimizer does with a group, or would do if it stepped now."""
 
     rule: UpdateRule[Any]
     items: Sequence[UpdateItem]
     multiplier: float | None
     """Of the gradients."""
-    needs_norm: bool
+    needs_norm: bool = False
+    """Of the gradients."""
 
-    def is_right(self, items: Sequence[UpdateItem], multiplier: float | None) -> bool:
-        """Tell whether a step that updates `items` so depends on the same, in addition to the contents of chunks."""
-        return multiplier == self.multiplier and _inputs(items) == _inputs(self.items)
+    def is_right(self, now: Intent) -> bool:
+        """Tell whether what a step does depends on the same, in addition to the contents of chunks."""
+        return now.multiplier == self.multiplier and _inputs(now.items) == _inputs(self.items)
 
 
 def _inputs(items: Sequence[UpdateItem]) -> set[tuple[ManagedParameter, int, int, Hashable]]:
@@ -222,11 +223,11 @@ class SpeculativeUpdater:
         job.finish()
         return job.norm if job.is_sound else NormParts()
 
-    def take_over(self, group: int, tier: Tier, items: Sequence[UpdateItem], multiplier: float | None) -> bool:
+    def take_over(self, group: int, tier: Tier, now: Intent) -> bool:
         """Let the results of a group's speculative update be its contents; False if there is none, or a wrong one.
 
-        The group is updated on `tier`, where all chunks it writes have a replica; what those held becomes part of the
-        shadow buffers.
+        The step does `now` with the group, on `tier`, where all chunks it writes have a replica; what those held
+        becomes part of the shadow buffers.
         """
         job = self._jobs.pop(group, None)
         if job is None or job.event is None:
@@ -237,7 +238,7 @@ class SpeculativeUpdater:
                 f"the update of group {group} overlapped with backward failed and is made now: {job.failure!r}",
                 stacklevel=2,
             )
-        if tier is not Tier.HOST or not job.is_sound or not job.intent.is_right(items, multiplier):
+        if tier is not Tier.HOST or not job.is_sound or not job.intent.is_right(now):
             self.guesses.roll_back()
             self._give_back(job)
             return False

@@ -101,10 +101,6 @@ class Leaves:
                 self._grads[param] = grad
         self.take_weights(forms)
 
-    @property
-    def _has_host(self) -> bool:
-        return self._host.updater.pager.store.pools[Tier.HOST].ledger.limit_nbytes > 0
-
     def _memory(self, nbytes: int, *, reader: str, memory: torch.Tensor | None = None) -> HostMemory:
         updater = self._host.updater
         found = HostMemory(updater.pager, ROLE, nbytes, reader=reader, memory=memory)
@@ -189,7 +185,8 @@ class Leaves:
         tensors = [value for value in tree_leaves(list(entries)) if isinstance(value, torch.Tensor)]
         sizes = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
         nbytes = sum(sizes.values())
-        if nbytes == self._states_nbytes or not self._has_host:
+        has_host = self._host.updater.pager.store.pools[Tier.HOST].ledger.limit_nbytes > 0
+        if nbytes == self._states_nbytes or not has_host:
             return  # where both tiers are one piece of RAM, they are as activations are: outside of its cap
         if self._states is not None:
             self._states.close()

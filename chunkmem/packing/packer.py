@@ -45,15 +45,13 @@ def tensor_specs(
     specs = []
     for name, param in named:
         dtype = precision.of(param)
-        master = precision.master_of(param)
-        kind = str(dtype).removeprefix("torch.")
         specs.append(
             TensorSpec(
                 name,
                 tuple(param.shape),
-                kind,
+                str(dtype).removeprefix("torch."),
                 dtype.itemsize,
-                master,
+                precision.masters.get(id(param), MasterCopy.NONE),
                 is_frozen=not param.requires_grad,
                 is_on_host=id(param) in on_host,
                 is_each_ranks=id(param) in each_ranks,
