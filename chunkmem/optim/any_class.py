@@ -142,8 +142,8 @@ class Optimizer(RuleOptimizer):
         given = {**trial.arguments, **options}
         resolved = options_of(made.param_groups[0])
         # A tensor stays the user's own, as in torch.optim: it may be written in place, such as a learning rate.
-        tensors = {key for key, value in resolved.items() if isinstance(value, torch.Tensor)}
-        return {**resolved, **{key: given[key] for key in tensors if isinstance(given.get(key), torch.Tensor)}}
+        own = {key: given.get(key) for key, value in resolved.items() if isinstance(value, torch.Tensor)}
+        return {**resolved, **{key: value for key, value in own.items() if isinstance(value, torch.Tensor)}}
 
 
 class WholeOptimizer(Optimizer):

@@ -207,8 +207,7 @@ class Packer:
         self, group: Group, named: Sequence[tuple[str, nn.Parameter]], built: Built
     ) -> list[ManagedParameter]:
         params = [named[slot.tensor] for slot in group.slots]
-        strides = [built.stride(param) for _, param in params]
-        forms = tuple((param.shape, stride) for (_, param), stride in zip(params, strides, strict=True))
+        forms = tuple((param.shape, built.stride(param)) for _, param in params)
         inside = [name for name, _ in params]
         if built.is_put_off:
             chunk, views = self._register(group, inside, forms), _elsewhere([])
@@ -222,7 +221,7 @@ class Packer:
                 for each in views if built.owns(group) else ():
                     each[position].copy_(values)
                 parameter = ManagedParameter(
-                    param, name, slot, position, home, stride=strides[position], dtype=chunk.dtype
+                    param, name, slot, position, home, stride=forms[position][1], dtype=chunk.dtype
                 )
                 home.add(parameter)
             packed.append(parameter)
