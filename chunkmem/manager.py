@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -22,6 +23,7 @@ from chunkmem.checkpoints.loading import load_checkpoint
 from chunkmem.checkpoints.odd_files import checkpoint_path
 from chunkmem.checkpoints.pretrained import save_pretrained
 from chunkmem.checkpoints.saver import CheckpointSaver
+from chunkmem.checkpoints.saving import state_to_save
 from chunkmem.checkpoints.streaming import weight_stream
 from chunkmem.comm.methods import ExchangeMethod
 from chunkmem.config import Config
@@ -472,9 +474,8 @@ class ChunkManager(ModelBuilding, Reporting):
         self.runtime.modules.require_values()
         with self.runtime.ranks.telling():
             where = checkpoint_path(path)
-        return self._saver.save(
-            self.runtime, where, optimizer, ema=ema, model=model, extra=extra, asynchronous=asynchronous
-        )
+        state = partial(state_to_save, self.runtime, optimizer, ema=ema, model=model, extra=extra)
+        return self._saver.save(self.runtime, where, state, asynchronous=asynchronous)
 
     def load(
         self,

@@ -157,9 +157,8 @@ class BuiltModels:
         self._entry_points.forget_steps()
         built, models = unpacked.built, unpacked.roots
         if not built.is_put_off and has_meta_tensors(models):
-            read, write = self._modules.surface.read, self._modules.surface.write
-            wanted, shards = unpacked.initialisers, self._sharding.shards
-            built = BuiltOnMeta(models, built, shards, read=read, write=write, initialisers=wanted)
+            surface, shards = self._modules.surface, self._sharding.shards
+            built = BuiltOnMeta(models, built, shards, surface, unpacked.initialisers)
         with self.random_numbers() if isinstance(built, BuiltOnMeta) else contextlib.nullcontext():
             added = self._modules.packer.add(roots, excluded, built)
         for packed in added:

@@ -180,44 +180,44 @@ def _take_snapshot(part: _Part, runtime: Runtime) -> Snapshot:
         return Snapshot(part.wanted(), runtime.memory.compute.reader())
 
 
+@dataclass
 class _Writing:
     """What the thread of a rank does."""
 
-    def __init__(self, planned: PlannedSave, part: _Part, snapshot: Snapshot, notes: Notes, outcome: _Outcome) -> None:
-        self._planned = planned
-        self._part = part
-        self._snapshot = snapshot
-        self._notes = notes
-        self._outcome = outcome
+    planned: PlannedSave
+    part: _Part
+    snapshot: Snapshot
+    notes: Notes
+    outcome: _Outcome
 
     def run(self) -> None:
         """Write, and say how it has ended. Meanwhile this rank is not lost to the others, however slow its disk is."""
-        with self._notes.working():
+        with self.notes.working():
             self._run()
 
     def _run(self) -> None:
-        problem, results = "", self._planned.writer.results
+        problem, results = "", self.planned.writer.results
         try:
-            for _ in self._planned.writer.write_all(self._contents(), self._planned.planner.plan):
+            for _ in self.planned.writer.write_all(self._contents(), self.planned.planner.plan):
                 """Nobody is told meanwhile."""
         except BaseException as error:
-            self._snapshot.give_up(error)
-            problem = f"rank {self._notes.rank}: {in_one_line(error)}"
+            self.snapshot.give_up(error)
+            problem = f"rank {self.notes.rank}: {in_one_line(error)}"
         try:
-            if self._notes.rank == 0:
+            if self.notes.rank == 0:
                 problem = self._complete(problem, results)
             else:
                 problem = self._report(problem, results)
         except BaseException as error:
             problem = problem or in_one_line(error)
-        self._outcome.problem = problem
+        self.outcome.problem = problem
 
     def _contents(self) -> Iterator[tuple[WriteItem, Any]]:
         """Copy what this rank writes, chunk after chunk."""
-        while self._part.ready:
-            yield self._part.ready.pop()
-        while (taken := self._snapshot.take()) is not None:
-            for item, piece in self._part.lazy.pop(taken.chunk):
+        while self.part.ready:
+            yield self.part.ready.pop()
+        while (taken := self.snapshot.take()) is not None:
+            for item, piece in self.part.lazy.pop(taken.chunk):
                 source = _slot(piece)
                 yield item, source.part_of(taken.slots[source.position], piece.start, piece.shape)
 
@@ -227,40 +227,40 @@ class _Writing:
         """Tell the first rank of this one's part; return what went wrong on any of them."""
         if not problem:
             try:
-                file = self._file_of(self._notes.rank)
+                file = self._file_of(self.notes.rank)
                 with written(file) as stream:
                     stream.write(results_as_json(results))
                 sync(file.parent)
             except OSError as error:
-                problem = f"rank {self._notes.rank}: {in_one_line(error)}"
-        self._notes.leave(f"the part of rank {self._notes.rank}", problem)
-        outcome = self._notes.wait_for("the completion of a checkpoint", of=0)
-        self._notes.leave(f"rank {self._notes.rank} knows", "")
+                problem = f"rank {self.notes.rank}: {in_one_line(error)}"
+        self.notes.leave(f"the part of rank {self.notes.rank}", problem)
+        outcome = self.notes.wait_for("the completion of a checkpoint", of=0)
+        self.notes.leave(f"rank {self.notes.rank} knows", "")
         return outcome
 
     def _complete(self, problem: str, results: list[Written]) -> str:
         """Complete the checkpoint once all have written their parts; return what went wrong on any rank."""
-        others = range(1, self._notes.size)
+        others = range(1, self.notes.size)
         try:
-            found = [self._notes.wait_for(f"the part of rank {rank}", of=rank) for rank in others]
+            found = [self.notes.wait_for(f"the part of rank {rank}", of=rank) for rank in others]
             problem = next(filter(None, [problem, *found]), "")
             if not problem:
                 rows = [results, *(_taken(self._file_of(rank)) for rank in others)]
-                self._planned.finish(rows)
+                self.planned.finish(rows)
         except (OSError, CheckpointError, RankError) as error:
             problem = problem or in_one_line(error)
         if problem:
-            self._planned.replacement.discard()
+            self.planned.replacement.discard()
         if others:
-            self._notes.leave("the completion of a checkpoint", problem)
+            self.notes.leave("the completion of a checkpoint", problem)
             with contextlib.suppress(RankError):  # the store may end with this process: not before they have read it
                 for rank in others:
-                    self._notes.wait_for(f"rank {rank} knows", of=rank, limit_s=_FAREWELL_S)
+                    self.notes.wait_for(f"rank {rank} knows", of=rank, limit_s=_FAREWELL_S)
         return problem
 
     def _file_of(self, rank: int) -> Path:
         """Return the file in which a rank says where in the checkpoint it has written what."""
-        return self._planned.replacement.folder / f".part-{rank}"
+        return self.planned.replacement.folder / f".part-{rank}"
 
 
 def _taken(file: Path) -> list[Written]:

@@ -17,11 +17,11 @@ from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.files import EXTRA, RANKS
-from chunkmem.checkpoints.names import BY_PARAMETER
 from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError
 from chunkmem.optim.ema import PREFIX
+from chunkmem.optim.masters import MASTER_KEY
 
 _COUNT = "count"
 """Under "ranks": how many there were."""
@@ -88,7 +88,7 @@ def _divided(state: dict[str, Any], names: OwnNames) -> tuple[dict[str, Any], di
     if "optimizer" in state:
         optimizer = shared["optimizer"] = dict(state["optimizer"])
         rows = {}
-        for key in (key for key in BY_PARAMETER if key in optimizer):
+        for key in (key for key in ("state", MASTER_KEY) if key in optimizer):
             optimizer[key], rows[key] = _split(optimizer[key], names)
         groups = optimizer["param_groups"]
         if any(name in names for group in groups for name in group["params"]):
@@ -146,6 +146,7 @@ class OwnParts:
         Raises:
             CheckpointError: the modules of as many ranks as there were have no place here.
         """
+        self.files = files
         count = files.nested(RANKS, _COUNT)
         parts: dict[str, Any] = files.nested(RANKS, with_objects=False) or {}
         saved = [name for part in parts.values() for name in part.get("model", ())]
@@ -163,8 +164,9 @@ class OwnParts:
                 "manager.exclude(reduce=False)"
             )
 
-    def join(self, shared: Any, key: str) -> Any:
-        """Return what is saved under a key, with what is this rank's own."""
+    def nested(self, key: str) -> Any:
+        """Return what is saved under a key, with what is this rank's own; None if there is nothing."""
+        shared = self.files.nested(key)
         return _joined(shared, self._found[key]) if key in self._found else shared
 
     @property

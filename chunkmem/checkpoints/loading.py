@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map_only
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.by_rank import OwnNames, OwnParts
 from chunkmem.checkpoints.files import EXTRA
-from chunkmem.checkpoints.names import indexed_state
 from chunkmem.checkpoints.odd_files import checkpoint_path
 from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.checkpoints.saving import require_own
@@ -22,6 +21,7 @@ from chunkmem.nn.lazy_tensor import LazyTensor
 from chunkmem.nn.registry import check_fits
 from chunkmem.optim.ema import EMA
 from chunkmem.optim.optimizer import RuleOptimizer
+from chunkmem.optim.tiles import indexed_state
 
 
 def load_checkpoint(
@@ -52,12 +52,13 @@ def load_checkpoint(
         written = f"{files.digest} {path} of rank {ranks.name(ranks.rank)}"
         names = OwnNames(root, runtime)
         own = OwnParts(files, names, everyone)
-        weights = _weights(files, own, names, runtime.modules.surface.expected_state(root), strict=strict)
-        states = _states(files, own, root, optimizer)
-        averages = _averages(files, own, ema)
+        expected = runtime.modules.surface.expected_state(root)
+        weights: dict[str, Any] = names.elsewhere(expected) | (own.nested("model") or {})
+        check_fits(weights, expected, strict=strict)
+        states, averages = _states(own, root, optimizer), _averages(own, ema)
         extra = tree_map_only(LazyTensor, LazyTensor.read, own.extra or files.nested(EXTRA) or {})
         # A share of each rank: they are read whole, as no damage may be found when half is loaded.
-        files.verify(files.entries()[ranks.rank :: ranks.size])
+        files.verify(files.tensors[ranks.rank :: ranks.size])
     except RankError:
         raise
     except (ChunkmemError, OSError) as error:  # else the other ranks would wait for this one
@@ -83,20 +84,7 @@ def load_checkpoint(
     return dict(extra)
 
 
-def _weights(
-    files: CheckpointFiles, own: OwnParts, names: OwnNames, expected: Mapping[str, Any], *, strict: bool
-) -> dict[str, Any]:
-    """Return the saved weights, once they are certain to fit.
-
-    Raises:
-        CheckpointError: they do not.
-    """
-    found: dict[str, Any] = own.join(names.elsewhere(expected) | (files.nested("model") or {}), "model")
-    check_fits(found, expected, strict=strict)
-    return found
-
-
-def _averages(files: CheckpointFiles, own: OwnParts, ema: EMA | None) -> dict[str, Any]:
+def _averages(own: OwnParts, ema: EMA | None) -> dict[str, Any]:
     """Return the saved averages, once they are certain to fit.
 
     Raises:
@@ -104,16 +92,14 @@ def _averages(files: CheckpointFiles, own: OwnParts, ema: EMA | None) -> dict[st
     """
     if ema is None:
         return {}
-    saved = own.join(files.nested("ema"), "ema")
+    saved = own.nested("ema")
     if not isinstance(saved, dict):
-        raise CheckpointError(f"{files.path} has no averages; load it without ema=")
+        raise CheckpointError(f"{own.files.path} has no averages; load it without ema=")
     ema.check_state_dict(saved)
     return saved
 
 
-def _states(
-    files: CheckpointFiles, own: OwnParts, root: nn.Module, optimizer: RuleOptimizer | None
-) -> dict[str, Any] | None:
+def _states(own: OwnParts, root: nn.Module, optimizer: RuleOptimizer | None) -> dict[str, Any] | None:
     """Return the saved state of an optimizer as it takes it, once it is certain to.
 
     Raises:
@@ -121,9 +107,9 @@ def _states(
     """
     if optimizer is None:
         return None
-    saved = own.join(files.nested("optimizer"), "optimizer")
+    saved = own.nested("optimizer")
     if not isinstance(saved, dict) or "param_groups" not in saved:
-        raise CheckpointError(f"{files.path} has no optimizer state; load it without an optimizer")
+        raise CheckpointError(f"{own.files.path} has no optimizer state; load it without an optimizer")
     states = indexed_state(root, optimizer, saved)
     optimizer.check_state_dict(states)
     return states

@@ -9,6 +9,7 @@ import re
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,7 @@ def _header(shard: Mapping[str, torch.Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+@dataclass
 class _Placing:
     """Files that are complete, on their way to their place.
 
@@ -142,10 +144,9 @@ class _Placing:
     4. What was there before goes: `model.safetensors` first, and last the index, if there is one file now.
     """
 
-    def __init__(self, folder: Path, unfinished: Path, shards: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        self._folder = folder
-        self._unfinished = unfinished
-        self._shards = shards
+    folder: Path
+    unfinished: Path
+    shards: Sequence[Mapping[str, torch.Tensor]]
 
     def replace(self) -> None:
         """Have them there, and what was there before no more."""
@@ -153,27 +154,27 @@ class _Placing:
         names = self._names(before)
         if _ONE in before and INDEX not in before and names != [_ONE]:
             self._name_the_one()
-        moved = [self._folder / name for name in names if name not in before]
+        moved = [self.folder / name for name in names if name not in before]
         try:
             for at, name in enumerate(names):
-                os.replace(self._unfinished / str(at), self._folder / name)
+                os.replace(self.unfinished / str(at), self.folder / name)
             if names != [_ONE] or INDEX in before:
-                sync(self._folder)
-                self._put_index({name: names[at] for at, shard in enumerate(self._shards) for name in shard})
+                sync(self.folder)
+                self._put_index({name: names[at] for at, shard in enumerate(self.shards) for name in shard})
         except (OSError, CheckpointError):
             for path in moved:
                 path.unlink(missing_ok=True)
             raise
-        sync(self._folder)
+        sync(self.folder)
         self._remove(before - set(names), is_one=names == [_ONE])
 
     def found(self) -> set[str]:
         """Return what is there of weights."""
-        return {name for name in os.listdir(self._folder) if _SHARD.fullmatch(name) or name in (_ONE, INDEX)}
+        return {name for name in os.listdir(self.folder) if _SHARD.fullmatch(name) or name in (_ONE, INDEX)}
 
     def _names(self, before: set[str]) -> list[str]:
         """Return names for the shards: those that everybody knows, or, where such are there, others."""
-        last = len(self._shards)
+        last = len(self.shards)
         if last == 1:
             return [_ONE]
         numbers = [f"{at:05}-of-{last:05}.safetensors" for at in range(1, last + 1)]
@@ -183,22 +184,22 @@ class _Placing:
 
     def _name_the_one(self) -> None:
         with contextlib.suppress(CheckpointError):  # it is no such file: nobody reads it
-            self._put_index(dict.fromkeys(open_safetensors(self._folder / _ONE), _ONE))
+            self._put_index(dict.fromkeys(open_safetensors(self.folder / _ONE), _ONE))
 
     def _put_index(self, found: Mapping[str, str]) -> None:
-        total = sum(form.nbytes for shard in self._shards for form in shard.values())
-        path = self._unfinished / INDEX
+        total = sum(form.nbytes for shard in self.shards for form in shard.values())
+        path = self.unfinished / INDEX
         with written(path) as file:
             file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": found}, indent=2).encode())
-        os.replace(path, self._folder / INDEX)
+        os.replace(path, self.folder / INDEX)
 
     def _remove(self, names: set[str], *, is_one: bool) -> None:
         if _ONE in names:  # else it would be read in the place of the shards
-            (self._folder / _ONE).unlink()
+            (self.folder / _ONE).unlink()
         left: list[str] = []
         for name in names - {_ONE, INDEX}:
             try:
-                (self._folder / name).unlink(missing_ok=True)
+                (self.folder / name).unlink(missing_ok=True)
             except OSError as error:
                 left.append(in_one_line(error))
         if left:  # the index stays: without one, a program may take all files that are there
@@ -208,4 +209,4 @@ class _Placing:
                 stacklevel=2,
             )
         elif is_one:
-            (self._folder / INDEX).unlink(missing_ok=True)
+            (self.folder / INDEX).unlink(missing_ok=True)

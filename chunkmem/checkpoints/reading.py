@@ -6,8 +6,9 @@ import contextlib
 import hashlib
 import io
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +44,25 @@ _MAX_THREADS = 4
 """That verify files: more of them wait for memory."""
 
 
+@dataclass(frozen=True, eq=False)
+class StoredPart:
+    """A part of a tensor, or an object, where a checkpoint has it."""
+
+    name: str
+    """Of the whole."""
+    key: str
+    """That it is saved under, on the outside."""
+    path: Path
+    place: Any
+    """In the file: an offset, a length, and how it was transformed."""
+    like: Any
+    """A tensor as the metadata say that it is, without values; None: an object."""
+    is_first: bool
+    """Of the parts of a tensor."""
+    crc: int | None
+    """The checksum that `manager.save` has kept; None: another program has written the checkpoint."""
+
+
 class CheckpointFiles:
     """A checkpoint directory, of chunkmem or of torch.distributed.checkpoint."""
 
@@ -59,36 +79,40 @@ class CheckpointFiles:
         self.path = path = standing(path)
         self._trust = trust
         manifest = _manifest(path)
-        self._checksums = read_checksums(path, manifest)
-        self.digest = hashlib.sha256(manifest + repr(sorted(self._checksums.items())).encode()).hexdigest()
+        self.checksums = read_checksums(path, manifest)
+        """Empty where another program has written it."""
+        self.digest = hashlib.sha256(manifest + repr(sorted(self.checksums.items())).encode()).hexdigest()
         """What tells two checkpoints apart, as far as their contents are listed."""
         self.metadata = read_metadata(manifest, path / MANIFEST, trust=trust)
         self._transforms = _StorageReaderTransforms()
         self._process = psutil.Process()
         self._least_nbytes = self._process.memory_info().rss
         """What the process had when freed memory was given back."""
-        self._found: dict[MetadataIndex, StoredValues | None] = {}
+        self._parts = dict(pair for name in self.metadata.state_dict_metadata for pair in self._parts_of(name))
+        by_place = sorted(self._parts.values(), key=lambda part: (part.path, part.place.offset))
+        self.tensors = [part for part in by_place if part.like is not None]
+        """All parts of tensors that are stored, those of one file after each other."""
+        self.objects = [part for part in self._parts.values() if part.like is None]
+        """All that is no tensor."""
+        self._found: dict[StoredPart, StoredValues | None] = {}
         """Where the values are of parts that have their checksums; None: torch has to read them."""
         self._alone = threading.Lock()
         """Whose is the memory that it takes to have torch read a part."""
 
     @property
-    def has_checksums(self) -> bool:
-        """Whether chunkmem has written it."""
-        return bool(self._checksums)
-
-    def key_of(self, name: str) -> str:
-        """Return the key on the outside that something is saved under."""
-        return str(self._keys(name)[0])
-
-    def nbytes_of(self, index: MetadataIndex) -> int:
-        """Return what a part of a tensor takes in its file."""
-        return int(self._storage(index).length)
-
-    @property
     def keys(self) -> tuple[str, ...]:
         """What the checkpoint has, on the outside."""
-        return tuple(dict.fromkeys(map(self.key_of, self.metadata.state_dict_metadata)))
+        return tuple(dict.fromkeys(str(self._keys(name)[0]) for name in self.metadata.state_dict_metadata))
+
+    def _parts_of(self, name: str) -> Iterator[tuple[MetadataIndex, StoredPart]]:
+        form: Any = self.metadata.state_dict_metadata[name]
+        places, key = self.metadata.storage_data or {}, str(self._keys(name)[0])
+        chunks: Any = form.chunks if isinstance(form, TensorStorageMetadata) else [None]
+        for at, chunk in enumerate(chunks):
+            index = MetadataIndex(name, chunk and chunk.offsets)
+            like = chunk and torch.empty(chunk.sizes, dtype=form.properties.dtype, device="meta")
+            path, crc = self.path / places[index].relative_path, self.checksums.get(entry_name(index))
+            yield index, StoredPart(name, key, path, places[index], like, at == 0, crc)
 
     def nested(self, *prefix: str, with_objects: bool = True) -> Any:
         """Return what was saved under a key, or keys in each other, as it was nested; None if there is nothing.
@@ -104,7 +128,7 @@ class CheckpointFiles:
                 dtype = form.properties.dtype
                 value: Any = LazyTensor.of(_StoredTensor(self, name, dtype), tuple(form.size), dtype)
             elif with_objects:
-                value = self.object(MetadataIndex(name))
+                value = self.object(self._parts[MetadataIndex(name)])
             else:
                 continue
             set_element(whole, keys, value)
@@ -117,99 +141,82 @@ class CheckpointFiles:
         keys: tuple[str | int, ...] = self.metadata.planner_data[name]
         return keys
 
-    def entries(self) -> list[MetadataIndex]:
-        """Return all parts of tensors that are stored, those of one file after each other."""
-        forms = self.metadata.state_dict_metadata.items()
-        tensors = ((name, form) for name, form in forms if isinstance(form, TensorStorageMetadata))
-        found = [MetadataIndex(name, part.offsets, at) for name, form in tensors for at, part in enumerate(form.chunks)]
-        return sorted(found, key=lambda index: (self._path(index), self._storage(index).offset))
-
-    def objects(self) -> list[MetadataIndex]:
-        """Return all that is no tensor."""
-        forms = self.metadata.state_dict_metadata.items()
-        return [MetadataIndex(name) for name, form in forms if not isinstance(form, TensorStorageMetadata)]
-
-    def verify(self, indices: Sequence[MetadataIndex]) -> None:
+    def verify(self, parts: Sequence[StoredPart]) -> None:
         """Read parts of tensors, and compare them with their checksums, where there are some.
 
         Raises:
             CheckpointError: one cannot be read, or has changed since it was written.
         """
-        with contextlib.closing(self.verified(indices)) as parts:
-            for _, error in parts:
+        with contextlib.closing(self.verified(parts)) as verified:
+            for _, error in verified:
                 if error is not None:
                     raise error
 
-    def verified(self, indices: Sequence[MetadataIndex]) -> Generator[tuple[MetadataIndex, CheckpointError | None]]:
+    def verified(self, parts: Sequence[StoredPart]) -> Generator[tuple[StoredPart, CheckpointError | None]]:
         """Read parts of tensors, and yield each when it was compared with its checksum, with what is wrong."""
         threads = ThreadPoolExecutor(min(torch.get_num_threads(), _MAX_THREADS))
         try:
-            for index, (found, error) in zip(indices, threads.map(partial(tried, self._find), indices), strict=True):
+            for part, (found, error) in zip(parts, threads.map(partial(tried, self._find), parts), strict=True):
                 if error is None:
-                    self._found[index] = found
-                yield index, error
+                    self._found[part] = found
+                yield part, error
         finally:
             threads.shutdown(cancel_futures=True)
 
-    def _find(self, index: MetadataIndex) -> StoredValues | None:
+    def _find(self, part: StoredPart) -> StoredValues | None:
         """Return where the values of a part are, once they have their checksum; None: torch has to read the part.
 
         Raises:
             CheckpointError: it cannot be read, has changed since it was written, or is not what the metadata say.
         """
-        storage, written, like = self._storage(index), self._written(index), self._expected(index)
+        place, like = part.place, part.like
         with contextlib.suppress(Exception):  # a damaged file raises anything; torch says what is wrong
-            if not storage.transform_descriptors:
-                where = {"offset": storage.offset, "nbytes": storage.length}
-                found = find_values(self._path(index), **where, like=None if written is None else like)
+            if not place.transform_descriptors:
+                known = None if part.crc is None else like
+                found = find_values(part.path, offset=place.offset, nbytes=place.length, like=known)
                 if found is not None and (found.shape, found.dtype) == (tuple(like.shape), like.dtype):
-                    crc = found.archived_crc if written is None else written
+                    crc = found.archived_crc if part.crc is None else part.crc
                     if found.checksum() == crc or crc is None:
                         return found
         with self._alone:
-            self._load(index)
+            self._load(part)
         return None
 
-    def _load(self, index: MetadataIndex) -> torch.Tensor:
+    def _load(self, part: StoredPart) -> torch.Tensor:
         """Have torch read a part, which takes the memory of two. Raises what `_find` does."""
         self._give_back()
-        stream, like = self._saved(index), self._expected(index)
+        stream, like = self._saved(part), part.like
         try:
             values: torch.Tensor = torch.load(stream, map_location="cpu", weights_only=True)
             crc, is_expected = checksum(values), (values.shape, values.dtype) == (like.shape, like.dtype)
         except Exception as error:  # a damaged file raises anything
-            raise self._unreadable(index, error) from None
+            raise _unreadable(part, error) from None
         if not is_expected:
             raise CheckpointError(
-                f"{self._path(index)} has {values.dtype} of shape {tuple(values.shape)} where {index.fqn} is, and "
+                f"{part.path} has {values.dtype} of shape {tuple(values.shape)} where {part.name} is, and "
                 f".metadata says {like.dtype} of shape {tuple(like.shape)}"
             )
-        if self._written(index) not in (None, crc):
-            raise self._changed(index)
+        if part.crc not in (None, crc):
+            raise _changed(part)
         return values
 
-    def _expected(self, index: MetadataIndex) -> torch.Tensor:
-        """Return what the metadata say that a part is, without values."""
-        dtype = self._form(index.fqn).properties.dtype
-        return torch.empty(self._part(index).sizes, dtype=dtype, device="meta")
-
-    def _saved(self, index: MetadataIndex) -> io.BytesIO:
+    def _saved(self, part: StoredPart) -> io.BytesIO:
         """Return what `torch.save` has written of a part of a tensor, or of an object.
 
         Raises:
             CheckpointError: it cannot be read; or another program has written it, and it has changed since.
         """
-        storage = self._storage(index)
+        place = part.place
         try:
-            with opened(self._path(index)) as descriptor:
-                raw: Any = io.BufferedReader(FilePart(descriptor, storage.offset, storage.length))
-                transforms = storage.transform_descriptors or ()
+            with opened(part.path) as descriptor:
+                raw: Any = io.BufferedReader(FilePart(descriptor, place.offset, place.length))
+                transforms = place.transform_descriptors or ()
                 stream = io.BytesIO(self._transforms.transform_load_stream(_NO_ITEM, transforms, raw).read())
-            is_whole = self._written(index) is not None or damaged_member(stream) is None
+            is_whole = part.crc is not None or damaged_member(stream) is None
         except Exception as error:  # a damaged file raises anything
-            raise self._unreadable(index, error) from None
+            raise _unreadable(part, error) from None
         if not is_whole:
-            raise self._changed(index)
+            raise _changed(part)
         stream.seek(0)
         return stream
 
@@ -222,18 +229,18 @@ class CheckpointFiles:
         self._give_back()
         wanted = ChunkStorageMetadata(offsets=torch.Size(start), sizes=into.shape)
         for item in create_read_items_for_chunk_list(name, self._form(name), [wanted]):
-            index = item.storage_index
-            if index not in self._found:  # another rank has verified it, maybe of another copy; or nobody has
-                self._found[index] = self._find(index)
-            found, start = self._found[index], tuple(item.storage_offsets)
-            part = narrow_tensor_by_index(into, item.dest_offsets, item.lengths)
+            part = self._parts[item.storage_index]
+            if part not in self._found:  # another rank has verified it, maybe of another copy; or nobody has
+                self._found[part] = self._find(part)
+            found, start = self._found[part], tuple(item.storage_offsets)
+            target = narrow_tensor_by_index(into, item.dest_offsets, item.lengths)
             if found is None:
-                part.copy_(narrow_tensor_by_index(self._load(index), start, item.lengths))
+                target.copy_(narrow_tensor_by_index(self._load(part), start, item.lengths))
                 continue
             try:
-                found.read_into(start, part)
+                found.read_into(start, target)
             except (OSError, EOFError) as error:
-                raise self._unreadable(index, error) from None
+                raise _unreadable(part, error) from None
 
     def _give_back(self) -> None:
         """Return memory that was freed to the system, now and then: the C library would keep what was read before."""
@@ -243,46 +250,31 @@ class CheckpointFiles:
 
     def file_of(self, name: str) -> str:
         """Return the file that a tensor begins in."""
-        return str(self._path(MetadataIndex(name, self._form(name).chunks[0].offsets)))
+        return str(self._parts[MetadataIndex(name, self._form(name).chunks[0].offsets)].path)
 
-    def object(self, index: MetadataIndex) -> Any:
+    def object(self, part: StoredPart) -> Any:
         """Return what was saved and is no tensor.
 
         Raises:
             CheckpointError: its file cannot be read, has changed since it was written, or needs trust.
         """
-        stream = self._saved(index)
-        if self._written(index) not in (None, checksum(stream)):
-            raise self._changed(index)
-        return load_saved(stream, f"{index.fqn} in {self._path(index)}", trust=self._trust)
-
-    def _written(self, index: MetadataIndex) -> int | None:
-        """Return the checksum that `manager.save` has kept; None: another program has written the checkpoint."""
-        return self._checksums.get(entry_name(index))
-
-    def _changed(self, index: MetadataIndex) -> CheckpointError:
-        return CheckpointError(
-            f"{self._path(index)} has changed since it was written: {index.fqn} has not its checksum"
-        )
-
-    def _unreadable(self, index: MetadataIndex, error: Exception) -> CheckpointError:
-        return CheckpointError(f"{self._path(index)} cannot be read where {index.fqn} is: {said(error)}")
+        stream = self._saved(part)
+        if part.crc not in (None, checksum(stream)):
+            raise _changed(part)
+        return load_saved(stream, f"{part.name} in {part.path}", trust=self._trust)
 
     def _form(self, name: str) -> TensorStorageMetadata:
         form = self.metadata.state_dict_metadata[name]
         assert isinstance(form, TensorStorageMetadata)
         return form
 
-    def _part(self, index: MetadataIndex) -> ChunkStorageMetadata:
-        assert index.index is not None
-        return self._form(index.fqn).chunks[index.index]
 
-    def _storage(self, index: MetadataIndex) -> Any:
-        assert self.metadata.storage_data is not None
-        return self.metadata.storage_data[index]
+def _changed(part: StoredPart) -> CheckpointError:
+    return CheckpointError(f"{part.path} has changed since it was written: {part.name} has not its checksum")
 
-    def _path(self, index: MetadataIndex) -> Path:
-        return self.path / str(self._storage(index).relative_path)
+
+def _unreadable(part: StoredPart, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{part.path} cannot be read where {part.name} is: {said(error)}")
 
 
 class _StoredTensor(FileSource):
@@ -301,10 +293,10 @@ class _StoredTensor(FileSource):
         self._files.read_into(self._name, start, into)
 
 
-def tried(read: Callable[[MetadataIndex], _T], index: MetadataIndex) -> tuple[_T | None, CheckpointError | None]:
+def tried(read: Callable[[StoredPart], _T], part: StoredPart) -> tuple[_T | None, CheckpointError | None]:
     """Return what is read, or what is wrong with it."""
     try:
-        return read(index), None
+        return read(part), None
     except CheckpointError as error:
         return None, error
 

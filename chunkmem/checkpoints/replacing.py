@@ -21,6 +21,7 @@ import re
 import time
 import uuid
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from chunkmem.checkpoints.checksums import NAME as CHECKSUMS
@@ -50,17 +51,17 @@ _OLD_MANIFEST = f"{MANIFEST}.before"
 _IS_NEW = "the new one is in place, and may be gone after a crash of the machine"
 
 
+@dataclass
 class Replacement:
     """A checkpoint that is being written, to take the place of what is at its path."""
 
-    def __init__(self, path: Path, folder: Path, own: Unfinished | None) -> None:
-        self.path = path
-        self.folder = folder
-        """To write to; the same on all ranks."""
-        self._own = own
-        """On the first rank."""
-        self._may_be_there = False
-        """Now, or after a crash of the machine: its files must not be removed."""
+    path: Path
+    folder: Path
+    """To write to; the same on all ranks."""
+    own: Unfinished | None
+    """On the first rank."""
+    may_be_there: bool = False
+    """Now, or after a crash of the machine: its files must not be removed."""
 
     @property
     def generation(self) -> str:
@@ -76,8 +77,8 @@ class Replacement:
         """
         if self.path.is_dir() or not self._is_renamed():
             self._replace(values)
-        assert self._own is not None
-        self._own.discard()
+        assert self.own is not None
+        self.own.discard()
 
     def _is_renamed(self) -> bool:
         """Give the folder its name; return False if somebody else has made one with that name."""
@@ -108,7 +109,7 @@ class Replacement:
                 sync(self.path)
                 self._replace_manifest()
             except BaseException:
-                if not self._may_be_there:
+                if not self.may_be_there:
                     _remove(moved)
                 raise
         _remove([self.path / name for name in before])
@@ -119,11 +120,11 @@ class Replacement:
         if was_there:
             with written(kept) as file:  # put back without its content, it would be no manifest after a crash
                 file.write(manifest.read_bytes())
-        self._may_be_there = True
+        self.may_be_there = True
         try:
             os.replace(self.folder / MANIFEST, manifest)
         except OSError:
-            self._may_be_there = False
+            self.may_be_there = False
             raise
         try:
             sync(self.path)
@@ -134,13 +135,13 @@ class Replacement:
                 raise CheckpointError(f"{self.path}: {error.strerror}; {_IS_NEW}") from None
             with contextlib.suppress(OSError):
                 sync(self.path)
-                self._may_be_there = False
+                self.may_be_there = False
             raise
 
     def discard(self) -> None:
         """Remove what is not complete, as far as that is possible; the next time does so, too."""
-        if self._own is not None:
-            self._own.discard()
+        if self.own is not None:
+            self.own.discard()
 
 
 @contextlib.contextmanager

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.asynchronous import Saving, begin_saving
-from chunkmem.checkpoints.saving import save_now, state_to_save
+from chunkmem.checkpoints.saving import save_now
 from chunkmem.errors import CheckpointError
-from chunkmem.optim.ema import EMA
-from chunkmem.optim.optimizer import RuleOptimizer
 
 
 class CheckpointSaver:
@@ -28,11 +24,8 @@ class CheckpointSaver:
         self,
         runtime: Runtime,
         path: Path,
-        optimizer: RuleOptimizer | None,
+        state_to_save: Callable[[], dict[str, Any]],
         *,
-        ema: EMA | None,
-        model: nn.Module | None,
-        extra: Mapping[str, Any] | None,
         asynchronous: bool,
     ) -> Saving:
         """Write a checkpoint, or begin to; see `ChunkManager.save`."""
@@ -41,7 +34,7 @@ class CheckpointSaver:
             problem = runtime.ranks.any_text(str(self.finish() or ""), label="manager.save()")
             if problem:
                 raise CheckpointError(f"{problem} (that is the save before this one, of which nothing was written)")
-        state = state_to_save(runtime, optimizer, ema=ema, model=model, extra=extra)
+        state = state_to_save()
         if asynchronous:
             self._last = begin_saving(state, path, runtime)
             return self._last

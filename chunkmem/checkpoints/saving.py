@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.by_rank import OwnNames, divide
 from chunkmem.checkpoints.files import EXTRA, ChunkPlanner, ChunkWriter, Written
-from chunkmem.checkpoints.names import named_state
 from chunkmem.checkpoints.replacing import Replacement, replacing, told_to_all
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError
 from chunkmem.optim.ema import EMA
 from chunkmem.optim.optimizer import RuleOptimizer
+from chunkmem.optim.tiles import named_state
 
 _LABEL = "manager.save()"
 _WORD_S = 10.0
@@ -47,7 +47,7 @@ def state_to_save(
         runtime.entry_points.ordinary.follow()
         state: dict[str, Any] = {"model": runtime.modules.surface.state_dict(root, lazily=True)}
     if optimizer is not None:
-        state["optimizer"] = named_state(root, optimizer)
+        state["optimizer"] = named_state(root, optimizer, optimizer.lazy_state_dict())
     if ema is not None:
         state["ema"] = ema.lazy_state_dict()
     if extra:

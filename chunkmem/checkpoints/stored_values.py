@@ -177,15 +177,14 @@ def _described(archive: zipfile.ZipFile, records: Mapping[str, zipfile.ZipInfo])
     return found
 
 
+@dataclass(eq=False)
 class FilePart(io.RawIOBase):
-    """A part of a file as a file of its own, to read from."""
+    """A part of a file as a file of its own, to read from: so many bytes from an offset on."""
 
-    def __init__(self, descriptor: int, offset: int, nbytes: int) -> None:
-        """Have so many bytes from an offset on."""
-        self._descriptor = descriptor
-        self._offset = offset
-        self._nbytes = nbytes
-        self._at = 0
+    descriptor: int
+    offset: int
+    nbytes: int
+    at: int = 0
 
     def readable(self) -> bool:
         return True
@@ -194,16 +193,16 @@ class FilePart(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.nbytes}[whence]
         if at < 0:
             raise ValueError(f"{at} is before the part of the file begins")
-        self._at = at
+        self.at = at
         return at
 
     def readinto(self, into: Any) -> int:
-        piece = memoryview(into)[: max(0, self._nbytes - self._at)]
-        count = os.preadv(self._descriptor, [piece], self._offset + self._at) if len(piece) else 0
-        self._at += count
+        piece = memoryview(into)[: max(0, self.nbytes - self.at)]
+        count = os.preadv(self.descriptor, [piece], self.offset + self.at) if len(piece) else 0
+        self.at += count
         return count
 
 

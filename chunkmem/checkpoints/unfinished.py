@@ -18,6 +18,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,12 +39,12 @@ class NoLocksError(OSError):
     """A file system has no locks."""
 
 
+@dataclass
 class FileLock:
     """A file that one owner has, among all threads and processes; the kernel knows when the owner has ended."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path = path
-        self._descriptor = descriptor
+    path: Path
+    descriptor: int
 
     @classmethod
     def take(cls, path: Path) -> FileLock | None:
@@ -73,11 +74,11 @@ class FileLock:
     def give_back(self) -> None:
         """Remove the file, and have the lock no more."""
         with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
         # Not by closing alone: a forked child has the descriptor, too.
         with contextlib.suppress(OSError):
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        os.close(self._descriptor)
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+        os.close(self.descriptor)
 
 
 @contextlib.contextmanager
@@ -116,13 +117,13 @@ def _wait_for(path: Path) -> FileLock:
     return lock
 
 
+@dataclass
 class Unfinished:
     """A folder that this process writes, and nobody else: see [Note: Unfinished folders]."""
 
-    def __init__(self, folder: Path, lock: FileLock | None) -> None:
-        self.folder = folder
-        self._lock = lock
-        """None: the file system has none, so that nobody removes what is left of this folder."""
+    folder: Path
+    lock: FileLock | None
+    """None: the file system has none, so that nobody removes what is left of this folder."""
 
     @classmethod
     def make(cls, where: Path, stem: str = "") -> Unfinished:
@@ -151,7 +152,7 @@ class Unfinished:
     def discard(self) -> None:
         """Remove the folder, as far as that is possible; the next process that writes there does so, too."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        lock, self._lock = self._lock, None
+        lock, self.lock = self.lock, None
         if lock is not None:
             lock.give_back()
 

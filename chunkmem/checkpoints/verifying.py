@@ -82,20 +82,18 @@ def verify(path: Path, *, on_read: Progress = lambda more, total: None) -> Verif
 
 def _verify_dcp(path: Path, found: Verified, on_read: Progress) -> None:
     files = CheckpointFiles(path)
-    found.compared_with = NAME if files.has_checksums else "the CRC-32 of each archive of torch.save()"
-    tensors, objects = files.entries(), files.objects()
-    total = sum(map(files.nbytes_of, (*tensors, *objects)))
-    read = ((index, tried(files.object, index)[1]) for index in objects)
-    for index, error in chain(files.verified(tensors), read):
-        key, nbytes = files.key_of(index.fqn), files.nbytes_of(index)
-        part = found.part(key)
+    found.compared_with = NAME if files.checksums else "the CRC-32 of each archive of torch.save()"
+    total = sum(stored.place.length for stored in (*files.tensors, *files.objects))
+    read = ((stored, tried(files.object, stored)[1]) for stored in files.objects)
+    for stored, error in chain(files.verified(files.tensors), read):
+        part, nbytes = found.part(stored.key), stored.place.length
         part.nbytes += nbytes
-        part.num_tensors += index.index == 0  # its other parts are of the same
-        part.num_objects += index.index is None
+        part.num_tensors += stored.like is not None and stored.is_first  # its other parts are of the same
+        part.num_objects += stored.like is None
         if isinstance(error, UntrustedError):
             found.needs_trust = sorted({*found.needs_trust, *error.names})
         elif error is not None:
-            found.damaged(key, error)
+            found.damaged(stored.key, error)
         on_read(nbytes, total)
 
 

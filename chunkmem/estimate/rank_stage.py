@@ -20,6 +20,7 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.region_chunks import activation_chunk
 from chunkmem.optim.adam_rule import AdamRule
 from chunkmem.optim.order import in_order_of_update
+from chunkmem.optim.speculative import Intent
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.policy import OnDemand
@@ -258,7 +259,7 @@ class RankStage:
                 updater.make_states([managed], roles)
         updater.complete_states(updated)
         for group in in_order_of_update(groups, landing=groups):
-            updater.update(group, (), self._rule)  # of no parameter: nothing is computed
+            updater.update(group, Intent(self._rule, (), None))  # of no parameter: nothing is computed
             if updater.is_on_host(group):
                 moved_nbytes = 2 * sum(chunk.nbytes for chunk in updater.claims.chunks(group))
                 self._meter.wait(moved_nbytes / self._log.host_Bps)

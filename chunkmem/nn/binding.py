@@ -271,6 +271,14 @@ def trained(parameters: Iterable[ManagedParameter]) -> set[ManagedParameter]:
         return {managed for managed in parameters if managed.param.requires_grad}
 
 
+def by_group(parameters: Iterable[ManagedParameter]) -> dict[int, list[ManagedParameter]]:
+    """Return parameters by their chunk groups, in their order."""
+    found: dict[int, list[ManagedParameter]] = {}
+    for managed in parameters:
+        found.setdefault(managed.group, []).append(managed)
+    return found
+
+
 class BoundChunk:
     """The DEVICE side of a PARAM chunk: its storage and the parameters that are views into it."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from chunkmem.optim.checks import check_available, check_number, number
 from chunkmem.optim.device_order import DevicePowers
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.ops import number_on
-from chunkmem.optim.rule import ChunkMemory, SlotTensors, StateSpec, UpdateItem, UpdateRule, fill, slot_tensors
+from chunkmem.optim.rule import ChunkMemory, SlotUpdate, StateSpec, UpdateItem, UpdateRule, Views, fill, slots_of
 from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
 from chunkmem.types import Role
 
@@ -62,52 +62,28 @@ class AdamRule(UpdateRule[AdamHyper]):
         """Let what was saved decide, except in AdamW: so does torch."""
         group["decoupled_weight_decay"] = self._decoupled or group.get("decoupled_weight_decay", False)
 
-    def update_(
-        self,
-        weights: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        states: Mapping[Role, list[torch.Tensor]],
-        steps: Sequence[torch.Tensor],
-        hyper: AdamHyper,
-    ) -> None:
-        kernel = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
-        kernel(
-            weights,
-            grads,
-            states[EXP_AVG],
-            states[EXP_AVG_SQ],
-            [],
-            _steps_on(weights[0].device, steps),
-            lr=hyper.lr,
-            beta1=hyper.beta1,
-            beta2=hyper.beta2,
-            weight_decay=hyper.weight_decay,
-            eps=hyper.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=None,
-            found_inf=None,
-        )
+    def update_(self, slots: SlotUpdate) -> None:
+        numbers = asdict(slots.hyper)
+        kernel: Any = torch._fused_adamw_ if numbers.pop("decoupled") else torch._fused_adam_
+        lists = (slots.weights, slots.scaled_grads(), slots.states[EXP_AVG], slots.states[EXP_AVG_SQ])
+        steps = _steps_on(slots.weights[0].device, slots.steps)
+        kernel(*lists, [], steps, **numbers, amsgrad=False, maximize=False)
 
-    def apply_(
-        self, slots: SlotTensors, steps: Sequence[torch.Tensor], hyper: AdamHyper, *, multiplier: float | None
-    ) -> None:
+    def apply_(self, slots: SlotUpdate) -> None:
         if slots.rounded and self._native.runs_on(slots.weights[0].device):
-            self._run(slots, steps, hyper, multiplier)
+            self._run(slots)
         else:
-            super().apply_(slots, steps, hyper, multiplier=multiplier)
+            super().apply_(slots)
 
-    def update_item_(
-        self, views: Mapping[Role, Sequence[torch.Tensor]], item: UpdateItem, *, multiplier: float | None
-    ) -> None:
+    def update_item_(self, views: Views, item: UpdateItem, *, multiplier: float | None) -> None:
         """Update the parameters of an item in place; on HOST with the bits of the device that they compute on."""
-        slots, powers = slot_tensors(views, item), self._powers(item, views)
+        slots, powers = slots_of(views, item, multiplier), self._powers(item, views)
         if powers is None:
-            self.apply_(slots, item.steps, item.hyper, multiplier=multiplier)
+            self.apply_(slots)
         else:
-            self._run(slots, item.steps, item.hyper, multiplier, powers)
+            self._run(slots, powers)
 
-    def _powers(self, item: UpdateItem, views: Mapping[Role, Sequence[torch.Tensor]]) -> DevicePowers | None:
+    def _powers(self, item: UpdateItem, views: Views) -> DevicePowers | None:
         """Return what an update on HOST needs for the bits of the device that computes; None: it is another one."""
         if Role.MASTER in views or self.all_states[0].codes is not None:
             return None
@@ -134,8 +110,8 @@ class AdamRule(UpdateRule[AdamHyper]):
         views = {role: memory.views for role, memory in {Role.PARAM: new[Role.PARAM], **old}.items()}
         for item in items:
             outputs = Outputs(*(flat_views([new[role].views[at] for at in item.positions]) for role in written))
-            slots, powers = slot_tensors(views, item), self._powers(item, views)
-            self._run(slots, item.steps, item.hyper, multiplier, powers, outputs=outputs, num_threads=num_threads)
+            slots, powers = slots_of(views, item, multiplier), self._powers(item, views)
+            self._run(slots, powers, outputs=outputs, num_threads=num_threads)
         positions = [at for item in items for at in item.positions]
         for role, memory in new.items():
             source = old[weights if role is Role.PARAM else role].flat
@@ -143,10 +119,7 @@ class AdamRule(UpdateRule[AdamHyper]):
 
     def _run(
         self,
-        slots: SlotTensors,
-        steps: Sequence[torch.Tensor],
-        hyper: AdamHyper,
-        multiplier: float | None,
+        slots: SlotUpdate,
         powers: DevicePowers | None = None,
         *,
         outputs: Outputs | None = None,
@@ -154,13 +127,13 @@ class AdamRule(UpdateRule[AdamHyper]):
     ) -> None:
         """Update slots by chunkmem's kernels, in place or to `outputs`; with `powers` in the order of their device."""
         lists = (slots.weights, slots.grads, slots.states[EXP_AVG], slots.states[EXP_AVG_SQ], slots.rounded)
-        counts = [int(step) for step in steps]
+        hyper, counts = slots.hyper, [int(step) for step in slots.steps]
         numbers = HyperParameters(
             *([hyper.lr], [hyper.beta1], [hyper.beta2], [hyper.eps], [hyper.weight_decay], counts),
             beta1_power=[] if powers is None else [powers.of(hyper.beta1, count) for count in counts],
             beta2_power=[] if powers is None else [powers.of(hyper.beta2, count) for count in counts],
         )
-        unscale = 1.0 if multiplier is None else multiplier
+        unscale = 1.0 if slots.multiplier is None else slots.multiplier
         self._native.kernels.adamw_(
             Segments(*map(flat_views, lists)),
             numbers,

@@ -14,11 +14,13 @@ from chunkmem.comm.local_parts import LocalPart
 from chunkmem.errors import ConfigError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.checks import flag
-from chunkmem.optim.class_calls import NOT_OPTIONS, require_class
+from chunkmem.optim.class_calls import NOT_OPTIONS, options_of, require_class
 from chunkmem.optim.class_rule import ClassRule
 from chunkmem.optim.class_trials import ClassTrial
 from chunkmem.optim.host import HasOptimizerHost, OptimizerHost
+from chunkmem.optim.members import weight_form
 from chunkmem.optim.optimizer import RuleOptimizer
+from chunkmem.optim.rule import UpdateRule
 from chunkmem.optim.tiles import tiled_weights
 from chunkmem.optim.whole import WholeClass, WholeRule, WholeStep
 
@@ -72,12 +74,19 @@ class Optimizer(RuleOptimizer):
     ) -> None:
         host = manager.runtime
         host.require_open()
+        groups, defaults, rule = self._make(host, classes, params, options, in_backward)
+        super().__init__(groups, defaults, rule=rule, host=host, max_grad_norm=max_grad_norm, in_backward=in_backward)
+
+    def _make(
+        self, host: OptimizerHost, classes: Any, params: Any, options: Any, in_backward: bool | None
+    ) -> tuple[Any, Any, UpdateRule[Any]]:
+        """Return parameter groups, defaults of their options, and what updates them."""
         trials, groups = [], []
         for kind, own, own_options in _pairs(classes, params):
             trials.append(ClassTrial(require_class(kind), {**options, **own_options}))
             groups += [{**group, CLASS_KEY: trials[-1]} for group in _groups(own)]
         self._rule = ClassRule(trials)
-        super().__init__(groups, {}, rule=self._rule, host=host, max_grad_norm=max_grad_norm, in_backward=in_backward)
+        return groups, {}, self._rule
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; see the class.
@@ -94,9 +103,8 @@ class Optimizer(RuleOptimizer):
         if any(isinstance(param, torch.Tensor) for param in found):
             resolved = self._resolve(trial, next(p for p in found if isinstance(p, torch.Tensor)), group)
             group = {**resolved, **{key: group[key] for key in NOT_OPTIONS if key in group}}
-        registry = self._host.registry
-        tiles = tiles_in((model.root for model in registry.models), registry.local_parts)
-        for managed in filter(None, map(registry.find, found)):
+        tiles = self._tiles()
+        for managed in filter(None, map(self._host.registry.find, found)):
             require_whole(managed, trial, tiles)
         new = [id(param) for param in found if id(param) not in self._rule.trial_of]
         self._rule.trial_of.update(dict.fromkeys(new, trial))
@@ -106,6 +114,10 @@ class Optimizer(RuleOptimizer):
             for key in new:
                 self._rule.trial_of.pop(key, None)
             raise
+
+    def _tiles(self) -> dict[int, str]:
+        registry = self._host.registry
+        return tiles_in((model.root for model in registry.models), registry.local_parts)
 
     def _trial_of(self, named: object) -> ClassTrial:
         """Return the class of a group, given what the group says."""
@@ -121,17 +133,17 @@ class Optimizer(RuleOptimizer):
 
     def _resolve(self, trial: ClassTrial, param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a group with the defaults of its class, as that makes them of one parameter."""
-        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        made = trial.sample(self._members.weights_of(param), options, name=self._members.name(param, 0))
+        options = options_of(group)
+        made = trial.sample(weight_form(self._host, param), options, name=self._members.name(param, 0))
         if not self.param_groups:
             self.defaults = made.defaults
         elif len(self._rule.trials) > 1:
             self.defaults = {key: value for key, value in self.defaults.items() if key in made.defaults}
         given = {**trial.arguments, **options}
-        resolved = {key: value for key, value in made.param_groups[0].items() if key not in NOT_OPTIONS}
+        resolved = options_of(made.param_groups[0])
         # A tensor stays the user's own, as in torch.optim: it may be written in place, such as a learning rate.
-        tensors = {key for key, value in resolved.items() if isinstance(value, torch.Tensor)}
-        return {**resolved, **{key: given[key] for key in tensors if isinstance(given.get(key), torch.Tensor)}}
+        own = {key: given.get(key) for key, value in resolved.items() if isinstance(value, torch.Tensor)}
+        return {**resolved, **{key: value for key, value in own.items() if isinstance(value, torch.Tensor)}}
 
 
 class WholeOptimizer(Optimizer):
@@ -139,19 +151,9 @@ class WholeOptimizer(Optimizer):
 
     updates: WholeStep
 
-    def __init__(
-        self,
-        classes: type[torch.optim.Optimizer] | Sequence[Pair],
-        params: ParamsT | None = None,
-        *,
-        manager: HasOptimizerHost,
-        max_grad_norm: float | None = None,
-        in_backward: bool | None = None,
-        whole: bool = True,
-        **options: Any,
-    ) -> None:
-        host = manager.runtime
-        host.require_open()
+    def _make(
+        self, host: OptimizerHost, classes: Any, params: Any, options: Any, in_backward: bool | None
+    ) -> tuple[Any, Any, UpdateRule[Any]]:
         if isinstance(classes, list | tuple):
             raise ConfigError(
                 "chunkmem.Optimizer([...], whole=True): make an optimizer for each class: all of them step over "
@@ -163,26 +165,16 @@ class WholeOptimizer(Optimizer):
         is_flat = len(groups) == 1 and groups[0].keys() == {"params"}
         call = f"chunkmem.Optimizer({kind.__name__}, whole=True)"
         host.ranks.require_one(call)
-        in_backward = host.config.optimizer.params.in_backward if in_backward is None else in_backward
-        if in_backward:
+        if host.config.optimizer.params.in_backward if in_backward is None else in_backward:
             raise ConfigError(f"{call} needs all gradients before it updates anything: leave out in_backward")
-        self._class = WholeClass(kind, host)
-        self._class.make(groups[0]["params"] if is_flat else groups, options)
-        RuleOptimizer.__init__(
-            self,
-            self._class.groups(),
-            dict(self._class.inner.defaults),
-            rule=WholeRule(self._class),
-            host=host,
-            max_grad_norm=max_grad_norm,
-        )
+        self._class = WholeClass(kind, host, groups[0]["params"] if is_flat else groups, options)
+        return self._class.groups(), dict(self._class.inner.defaults), WholeRule(self._class)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as the class does."""
         self._host.require_open()
         group = self._class.add_group(param_group) if self._is_made else param_group
-        registry = self._host.registry
-        tiles = tiles_in((model.root for model in registry.models), registry.local_parts)
+        tiles = self._tiles()
         for managed in filter(None, map(self._host.registry.find, group["params"])):
             if id(managed.param) in tiles:
                 raise ConfigError(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from chunkmem.config import OptimizerParams
-from chunkmem.optim.adam_rule import EXP_AVG, EXP_AVG_SQ, AdamHyper, AdamRule, flat_views
+from chunkmem.optim.adam_rule import EXP_AVG, EXP_AVG_SQ, AdamRule, flat_views
 from chunkmem.optim.codes import SIGNED, UNSIGNED, update_key
 from chunkmem.optim.native import NativeUpdate
-from chunkmem.optim.rule import SlotTensors, StateSpec
+from chunkmem.optim.rule import SlotUpdate, StateSpec
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -30,19 +31,15 @@ class BlockAdamRule(AdamRule):
         super().__init__(native, decoupled=decoupled)
         self._seed = seed
 
-    def apply_(
-        self, slots: SlotTensors, steps: Sequence[torch.Tensor], hyper: AdamHyper, *, multiplier: float | None
-    ) -> None:
+    def apply_(self, slots: SlotUpdate) -> None:
         if not slots.numbers:
-            super().apply_(slots, steps, hyper, multiplier=multiplier)
+            super().apply_(slots)
         elif slots.weights[0].dtype not in _KERNEL_DTYPES:
-            self._apply_in_another_dtype(slots, steps, hyper, multiplier)
+            self._apply_in_another_dtype(slots)
         else:
-            self._run(slots, steps, hyper, multiplier)
+            self._run(slots)
 
-    def _apply_in_another_dtype(
-        self, slots: SlotTensors, steps: Sequence[torch.Tensor], hyper: AdamHyper, multiplier: float | None
-    ) -> None:
+    def _apply_in_another_dtype(self, slots: SlotUpdate) -> None:
         """Update weights that there is no kernel for, such as float64, in their dtype; round states to nearest."""
         codes = {spec.role: spec.codes for spec in self.all_states if spec.codes is not None}
         weights = flat_views(slots.weights)
@@ -53,8 +50,8 @@ class BlockAdamRule(AdamRule):
             ]
             for role, code in codes.items()
         }
-        plain = SlotTensors(weights, flat_views(slots.grads), values, flat_views(slots.rounded))
-        super().apply_(plain, steps, hyper, multiplier=multiplier)
+        grads, rounded = flat_views(slots.grads), flat_views(slots.rounded)
+        super().apply_(replace(slots, weights=weights, grads=grads, states=values, rounded=rounded))
         for role, code in codes.items():
             for stored, value in zip(slots.states[role], values[role], strict=True):
                 stored.copy_(code.encode(value.float()))

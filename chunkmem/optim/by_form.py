@@ -22,17 +22,18 @@ def updates_by_form(kernels: Kernels, numel: int) -> Iterator[tuple[UpdateForm, 
     """
     if "cpu" not in kernels.native_devices:
         return
+    ones = partial(torch.ones, numel, device="cpu")
     for form in UpdateForm:
         low_dtype = torch.float32 if form is UpdateForm.FP32 else torch.bfloat16
-        low, grads = ([torch.ones(numel, dtype=low_dtype, device="cpu")] for _ in range(2))
+        low, grads = ([ones(dtype=low_dtype)] for _ in range(2))
         has_master = form in (UpdateForm.MASTER, UpdateForm.CODES)
-        weights = [torch.ones(numel, dtype=torch.float32, device="cpu")] if has_master else low
+        weights = [ones(dtype=torch.float32)] if has_master else low
         rounded = low if has_master else []
         is_coded = form in (UpdateForm.CODES, UpdateForm.CODES_ALONE)
         exp_avgs, exp_avg_sqs = (
             [torch.zeros(codes.numel_of(numel), dtype=torch.uint8, device="cpu")]
             if is_coded
-            else [torch.ones(numel, dtype=torch.float32, device="cpu")]
+            else [ones(dtype=torch.float32)]
             for codes in (SIGNED, UNSIGNED)
         )
         segments = Segments(weights, grads, exp_avgs, exp_avg_sqs, rounded)

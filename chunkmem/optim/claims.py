@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from chunkmem.errors import ConfigError, StateError
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.binding import ManagedParameter, by_group
 from chunkmem.optim.in_backward import Owner
 from chunkmem.optim.room import require_room
 from chunkmem.optim.rule import StateSpec
@@ -124,16 +124,11 @@ class Claims:
 
     def _after(self, wanted: Wanted) -> dict[int, tuple[StateSpec, ...]]:
         """Return by group the states it would have if these were claimed, too."""
-        together: dict[int, dict[ManagedParameter, Sequence[StateSpec]]] = {}
-        for managed in wanted:
-            if managed.group not in together:
-                known = self._states.get(managed.group, {})
-                together[managed.group] = {other: specs for other, specs in known.items() if other not in wanted}
-            together[managed.group][managed] = wanted[managed]
         found = {}
-        for group, claimed in together.items():
+        for group, members in by_group(wanted).items():
+            others = {other: specs for other, specs in self._states.get(group, {}).items() if other not in wanted}
             by_role: dict[Role, list[tuple[ManagedParameter, StateSpec]]] = {}
-            for managed, specs in claimed.items():
+            for managed, specs in {**others, **{managed: wanted[managed] for managed in members}}.items():
                 for spec in specs:
                     by_role.setdefault(spec.role, []).append((managed, spec))
             found[group] = tuple(merged(by_role[role]) for role in sorted(by_role))

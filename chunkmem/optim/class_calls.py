@@ -15,6 +15,11 @@ NOT_OPTIONS = ("params", "param_names")
 """What a parameter group has in addition to options."""
 
 
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group."""
+    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+
+
 def require_class(kind: object) -> type[torch.optim.Optimizer]:
     """Return what a user has passed as a class.
 

@@ -11,11 +11,11 @@ import torch
 
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.class_calls import NOT_OPTIONS, copied, frozen
+from chunkmem.optim.class_calls import copied, frozen, options_of
 from chunkmem.optim.class_trials import ClassTrial, kinds_of
 from chunkmem.optim.entries import BlankEntry, Entry, EntryForm, Record, TensorForm
 from chunkmem.optim.ops import number_on
-from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule, slot_tensors
+from chunkmem.optim.rule import H, StateSpec, UpdateItem, UpdateRule, Views, slots_of
 from chunkmem.optim.shaped_state import ShapedState, SlotForm
 from chunkmem.types import Role
 
@@ -39,18 +39,29 @@ def role_of(key: str, dtype: torch.dtype | None) -> Role:
     return Role(name if dtype is None else f"{name}.{str(dtype).removeprefix('torch.')}")
 
 
-class ClassRule(UpdateRule[ClassHyper]):
+class RuleOfClasses(UpdateRule[H]):
+    """That of classes which nothing but their code is known of: what they keep is found out, or loaded."""
+
+    name = "chunkmem.Optimizer"
+    counts_steps = False
+    begins_at_zero = False
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Check nothing: classes do."""
+
+    def is_stateless(self, hyper: H) -> bool:
+        return False  # whether a parameter has an entry is for its class to say
+
+    def to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(state)
+
+
+class ClassRule(RuleOfClasses[ClassHyper]):
     """Several classes, of which each updates the parameter groups that were made with it.
 
     States begin as the class makes them: in the first update of a parameter it finds none, and what it has made is
     copied to the slots. Parameters are updated one by one then, so that there are never more such copies than of one.
     """
-
-    name = "chunkmem.Optimizer"
-    options = ()
-    all_states = ()
-    counts_steps = False
-    begins_at_zero = False
 
     def __init__(self, trials: Sequence[ClassTrial]) -> None:
         """Make the rule of classes that were looked at."""
@@ -66,33 +77,20 @@ class ClassRule(UpdateRule[ClassHyper]):
         trial = self._trial(group)
         return trial.name, trial.defaults
 
-    def check(self, group: Mapping[str, Any]) -> None:
-        """Check nothing: classes have checked options when they were tried."""
-
     def _trial(self, group: Mapping[str, Any]) -> ClassTrial:
         return next((self.trial_of[id(param)] for param in group["params"]), self.trials[0])
 
     def hyper(self, group: Mapping[str, Any]) -> ClassHyper:
-        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+        options = options_of(group)
         return ClassHyper(self._trial(group), frozen(options), copied(options))
 
     def needs(self, hyper: ClassHyper) -> Hashable:
         return hyper.trial, kinds_of(hyper.options)
 
-    def is_stateless(self, hyper: ClassHyper) -> bool:
-        return False  # whether a parameter has an entry is for its class to say
-
     def form(self, hyper: ClassHyper, weights: TensorForm, *, name: str) -> EntryForm:
         return hyper.trial.entry_form(weights, hyper.options, name=name)
 
-    def specs(
-        self,
-        hyper: ClassHyper,
-        weights: TensorForm,
-        managed: ManagedParameter,
-        *,
-        saved: Mapping[str, Any] | None = None,
-    ) -> tuple[StateSpec, ...]:
+    def specs(self, hyper: ClassHyper, weights: TensorForm, managed: ManagedParameter) -> tuple[StateSpec, ...]:
         found = []
         for key, tensor in self.form(hyper, weights, name=managed.name).tensors.items():
             dtype = None if tensor.dtype is weights.dtype else tensor.dtype
@@ -100,14 +98,9 @@ class ClassRule(UpdateRule[ClassHyper]):
             found.append(ShapedState(role_of(key, dtype), dtype, key=key, forms=(slot,)))
         return tuple(found)
 
-    def to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(state)
-
-    def update_item_(
-        self, views: Mapping[Role, Sequence[torch.Tensor]], item: UpdateItem, *, multiplier: float | None
-    ) -> None:
-        slots = slot_tensors(views, item)
-        grads = slots.scaled_grads(multiplier)
+    def update_item_(self, views: Views, item: UpdateItem, *, multiplier: float | None) -> None:
+        slots = slots_of(views, item, multiplier)
+        grads = slots.scaled_grads()
         if item.drafts is not None and grads is slots.grads and item.hyper.trial.writes_gradients:
             grads = [grad.clone() for grad in grads]  # the step may have to use them again
         entries = [self.entry_of(item, at, views, slots.weights[at].device) for at in range(len(item.params))]
@@ -143,9 +136,7 @@ class ClassRule(UpdateRule[ClassHyper]):
                 weight.copy_(leaf)
         return results
 
-    def entry_of(
-        self, item: UpdateItem, at: int, views: Mapping[Role, Sequence[torch.Tensor]], device: torch.device
-    ) -> Entry | None:
+    def entry_of(self, item: UpdateItem, at: int, views: Views, device: torch.device) -> Entry | None:
         """Return the entry of a parameter as its class sees it, with the slots of its states."""
         record = item.records[at]
         if record.entry is None or record.is_new:
@@ -169,7 +160,7 @@ class ClassRule(UpdateRule[ClassHyper]):
         item: UpdateItem,
         at: int,
         result: Entry | None,
-        views: Mapping[Role, Sequence[torch.Tensor]],
+        views: Views,
         dtype: torch.dtype,
     ) -> Record:
         """Return the record of what a class has made of an entry, tensors of which go to the parameter's slots.

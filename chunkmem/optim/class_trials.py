@@ -53,7 +53,8 @@ class ClassTrial:
         """Numbers in states that are on the device of the parameter."""
         self._calls: ClassCall | None = None
         self._found: dict[tuple[TensorForm, object], EntryForm] = {}
-        self._defaults: Mapping[str, Any] = {}
+        self.defaults: Mapping[str, Any] = {}
+        """Options of a parameter group, as the class makes them; there once there was a `sample`."""
         self._independent: set[int] = set()
         """Numbers of dimensions for which that is known."""
         closure = inspect.signature(kind.step).parameters.get("closure")
@@ -68,11 +69,6 @@ class ClassTrial:
         """Steps the class; there once there was a `sample`."""
         assert self._calls is not None
         return self._calls
-
-    @property
-    def defaults(self) -> Mapping[str, Any]:
-        """Options of a parameter group, as the class makes them; there once there was a `sample`."""
-        return self._defaults
 
     def _make(self, params: Sequence[torch.Tensor], options: Mapping[str, Any]) -> torch.optim.Optimizer:
         """Return an optimizer of this class over one group of `params` with `options`."""
@@ -92,7 +88,7 @@ class ClassTrial:
                 made = self._make([param], options)
             except Exception as error:
                 raise self._refused(form, name, error) from error
-        self._defaults = dict(made.defaults)  # torch adds to those of an optimizer that loads a state
+        self.defaults = dict(made.defaults)  # torch adds to those of an optimizer that loads a state
         self._calls = self._calls or ClassCall(made)
         return made
 
@@ -127,7 +123,7 @@ class ClassTrial:
         failure: Exception | None = None
         for device in ("meta", "cpu"):  # the second has values, and is one that any class knows
             try:
-                with _NumbersOfMeta() if device == "meta" else nullcontext():
+                with _NumbersOfMeta() if device == "meta" else nullcontext():  # type: ignore[no-untyped-call]
                     return self._step_on(form, options, device)
             except ConfigError:
                 raise
@@ -236,9 +232,6 @@ class ClassTrial:
 
 class _NumbersOfMeta(TorchDispatchMode):
     """Numbers that are read of tensors on the meta device are 1."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:

@@ -11,7 +11,7 @@ import torch
 
 from chunkmem.comm.local_parts import LocalPart
 from chunkmem.errors import CheckpointError, ConfigError, StateError
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.binding import ManagedParameter, by_group
 from chunkmem.nn.lazy_tensor import copy_values
 from chunkmem.nn.local_parts import shown
 from chunkmem.optim.chunk_states import HeldStates
@@ -72,7 +72,7 @@ class EMA:
             host.forget_plans()  # they leave no room for these
             self.excluded = {param: {_NAME: param.detach().clone()} for param in self._ordinary.values()}
             """Averages of parameters that no chunk holds, in their dtype and on their device."""
-            self._role = self._free_role()
+            self._spec = StateSpec(self._free_role())
             self._make_chunks(is_blank=True)
             self._average(torch._foreach_copy_)
         host.add_holder(self)
@@ -93,9 +93,9 @@ class EMA:
             CapacityError: the tiers have no room for them; nothing has been made.
         """
         updater = self._host.updater
-        pager, store, (spec,) = updater.pager, updater.pager.store, self.state_specs
+        pager, store = updater.pager, updater.pager.store
         self._tier = store.staying_tier
-        self._chunks = {group: spec.chunk(store.weights(group)) for group in self._own}
+        self._chunks = {group: self._spec.chunk(store.weights(group)) for group in self._own}
         for chunk in self._chunks.values():
             store.add(chunk)
         try:
@@ -166,11 +166,9 @@ class EMA:
             )
         found = ((name, host.registry.find(param)) for name, param in names.items())
         self._named = {name: managed for name, managed in found if managed is not None}
-        self._own: dict[int, list[ManagedParameter]] = {}
+        own = by_group(filter(host.owns, dict.fromkeys(self._named.values())))
+        self._own = dict(sorted(own.items()))
         """By group that this rank owns, in the order of the groups."""
-        for managed in sorted(dict.fromkeys(self._named.values()), key=lambda managed: managed.group):
-            if host.owns(managed):
-                self._own.setdefault(managed.group, []).append(managed)
         self._ordinary = {name: param for name, param in names.items() if name not in self._named}
         for name, other in self._ordinary.items():
             if not (other.is_floating_point() or other.is_complex()):
@@ -273,11 +271,11 @@ class EMA:
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
         """The one of its chunks; the same on all ranks."""
-        return (StateSpec(self._role),)
+        return (self._spec,)
 
     def held(self) -> dict[ManagedParameter, HeldStates]:
         """Return what this rank averages in chunks."""
-        held = HeldStates(self._count(), {_NAME: self._role}, self.state_specs)
+        held = HeldStates(self._count(), {_NAME: self._spec.role}, self.state_specs)
         return {managed: held for members in self._own.values() for managed in members}
 
     def move_to(self, host: OptimizerHost) -> None:
@@ -307,13 +305,13 @@ class EMA:
         with self._host.together("ema.state_dict()"):
             found = self._saved(lambda managed: self._host.from_owner(managed, partial(self._read, managed)))
             found = self._host.ranks.over_stages(found, label="sending the averages of a stage")
-        return {_COUNT: self._count(), **self._of_wholes(found)}
+        return {_COUNT: self._count(), **self._converted(found, shown)}
 
     def lazy_state_dict(self) -> dict[str, torch.Tensor]:
         """Return `state_dict()` with values in chunks that are read when they are used; of this pipeline stage."""
         self._require_usable("ema.lazy_state_dict()")
-        (spec,) = self.state_specs
-        return {_COUNT: self._count(), **self._of_wholes(self._saved(partial(lazy_state, self._host, spec)))}
+        found = self._saved(partial(lazy_state, self._host, self._spec))
+        return {_COUNT: self._count(), **self._converted(found, shown)}
 
     def _saved(self, value_of: Callable[[ManagedParameter], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return averages as they are saved, given what stands for those in chunks, and copies of others."""
@@ -321,22 +319,12 @@ class EMA:
         others = ((name, self.excluded[param][_NAME]) for name, param in self._ordinary.items())
         return found | {f"{PREFIX}{name}": value.to("cpu", copy=True) for name, value in others}
 
-    def _of_wholes(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state that has DTensors where averages are of local parts."""
-        return {**found, **{key: shown(part, found[key]) for key, part in self._parts() if key in found}}
-
-    def _parts(self) -> list[tuple[str, LocalPart]]:
-        """Return by name those averages that are of local parts of DTensors, in all pipeline stages."""
+    def _converted(self, found: Mapping[str, Any], convert: Callable[[LocalPart, Any], Any]) -> dict[str, Any]:
+        """Return a state with averages of local parts of DTensors converted to those of wholes, or back."""
         parts = self._host.registry.local_parts
-        found = self._host.named_parameters() if parts else ()
-        return [(f"{PREFIX}{name}", parts[id(param)]) for name, param in found if id(param) in parts]
-
-    def _local(self, state_dict: Any) -> Any:
-        """Return what `state_dict` has, with this rank's parts of DTensors."""
-        parts = self._parts()
-        if not parts or not isinstance(state_dict, Mapping):
-            return state_dict
-        return {**state_dict, **{key: part.local(state_dict[key]) for key, part in parts if key in state_dict}}
+        named = self._host.named_parameters() if parts else ()
+        of_parts = ((f"{PREFIX}{name}", parts[id(param)]) for name, param in named if id(param) in parts)
+        return {**found, **{key: convert(part, found[key]) for key, part in of_parts if key in found}}
 
     def _read(self, managed: ManagedParameter) -> torch.Tensor:
         return self._host.updater.pager.store.read_slot(self._chunks[managed.group], managed.position)
@@ -350,9 +338,9 @@ class EMA:
         Raises:
             CheckpointError: an average is missing, or has another shape.
         """
-        state_dict = self._local(state_dict)
         if not isinstance(state_dict, Mapping) or _COUNT not in state_dict:
             raise CheckpointError(f"a state of averages has {_COUNT}, and {PREFIX}NAME for each parameter")
+        state_dict = self._converted(state_dict, LocalPart.local)
         wrong = []
         known: dict[str, ManagedParameter | torch.Tensor] = {**self._named, **self._ordinary}
         for name, averaged in known.items():
@@ -373,7 +361,7 @@ class EMA:
         """
         self._require_usable("ema.load_state_dict()")
         self.check_state_dict(state_dict)
-        state_dict = self._local(state_dict)
+        state_dict = self._converted(state_dict, LocalPart.local)
         values = {managed: state_dict[f"{PREFIX}{name}"] for name, managed in self._named.items()}
         with self._host.together("ema.load_state_dict()"):
             for members, averages in self._opened():

@@ -10,7 +10,7 @@ import torch
 
 from chunkmem.errors import StateError
 from chunkmem.nn.begun import BegunStep, options_in_words
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.binding import ManagedParameter, by_group
 from chunkmem.optim.chunk_states import ChunkStates
 from chunkmem.optim.entries import Record
 from chunkmem.optim.host import OptimizerHost
@@ -205,11 +205,9 @@ class GroupwiseStep:
         if not self._host.ranks.are_one:  # the others update their groups without waiting for this rank
             begun.has_updated = True
         self.states.make(left, begun.hypers, anywhere=begun.anywhere)
-        by_group: dict[int, list[ManagedParameter]] = {}
-        for managed in left:
-            by_group.setdefault(managed.group, []).append(managed)
-        for group in self._updater.in_order(by_group):
-            self._update_group(group, by_group[group], begun, in_step=True)
+        groups = by_group(left)
+        for group in self._updater.in_order(groups):
+            self._update_group(group, groups[group], begun, in_step=True)
         while begun.excluded:
             params, hyper = begun.excluded[0]
             if params:
@@ -222,7 +220,7 @@ class GroupwiseStep:
         """Update parameters of one chunk group, which have their states, in the order of the parameter groups."""
         found = self._items(params, begun.hypers.__getitem__)
         assert found is not None
-        self._updater.update(group, found, self.rule, multiplier=begun.multiplier)
+        self._updater.update(group, Intent(self.rule, found, begun.multiplier))
         done = [managed for item in found for managed in item.params]
         begun.updated.update(dict.fromkeys(done))
         if in_step:
@@ -232,7 +230,8 @@ class GroupwiseStep:
         for item in found:
             for record, step in zip(item.records, item.steps, strict=True):
                 record.count = step
-        self._updater.mark_updated(done)
+        self._updater.rounded.difference_update(done)
+        self._updater.mark_written(done)
         self._updater.gradients.use_up(done)  # last: it may raise, although they are gone then
         self._updater.in_backward.begin_again(group)
 

@@ -19,7 +19,19 @@ from chunkmem.optim.update import GroupUpdater
 T = TypeVar("T")
 
 
-class OptimizerHost(Protocol):
+class Owners(Protocol):
+    """Which rank has the chunks of a parameter."""
+
+    def owns(self, managed: ManagedParameter) -> bool:
+        """Tell whether this rank does."""
+        ...
+
+    def from_owner(self, managed: ManagedParameter, read: Callable[[], T]) -> T:
+        """Return what `read` returns on the rank that owns a parameter; every rank calls it."""
+        ...
+
+
+class OptimizerHost(Owners, Protocol):
     """The part of a manager's runtime that optimizers see."""
 
     @property
@@ -83,14 +95,6 @@ class OptimizerHost(Protocol):
 
     def adopt(self, params: Iterable[torch.Tensor]) -> None:
         """Take in those parameters that were added to models after these were packed; they stay ordinary."""
-        ...
-
-    def owns(self, managed: ManagedParameter) -> bool:
-        """Tell whether this rank has a parameter's states."""
-        ...
-
-    def from_owner(self, managed: ManagedParameter, read: Callable[[], T]) -> T:
-        """Return what `read` returns on the rank that owns a parameter; every rank calls it."""
         ...
 
     def together(self, call: str) -> AbstractContextManager[None]:

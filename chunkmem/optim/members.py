@@ -116,7 +116,8 @@ class GroupMembers:
         managed = self._registry.find(param)
         return f"parameter {index}" if managed is None else managed.name
 
-    def weights_of(self, param: torch.Tensor) -> TensorForm:
-        """Return what an update sees of a parameter: float32 where there are master weights, or going to be."""
-        managed = self._registry.find(param)
-        return TensorForm.of(param) if managed is None else self._host.updater.weight_form(managed)
+
+def weight_form(host: OptimizerHost, param: torch.Tensor) -> TensorForm:
+    """Return what an update sees of a parameter: float32 where there are master weights, or going to be."""
+    managed = host.registry.find(param)
+    return TensorForm.of(param) if managed is None else host.updater.weight_form(managed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -22,6 +23,7 @@ OTHER_BITS = (
 """For warnings and reports."""
 
 
+@dataclass(eq=False)
 class NativeUpdate:
     """The native kernels of one manager.
 
@@ -31,19 +33,14 @@ class NativeUpdate:
     devices, at `step()` and before.
     """
 
-    def __init__(self, load: Callable[[], Kernels], device: torch.device = CPU) -> None:
-        """Make one.
-
-        Args:
-            load: gives the kernels, and may have to compile them.
-            device: that models compute on.
-        """
-        self._load = load
-        self._device = device
+    load: Callable[[], Kernels]
+    """Gives the kernels, and may have to compile them."""
+    device: torch.device = CPU
+    """That models compute on."""
 
     @cached_property
     def kernels(self) -> Kernels:
-        return self._load()
+        return self.load()
 
     @cached_property
     def tail_width(self) -> int | None:
@@ -64,17 +61,17 @@ class NativeUpdate:
     def powers(self) -> DevicePowers | None:
         """Of the betas, for updates on HOST with the bits of torch's fused Adam on the accelerator; None: there are
         none with those bits, or there is no accelerator."""
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return None
-        powers = DevicePowers(self._device)
+        powers = DevicePowers(self.device)
         try:
-            has_order_of_device = has_order(self.kernels.adamw_, self._device, powers)
+            has_order_of_device = has_order(self.kernels.adamw_, self.device, powers)
         except NotImplementedError as error:  # torch has no fused kernel there
-            LOG.info("no fused Adam could be tried on %s: %s", self._device, error)
+            LOG.info("no fused Adam could be tried on %s: %s", self.device, error)
             has_order_of_device = False
         if not has_order_of_device:
             warnings.warn(
-                f"torch's fused Adam on {self._device} has other bits than chunkmem's kernels: fp32 weights that are "
+                f"torch's fused Adam on {self.device} has other bits than chunkmem's kernels: fp32 weights that are "
                 "updated on HOST have the bits of torch's Adam on the CPU, so numbers depend on memory.device in their "
                 "last place",
                 stacklevel=2,

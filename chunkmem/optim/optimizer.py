@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch.optim.optimizer import ParamsT
+from torch.utils._pytree import tree_map
 
 from chunkmem.comm.local_parts import LocalPart
 from chunkmem.errors import StateError
@@ -349,14 +351,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         params = enumerate(param for group in self.param_groups for param in group["params"])
         found = {index: parts[id(param)] for index, param in params if id(param) in parts}
         converted = dict(state_dict)
-        for key in ("state", MASTER_KEY):
-            values = converted[key] = dict(state_dict.get(key, {}))
-            for index, part in found.items():
-                if isinstance(values.get(index), Mapping):
-                    values[index] = {name: convert(part, value) for name, value in values[index].items()}
-                elif index in values:
-                    values[index] = convert(part, values[index])
-        return {key: value for key, value in converted.items() if key in state_dict}
+        for key in (key for key in ("state", MASTER_KEY) if key in state_dict):
+            values = state_dict[key]
+            own = {at: tree_map(partial(convert, part), values[at]) for at, part in found.items() if at in values}
+            converted[key] = {**values, **own}
+        return converted
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of its torch counterpart over the same parameters.

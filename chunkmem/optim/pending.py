@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from chunkmem.errors import StateError
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.binding import ManagedParameter, by_group
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.ops import global_norm, number_on, on_host
@@ -123,14 +123,12 @@ class PendingGradients:
         return clipping if scaler is None else clipping / scaler.loss_scale
 
     def _norm(self) -> torch.Tensor:
-        by_group: dict[int, list[ManagedParameter]] = {}
         own = (managed for managed in self._managed.values() if managed not in self._counted_elsewhere)
-        for managed in sorted(own, key=lambda managed: managed.position):
-            by_group.setdefault(managed.group, []).append(managed)
+        groups = by_group(sorted(own, key=lambda managed: managed.position))
         if self._is_lowered:
-            norm = self._norm_in_float32(by_group)
+            norm = self._norm_in_float32(groups)
             return norm if self._scaler is None else norm / self._scaler.loss_scale
-        parts = (self._updater.ahead.norm_parts(group) for group in by_group)
+        parts = map(self._updater.ahead.norm_parts, groups)
         known: dict[torch.Tensor, torch.Tensor] = {
             managed.param: norm for part in parts for managed, norm in part.norms.items()
         }
@@ -141,8 +139,8 @@ class PendingGradients:
         (total,) = self._ranks.sum_over((float(norm.double().square()),), label="norm of the gradients")
         return torch.tensor(total, dtype=torch.float64).sqrt().float()
 
-    def _norm_in_float32(self, by_group: dict[int, list[ManagedParameter]]) -> torch.Tensor:
-        squares = [self._squares_of(group, by_group[group]) for group in sorted(by_group)]
+    def _norm_in_float32(self, groups: dict[int, list[ManagedParameter]]) -> torch.Tensor:
+        squares = [self._squares_of(group, members) for group, members in sorted(groups.items())]
         excluded: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for param in self._counted():
             if param not in self._managed:
@@ -159,11 +157,8 @@ class PendingGradients:
     def _counted(self) -> list[torch.Tensor]:
         """Return whose gradients this rank adds."""
         elsewhere = {managed.param for managed in self._counted_elsewhere}
-        return [
-            param
-            for param in self._params
-            if (param in self._managed or self._counts_excluded) and param not in elsewhere
-        ]
+        counts, managed = self._counts_excluded, self._managed
+        return [param for param in self._params if (counts or param in managed) and param not in elsewhere]
 
     def _squares_of(self, group: int, members: list[ManagedParameter]) -> torch.Tensor:
         is_whole = not any(managed.group == group for managed in self._counted_elsewhere)

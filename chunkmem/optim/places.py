@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from chunkmem.plan.placement import GroupNeed, first_residents
 from chunkmem.runtime.chunk import Chunk
@@ -11,18 +12,18 @@ from chunkmem.runtime.tiers import TierCaps
 from chunkmem.types import Role, Tier
 
 
+@dataclass(eq=False)
 class StatePlaces:
     """The tier of each group's states."""
 
-    def __init__(self, store: ChunkStore, caps: TierCaps, *, margin_use_ratio: float) -> None:
-        """Decide nothing yet; `margin_use_ratio` is as for `first_residents`."""
-        self._store = store
-        self._is_one_tier = caps.shared
-        self._margin_use_ratio = margin_use_ratio
-        self._on_device: dict[int, bool] = {}
-        """By group that was decided about: do its states live on DEVICE?"""
-        self._resident_nbytes = 0
-        """That those take there."""
+    store: ChunkStore
+    caps: TierCaps
+    margin_use_ratio: float
+    """As for `first_residents`."""
+    _on_device: dict[int, bool] = field(default_factory=dict)
+    """By group that was decided about: do its states live on DEVICE?"""
+    _resident_nbytes: int = 0
+    """That those take there."""
 
     def updates_on_host(self, group: int) -> bool:
         """Tell whether a group's finished gradient is wanted on HOST next."""
@@ -38,23 +39,23 @@ class StatePlaces:
         As a plan is going to: the first ones are resident on DEVICE (`plan/placement.py`).
         """
         order = sorted(group for group, chunks in groups.items() if chunks[0].compute_tier is Tier.DEVICE)
-        chosen = set(order if self._is_one_tier else order[: self._num_resident([groups[g] for g in order])])
+        chosen = set(order if self.caps.shared else order[: self._num_resident([groups[g] for g in order])])
         self._on_device.update((group, group in chosen) for group in groups)
         # On HOST a group has its gradient and its states, in addition to its weights.
         away = (chunk for group, chunks in groups.items() if group not in chosen for chunk in chunks)
-        self._store.pools[Tier.HOST].expect(_nbytes(c for c in away if c.id.role is Role.GRAD or c.id.role.is_state))
+        self.store.pools[Tier.HOST].expect(_nbytes(c for c in away if c.id.role is Role.GRAD or c.id.role.is_state))
 
     def tier_for(self, chunk: Chunk) -> Tier:
         """Return where to make a state: as decided, or on the other tier if a full HOST leaves no choice."""
-        is_full = not self._store.host_is_gateway and self._store.pools[Tier.HOST].ledger.spare_nbytes < chunk.nbytes
+        is_full = not self.store.host_is_gateway and self.store.pools[Tier.HOST].ledger.spare_nbytes < chunk.nbytes
         may_leave = chunk.compute_tier is Tier.DEVICE
         return Tier.DEVICE if self._on_device[chunk.id.group] or (is_full and may_leave) else Tier.HOST
 
     def _num_resident(self, groups: Sequence[Sequence[Chunk]]) -> int:
         """Return how many of `groups`, of which these are the chunks, are resident next to those that are already."""
         needs = [_need(chunks) for chunks in groups]
-        cap_nbytes = self._store.pools[Tier.DEVICE].ledger.cap_nbytes - self._resident_nbytes
-        count = first_residents(needs, cap_nbytes=cap_nbytes, margin_use_ratio=self._margin_use_ratio)
+        cap_nbytes = self.store.pools[Tier.DEVICE].ledger.cap_nbytes - self._resident_nbytes
+        count = first_residents(needs, cap_nbytes=cap_nbytes, margin_use_ratio=self.margin_use_ratio)
         self._resident_nbytes += sum(need.resident_nbytes for need in needs[:count])
         return count
 

@@ -50,13 +50,10 @@ def require_room(
     limits = {tier: ledger.limit_nbytes for tier, ledger in ledgers.items()}
     kept_nbytes = sum(chunk.nbytes for key, chunk in store.chunks.items() if key.role.kind.stays)
     for_good = Counter({store.staying_tier: kept_nbytes}) + Counter({Tier.HOST: on_host_nbytes})
-    taken_nbytes = 0
-    for tier, nbytes in for_good.items():
-        taken_nbytes += min(limits[tier], nbytes)
-        limits[tier] -= min(limits[tier], nbytes)
+    left = {tier: max(0, limit - for_good[tier]) for tier, limit in limits.items()}
     states = (states_nbytes[group] for group in states_nbytes if ChunkId(Role.PARAM, group) in sizes)
-    need, cap = room_for(need, sizes=[*sizes.values(), *chain(*states)], limits=limits.values())
-    need, cap = need + for_good.total(), cap + taken_nbytes
+    need, cap = room_for(need, sizes=[*sizes.values(), *chain(*states)], limits=left.values())
+    need, cap = need + for_good.total(), cap + sum(limits.values()) - sum(left.values())
     if need > cap:
         # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
         host_cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes

@@ -14,11 +14,13 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.lazy_tensor import copy_values
 from chunkmem.optim.codes import BlockCodes
 from chunkmem.optim.entries import FIRST_UPDATE, NO_UPDATES, Entry, EntryForm, NumberForm, Record, TensorForm
-from chunkmem.runtime.chunk import Chunk
+from chunkmem.runtime.chunk import Chunk, SlotForms
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.types import ChunkId, Role
 
 H = TypeVar("H", bound=Hashable)
+Views = Mapping[Role, Sequence[torch.Tensor]]
+"""Of the slots in each chunk of a group."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +97,14 @@ class StateSpec:
         label = f"{key}{param.label.removeprefix(str(param.id))}"
         return Chunk(key, form, getattr(torch, form.dtype), label, self.slot_forms(param, form))
 
-    def slot_forms(self, param: Chunk, form: Group) -> tuple[tuple[torch.Size, tuple[int, ...]], ...]:
+    def slot_forms(self, param: Chunk, form: Group) -> SlotForms:
         """Return the shape and strides of each slot in the chunk `form` for the PARAM chunk `param`."""
         return param.forms if self.codes is None else tuple((torch.Size([slot.numel]), (1,)) for slot in form.slots)
 
 
 @dataclass(frozen=True)
-class SlotTensors:
-    """Parallel lists, one entry a parameter: views of slots, all on one device."""
+class SlotUpdate:
+    """What one update is given: parallel lists, one entry a parameter, of views of slots, all on one device."""
 
     weights: list[torch.Tensor]
     """What is updated: float32 master weights where there are some."""
@@ -110,14 +112,20 @@ class SlotTensors:
     states: Mapping[Role, list[torch.Tensor]]
     rounded: list[torch.Tensor]
     """The weights that are rounded from master weights; empty if there are none."""
+    steps: Sequence[torch.Tensor]
+    """The number of each one's update, from 1: 0-dim float32, on the CPU."""
+    hyper: Any
+    """What the rule's `hyper` has read."""
+    multiplier: float | None
+    """Of the gradients; None: they are taken as they are."""
     numbers: Sequence[int] = ()
     """Of the parameters in the optimizer; empty where they are in no chunk."""
 
-    def scaled_grads(self, multiplier: float | None) -> list[torch.Tensor]:
+    def scaled_grads(self) -> list[torch.Tensor]:
         """Return the gradients times `multiplier`, in float32 if there are master weights: themselves, or copies."""
         if self.rounded:
-            return [grad.float().mul(1.0 if multiplier is None else multiplier) for grad in self.grads]
-        return self.grads if multiplier is None else [grad.mul(multiplier) for grad in self.grads]
+            return [grad.float().mul(1.0 if self.multiplier is None else self.multiplier) for grad in self.grads]
+        return self.grads if self.multiplier is None else [grad.mul(self.multiplier) for grad in self.grads]
 
     def round_(self) -> None:
         """Let the weights in less than float32 be those of the master weights."""
@@ -173,10 +181,10 @@ class UpdateRule(ABC, Generic[H]):
 
     name: ClassVar[str]
     """For messages."""
-    options: ClassVar[tuple[str, ...]]
+    options: ClassVar[tuple[str, ...]] = ()
     """What every parameter group has to say."""
-    all_states: ClassVar[tuple[StateSpec, ...]]
-    """Every state it may keep."""
+    all_states: ClassVar[tuple[StateSpec, ...]] = ()
+    """Every state it may keep, as far as that is known."""
     counts_steps: ClassVar[bool] = True
     """`optimizer.state[param]` has the number of updates, as "step"."""
     can_be_blank: ClassVar[bool] = True
@@ -231,56 +239,38 @@ class UpdateRule(ABC, Generic[H]):
         keys = (*numbers, *tensors)
         return EntryForm(keys, keys if self.counts_steps else (), tensors, numbers)
 
-    def specs(
-        self, hyper: H, weights: TensorForm, managed: ManagedParameter, *, saved: Mapping[str, Any] | None = None
-    ) -> tuple[StateSpec, ...]:
-        """Return the states that a parameter needs in an update with `hyper`, or for a state that was `saved` with it.
+    def specs(self, hyper: H, weights: TensorForm, managed: ManagedParameter) -> tuple[StateSpec, ...]:
+        """Return the states that a parameter needs in an update with `hyper`.
 
         Raises:
             ConfigError: it cannot be updated.
         """
-        return self.states(hyper) if saved is None else tuple(one for one in self.all_states if one.key in saved)
+        return self.states(hyper)
 
     def to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is loaded of a parameter's saved state."""
         keys = (*(("step",) if self.counts_steps else ()), *(spec.key for spec in self.all_states))
         return {key: state[key] for key in keys if state.get(key) is not None}
 
-    def update_(
-        self,
-        weights: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        states: Mapping[Role, list[torch.Tensor]],
-        steps: Sequence[torch.Tensor],
-        hyper: H,
-    ) -> None:
-        """Update weights and states in place; gradients stay. The lists are parallel, one entry a parameter.
+    def update_(self, slots: SlotUpdate) -> None:
+        """Update weights and states, which are zero before the first time, by `scaled_grads`; gradients stay.
 
         torch's kernels work tensor by tensor, so a list of views of slots gives the bits that the same parameters give
         in plain PyTorch; one call over a whole flat chunk does not, as its vector loop ends elsewhere.
-
-        Args:
-            weights: views of slots, in the shapes and strides of the parameters.
-            grads: such views, of the dtype of the weights.
-            states: such views, zero before the first update.
-            steps: the number of each one's update, from 1: 0-dim float32, on the CPU.
-            hyper: what `hyper` has returned.
 
         Raises:
             NotImplementedError: the rule has neither this nor an `update_item_` of its own.
         """
         raise NotImplementedError(f"{type(self).__name__} has no update_(), nor an update_item_() of its own")
 
-    def apply_(self, slots: SlotTensors, steps: Sequence[torch.Tensor], hyper: H, *, multiplier: float | None) -> None:
-        """Update in place, with gradients times `multiplier`, in float32 if there are master weights; round those."""
-        self.update_(slots.weights, slots.scaled_grads(multiplier), slots.states, steps, hyper)
+    def apply_(self, slots: SlotUpdate) -> None:
+        """Update in place, and round master weights."""
+        self.update_(slots)
         slots.round_()
 
-    def update_item_(
-        self, views: Mapping[Role, Sequence[torch.Tensor]], item: UpdateItem, *, multiplier: float | None
-    ) -> None:
+    def update_item_(self, views: Views, item: UpdateItem, *, multiplier: float | None) -> None:
         """Update the parameters of an item in place: `apply_` on their slots, of which there are `views` by role."""
-        self.apply_(slot_tensors(views, item), item.steps, item.hyper, multiplier=multiplier)
+        self.apply_(slots_of(views, item, multiplier))
 
     def update_excluded(
         self,
@@ -312,7 +302,7 @@ class UpdateRule(ABC, Generic[H]):
             alike = [param for param in params if param.dtype == dtype]
             grads = [grad for param in alike if (grad := param.grad) is not None]
             columns = {role: [states[param][role.value] for param in alike] for role in roles}
-            self.apply_(SlotTensors(alike, grads, columns, []), [steps[p] for p in alike], hyper, multiplier=multiplier)
+            self.apply_(SlotUpdate(alike, grads, columns, [], [steps[p] for p in alike], hyper, multiplier))
 
     def take_over(self, items: Sequence[UpdateItem]) -> None:
         """What `update_into` has made of `items` is what their chunks hold from now on."""
@@ -352,14 +342,13 @@ def excluded_zeros(form: EntryForm, param: torch.Tensor) -> Entry:
     return form.zeros(tensors, device=param.device)
 
 
-def slot_tensors(views: Mapping[Role, Sequence[torch.Tensor]], item: UpdateItem) -> SlotTensors:
+def slots_of(views: Views, item: UpdateItem, multiplier: float | None) -> SlotUpdate:
     """Return the slots that an update touches in the chunks of a group, of which there are `views` by role."""
     columns = {role: [slots[i] for i in item.positions] for role, slots in views.items()}
     params, grads = columns.pop(Role.PARAM), columns.pop(Role.GRAD)
     masters = columns.pop(Role.MASTER, None)
-    if masters is None:
-        return SlotTensors(params, grads, columns, [], item.numbers)
-    return SlotTensors(masters, grads, columns, params, item.numbers)
+    weights, rounded = (params, []) if masters is None else (masters, params)
+    return SlotUpdate(weights, grads, columns, rounded, item.steps, item.hyper, multiplier, item.numbers)
 
 
 def fill(to: torch.Tensor, of: torch.Tensor, layout: Group, *, besides: Iterable[int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from chunkmem.optim.entries import BlankEntry
 from chunkmem.optim.groupwise import GroupwiseStep
 from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.masters import MASTER_KEY, check_masters, masters_to_save
-from chunkmem.optim.members import GroupMembers
+from chunkmem.optim.members import GroupMembers, weight_form
 from chunkmem.optim.rule import excluded_zeros
 from chunkmem.optim.state import OptimizerState
 
@@ -59,7 +59,7 @@ class SavedStates:
                 if (managed := self._host.registry.lookup(param)) is not None:
                     found.append(managed)
                     continue
-                form = self._rule.form(hyper, self._members.weights_of(param), name=self._members.name(param, 0))
+                form = self._rule.form(hyper, weight_form(self._host, param), name=self._members.name(param, 0))
                 if form.is_there:
                     entry = excluded_zeros(form, param)
                     self._shown.excluded[param] = entry if self._rule.begins_at_zero else BlankEntry(entry)
@@ -92,24 +92,28 @@ class SavedStates:
         if ours != theirs:
             raise CheckpointError(f"the state has parameter groups of {theirs} parameters, this optimizer of {ours}")
         wrong = []
-        for group, own in zip(saved, members.groups(), strict=True):
-            name, options = self._rule.required(own)
-            if missing := [option for option in options if option not in group]:
-                raise CheckpointError(f"the state is of another optimizer than {name}: it has no {', '.join(missing)}")
-            try:
-                self._rule.check(group)
-                hyper = self._rule.hyper({**own, **group, "params": own["params"]})
-                for index, param in zip(group["params"], own["params"], strict=True):
-                    if not (state := state_dict["state"].get(index)):
-                        continue
+        try:
+            for index, param, hyper in self._rows(state_dict):
+                if state := state_dict["state"].get(index):
                     called = members.name(param, index)
-                    form = self._rule.form(hyper, members.weights_of(param), name=called)
+                    form = self._rule.form(hyper, weight_form(self._host, param), name=called)
                     problems = form.problems(self._rule.to_load(state), is_whole=True)
                     wrong += [f"{called} {problem}" for problem in problems]
-            except ConfigError as error:
-                raise CheckpointError(f"the state cannot be loaded: {error}") from None
+        except ConfigError as error:
+            raise CheckpointError(f"the state cannot be loaded: {error}") from None
         if wrong:
             raise CheckpointError(f"the state does not fit the parameters ({'; '.join(wrong)}); nothing was loaded")
+
+    def _rows(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[int, torch.Tensor, Any]]:
+        """Yield each parameter with its index in a state, and the options that it would have."""
+        for saved, own in zip(state_dict["param_groups"], self._members.groups(), strict=True):
+            name, options = self._rule.required(own)
+            if missing := [option for option in options if option not in saved]:
+                raise CheckpointError(f"the state is of another optimizer than {name}: it has no {', '.join(missing)}")
+            self._rule.check(saved)
+            hyper = self._rule.hyper({**own, **saved, "params": own["params"]})
+            for index, param in zip(saved["params"], own["params"], strict=True):
+                yield index, param, hyper
 
     def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Load a state; see `RuleOptimizer.load_state_dict`."""
@@ -148,16 +152,14 @@ class SavedStates:
         self.check(state_dict)
         states, registry, updater = dict(state_dict["state"]), self._host.registry, self._host.updater
         keeps = {}
-        for saved, own in zip(state_dict["param_groups"], self._members.groups(), strict=True):
-            hyper = self._rule.hyper({**own, **saved, "params": own["params"]})
-            for index, param in zip(saved["params"], own["params"], strict=True):
-                if registry.is_elsewhere(param):
-                    states.pop(index, None)
-                elif (managed := registry.lookup(param)) is not None:
-                    state = taken[managed] = self._rule.to_load(states.pop(index, {}))
-                    if state:  # it may have others than the options so far call for
-                        weights = updater.weight_form(managed)
-                        keeps[managed] = self._rule.specs(hyper, weights, managed, saved=state)
+        for index, param, hyper in self._rows(state_dict):
+            if registry.is_elsewhere(param):
+                states.pop(index, None)
+            elif (managed := registry.lookup(param)) is not None:
+                state = taken[managed] = self._rule.to_load(states.pop(index, {}))
+                if state:  # it may have others than the options so far call for
+                    needed = self._rule.specs(hyper, updater.weight_form(managed), managed)
+                    keeps[managed] = [*needed, *(spec for spec in self._rule.all_states if spec.key in state)]
         self._states.claim_more(keeps)
         self._states.prepare([managed for managed in keeps if self._host.owns(managed)])
         # Those of excluded parameters, which torch takes as they are.

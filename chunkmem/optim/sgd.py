@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from chunkmem.errors import ConfigError
 from chunkmem.optim.checks import check_available, check_number, flag, number
 from chunkmem.optim.host import HasOptimizerHost
 from chunkmem.optim.optimizer import RuleOptimizer
-from chunkmem.optim.rule import StateSpec, UpdateRule
+from chunkmem.optim.rule import SlotUpdate, StateSpec, UpdateRule
 from chunkmem.types import Role
 
 _MOMENTUM = StateSpec(Role("momentum_buffer"))
@@ -60,19 +60,13 @@ class SGDRule(UpdateRule[SGDHyper]):
     def states(self, hyper: SGDHyper) -> tuple[StateSpec, ...]:
         return (_MOMENTUM,) if hyper.momentum else ()
 
-    def update_(
-        self,
-        weights: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        states: Mapping[Role, list[torch.Tensor]],
-        steps: Sequence[torch.Tensor],
-        hyper: SGDHyper,
-    ) -> None:
-        slots = states[_MOMENTUM.role] if hyper.momentum else []
+    def update_(self, slots: SlotUpdate) -> None:
+        momenta = slots.states[_MOMENTUM.role] if slots.hyper.momentum else []
         # torch makes the buffer where there is none, with the bits of the first gradient.
-        buffers = [None if float(step) == 1 else slot for slot, step in zip(slots, steps, strict=False)]
-        sgd(weights, grads, buffers, foreach=False, fused=False, maximize=False, **asdict(hyper))
-        for slot, buffer in zip(slots, buffers, strict=True):
+        buffers = [None if float(step) == 1 else slot for slot, step in zip(momenta, slots.steps, strict=False)]
+        numbers = asdict(slots.hyper)
+        sgd(slots.weights, slots.scaled_grads(), buffers, foreach=False, fused=False, maximize=False, **numbers)
+        for slot, buffer in zip(momenta, buffers, strict=True):
             if buffer is not None and buffer is not slot:
                 slot.copy_(buffer)
 

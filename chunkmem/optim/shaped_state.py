@@ -13,7 +13,7 @@ from chunkmem.layout.spec import Group
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.entries import TensorForm
 from chunkmem.optim.rule import StateSpec
-from chunkmem.runtime.chunk import Chunk
+from chunkmem.runtime.chunk import Chunk, SlotForms
 
 
 class SlotForm(NamedTuple):
@@ -46,16 +46,12 @@ class ShapedState(StateSpec):
         return replace(self, forms=tuple(form._replace(position=position) for form in self.forms))
 
     def numels(self, weights: Group) -> Sequence[int]:
-        found = [0] * len(weights.slots)
-        for position, shape, _ in self.forms:
-            found[position] = torch.Size(shape).numel()
-        return found
+        found = {position: torch.Size(shape).numel() for position, shape, _ in self.forms}
+        return [found.get(at, 0) for at in range(len(weights.slots))]
 
-    def slot_forms(self, param: Chunk, form: Group) -> tuple[tuple[torch.Size, tuple[int, ...]], ...]:
-        found: list[tuple[torch.Size, tuple[int, ...]]] = [(torch.Size([0]), (1,))] * len(form.slots)
-        for position, shape, stride in self.forms:
-            found[position] = torch.Size(shape), stride
-        return tuple(found)
+    def slot_forms(self, param: Chunk, form: Group) -> SlotForms:
+        found = {position: (torch.Size(shape), stride) for position, shape, stride in self.forms}
+        return tuple(found.get(at, (torch.Size([0]), (1,))) for at in range(len(form.slots)))
 
 
 def merged(claims: Sequence[tuple[ManagedParameter, StateSpec]]) -> StateSpec:

@@ -64,17 +64,18 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Intent:
-    """What an optimizer would do with a group if it stepped now."""
+    """What an optimizer does with a group, or would do if it stepped now."""
 
     rule: UpdateRule[Any]
     items: Sequence[UpdateItem]
     multiplier: float | None
     """Of the gradients."""
-    needs_norm: bool
+    needs_norm: bool = False
+    """Of the gradients."""
 
-    def is_right(self, items: Sequence[UpdateItem], multiplier: float | None) -> bool:
-        """Tell whether a step that updates `items` so depends on the same, in addition to the contents of chunks."""
-        return multiplier == self.multiplier and _inputs(items) == _inputs(self.items)
+    def is_right(self, now: Intent) -> bool:
+        """Tell whether what a step does depends on the same, in addition to the contents of chunks."""
+        return now.multiplier == self.multiplier and _inputs(now.items) == _inputs(self.items)
 
 
 def _inputs(items: Sequence[UpdateItem]) -> set[tuple[ManagedParameter, int, int, Hashable]]:
@@ -101,11 +102,9 @@ class _Job:
     """One group's update under way, or done and not yet taken over."""
 
     intent: Intent
-    chunks: dict[Role, Chunk]
-    versions: dict[Role, int]
-    replicas: dict[Role, Replica]
-    """What it reads: [role], on HOST."""
-    slabs: dict[Role, Slab]
+    read: list[tuple[Chunk, int, Replica]]
+    """What it reads, in which version, and where on HOST."""
+    slabs: list[tuple[Chunk, Slab]]
     """Where it writes: of the shadow buffers."""
     norm: NormParts = field(default_factory=NormParts)
     """There once it is done, if it was asked for."""
@@ -126,54 +125,39 @@ class _Job:
             came_in_time
             and self.failure is None
             and all(
-                self.chunks[role].version == self.versions[role]
-                and self.chunks[role].replicas.get(Tier.HOST) is replica
-                for role, replica in self.replicas.items()
+                chunk.version == version and chunk.replicas.get(Tier.HOST) is replica
+                for chunk, version, replica in self.read
             )
         )
 
 
+@dataclass(eq=False)
 class SpeculativeUpdater:
     """Begins updates where a plan says so, and hands their results over at the step."""
 
-    def __init__(
-        self,
-        store: ChunkStore,
-        lanes: Lanes,
-        log: ShadowBuffers,
-        native: NativeUpdate,
-        *,
-        intent_of: Callable[[int], Intent | None],
-        chunks_of: Callable[[int], Sequence[Chunk]],
-        num_threads: int,
-    ) -> None:
-        """Begin with nothing under way.
-
-        Args:
-            store: whose chunks are updated.
-            lanes: on whose HOST_UPDATE it is done.
-            log: where new values are written.
-            native: the kernels, for norms.
-            intent_of: returns what to update a group with; None: that cannot be known before the step.
-            chunks_of: returns the chunks that an update of a group touches.
-            num_threads: of each update.
-        """
-        self._store = store
-        self._lanes = lanes
-        self._log = log
-        self._native = native
-        self._intent_of = intent_of
-        self._chunks_of = chunks_of
-        self._num_threads = num_threads
-        self._jobs: dict[int, _Job] = {}
-        self.guesses = Speculation()
-        self._has_warned = False
+    store: ChunkStore
+    """Whose chunks are updated."""
+    lanes: Lanes
+    """On whose HOST_UPDATE it is done."""
+    log: ShadowBuffers
+    """Where new values are written."""
+    native: NativeUpdate
+    """The kernels, for norms."""
+    intent_of: Callable[[int], Intent | None]
+    """Returns what to update a group with; None: that cannot be known before the step."""
+    chunks_of: Callable[[int], Sequence[Chunk]]
+    """Returns the chunks that an update of a group touches."""
+    num_threads: int
+    """Of each update."""
+    guesses: Speculation = field(default_factory=Speculation)
+    _jobs: dict[int, _Job] = field(default_factory=dict)
+    _has_warned: bool = False
 
     def reserve(self, counts: Mapping[int, int]) -> None:
         """Have so many slabs of each size in the shadow buffers, as far as HOST has room. Copies have to be over."""
-        if counts != self._log.counts:
+        if counts != self.log.counts:
             self.forget()
-            self._log.reserve(counts)
+            self.log.reserve(counts)
 
     def begin(self, group: int, after: Sequence[Event]) -> Event | None:
         """Begin a group's update once `after` is done; None if it is better, or has to be, left to the step."""
@@ -183,59 +167,48 @@ class SpeculativeUpdater:
             self._drop(self._jobs.pop(group))
         if not self.guesses.are_worthwhile:
             return None
-        intent = self._intent_of(group)
-        job = None if intent is None else self._make_job(self._chunks_of(group), intent)
+        intent = self.intent_of(group)
+        job = None if intent is None else self._make_job(self.chunks_of(group), intent)
         if job is None:
             return None
-        job.event = self._lanes.work(self._work(job), after=after, label=f"update of group {group}")
+        job.event = self.lanes.work(self._work(job), after=after, label=f"update of group {group}")
         self._jobs[group] = job
         return job.event
 
     def _make_job(self, of_group: Sequence[Chunk], intent: Intent) -> _Job | None:
         chunks = {chunk.id.role: chunk for chunk in of_group}
-        read = {role: chunk for role, chunk in chunks.items() if role is not Role.PARAM or Role.MASTER not in chunks}
+        read = [chunk for role, chunk in chunks.items() if role is not Role.PARAM or Role.MASTER not in chunks]
         weights = chunks.get(Role.MASTER, chunks[Role.PARAM])
         is_possible = intent.rule.can_update_into(weights.dtype, is_master=Role.MASTER in chunks)
-        if not is_possible or not all(chunk.ready(Tier.HOST) for chunk in read.values()):
+        if not is_possible or not all(chunk.ready(Tier.HOST) for chunk in read):
             return None
-        slabs: dict[Role, Slab] = {}
-        for role, chunk in chunks.items():
-            slab = None if role.kind.is_of_step else self._log.take(chunk.nbytes)
-            if slab is not None:
-                slabs[role] = slab
-            elif not role.kind.is_of_step:
-                self._give_back(slabs)
+        job = _Job(intent, [(chunk, chunk.version, chunk.replicas[Tier.HOST]) for chunk in read], [])
+        for chunk in (chunk for chunk in of_group if not chunk.id.role.kind.is_of_step):
+            if (slab := self.log.take(chunk.nbytes)) is None:
+                self._give_back(job)
                 return None
-        return _Job(
-            intent,
-            chunks,
-            {role: chunk.version for role, chunk in read.items()},
-            {role: chunk.replicas[Tier.HOST] for role, chunk in read.items()},
-            slabs,
-        )
+            job.slabs.append((chunk, slab))
+        return job
 
     def _work(self, job: _Job) -> Callable[[], object]:
         """Return what a thread does; all tensors are looked up now."""
-        chunks, intent = job.chunks, job.intent
+        intent = job.intent
         old = {
-            role: ChunkMemory(replica.flat, self._store.views(chunks[role], Tier.HOST), chunks[role].group)
-            for role, replica in job.replicas.items()
+            chunk.id.role: ChunkMemory(replica.flat, self.store.views(chunk, Tier.HOST), chunk.group)
+            for chunk, _, replica in job.read
         }
-        new = {role: _memory_of(chunks[role], slab) for role, slab in job.slabs.items()}
+        new = {chunk.id.role: _memory_of(chunk, slab) for chunk, slab in job.slabs}
         params = sorted((p for item in intent.items for p in item.params), key=lambda managed: managed.position)
         gradients = {managed: old[Role.GRAD].views[managed.position] for managed in params}
-        native, num_threads = self._native, self._num_threads
-
-        def update() -> None:
-            if intent.needs_norm and Role.MASTER in old:
-                job.norm.squares = native.squares(list(gradients.values()), num_threads=num_threads)
-            elif intent.needs_norm:
-                job.norm.norms = {managed: torch.linalg.vector_norm(grad) for managed, grad in gradients.items()}
-            intent.rule.update_into(old, new, intent.items, multiplier=intent.multiplier, num_threads=num_threads)
+        native, num_threads = self.native, self.num_threads
 
         def work() -> None:
             try:
-                update()
+                if intent.needs_norm and Role.MASTER in old:
+                    job.norm.squares = native.squares(list(gradients.values()), num_threads=num_threads)
+                elif intent.needs_norm:
+                    job.norm.norms = {managed: torch.linalg.vector_norm(grad) for managed, grad in gradients.items()}
+                intent.rule.update_into(old, new, intent.items, multiplier=intent.multiplier, num_threads=num_threads)
             except Exception as error:  # the step says so, and does it itself
                 job.failure = error
 
@@ -250,11 +223,11 @@ class SpeculativeUpdater:
         job.finish()
         return job.norm if job.is_sound else NormParts()
 
-    def take_over(self, group: int, tier: Tier, items: Sequence[UpdateItem], multiplier: float | None) -> bool:
+    def take_over(self, group: int, tier: Tier, now: Intent) -> bool:
         """Let the results of a group's speculative update be its contents; False if there is none, or a wrong one.
 
-        The group is updated on `tier`, where all chunks it writes have a replica; what those held becomes part of the
-        shadow buffers.
+        The step does `now` with the group, on `tier`, where all chunks it writes have a replica; what those held
+        becomes part of the shadow buffers.
         """
         job = self._jobs.pop(group, None)
         if job is None or job.event is None:
@@ -265,12 +238,12 @@ class SpeculativeUpdater:
                 f"the update of group {group} overlapped with backward failed and is made now: {job.failure!r}",
                 stacklevel=2,
             )
-        if tier is not Tier.HOST or not job.is_sound or not job.intent.is_right(items, multiplier):
+        if tier is not Tier.HOST or not job.is_sound or not job.intent.is_right(now):
             self.guesses.roll_back()
-            self._give_back(job.slabs)
+            self._give_back(job)
             return False
-        for role, slab in job.slabs.items():
-            self._log.give(self._store.exchange(job.chunks[role], Tier.HOST, slab))
+        for chunk, slab in job.slabs:
+            self.log.give(self.store.exchange(chunk, Tier.HOST, slab))
         job.intent.rule.take_over(job.intent.items)
         return True
 
@@ -287,11 +260,11 @@ class SpeculativeUpdater:
 
     def _drop(self, job: _Job) -> None:
         job.finish()
-        self._give_back(job.slabs)
+        self._give_back(job)
 
     def end_step(self) -> None:
         """The optimizer has stepped. Say so, once, if guesses are wrong so often that no more are made."""
-        if not self._log.reserved_nbytes:
+        if not self.log.reserved_nbytes:
             return
         was_worthwhile = self.guesses.are_worthwhile
         self.guesses.end_step()
@@ -305,9 +278,9 @@ class SpeculativeUpdater:
                 stacklevel=2,
             )
 
-    def _give_back(self, slabs: dict[Role, Slab]) -> None:
-        for slab in slabs.values():
-            self._log.give(slab)
+    def _give_back(self, job: _Job) -> None:
+        for _, slab in job.slabs:
+            self.log.give(slab)
 
 
 def _memory_of(chunk: Chunk, slab: Slab) -> ChunkMemory:

@@ -1,9 +1,12 @@
-"""An optimizer's state of tiled layers as that of untiled ones, and back; in chunks or in plain PyTorch."""
+"""An optimizer's state of tiled layers as that of untiled ones, and back; in chunks or in plain PyTorch.
+
+By index, as torch.optim has it, or by names, as torch.distributed.checkpoint.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,9 +37,10 @@ def tiled_weights(roots: Iterable[nn.Module]) -> Iterator[TiledWeight]:
 
 @dataclass(frozen=True)
 class _Row:
-    """One parameter of the untiled model: the indices it has in both states."""
+    """One parameter of the untiled model: what both states have it under."""
 
-    untiled: int
+    untiled: Any
+    """An index, or a name."""
     tiled: tuple[int, ...]
     whole: TiledWeight | None
     """Whose tiles they are; None: it is an ordinary parameter."""
@@ -97,45 +101,7 @@ def untile_optimizer_state(
         CheckpointError: the parameters of one layer are in several parameter groups, some of them have no state, or
             they were updated a different number of times.
     """
-    state = optimizer.state_dict() if state is None else state
-    groups = _rows(model, optimizer)
-    found: dict[int, Any] = {}
-    for row in (row for rows in groups for row in rows):
-        states = {index: state["state"][index] for index in row.tiled if index in state["state"]}
-        if row.whole is not None and 0 < len(states) < len(row.tiled):
-            raise CheckpointError(
-                f"{row.whole.key} of a tiled layer has states for {len(states)} of {len(row.tiled)} tiles: train or "
-                "freeze the layer as a whole"
-            )
-        for key in next(iter(states.values()), {}):
-            found.setdefault(row.untiled, {})[key] = row.join(key, {index: states[index][key] for index in states})
-    untiled = {**state, "state": found, "param_groups": _with_params(state, [[r.untiled for r in g] for g in groups])}
-    if masters := state.get(MASTER_KEY):
-        rows = [row for rows in groups for row in rows if row.tiled[0] in masters]
-        untiled[MASTER_KEY] = {row.untiled: row.join(MASTER_KEY, masters) for row in rows}
-    return untiled
-
-
-def untiled_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return by parameter group the names that its parameters have in the untiled model, in the order of its state.
-
-    Raises:
-        CheckpointError: a parameter is none of the model's.
-    """
-    names = {id(param): name for name, param in reversed(list(model.named_parameters(remove_duplicate=False)))}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if lacking := [tuple(param.shape) for param in params if id(param) not in names]:
-        raise CheckpointError(
-            f"the optimizer has {len(lacking)} parameters that are not the model's, one of shape {lacking[0]}; name "
-            "the model whose parameters it has: model=..."
-        )
-    found = []
-    for rows in _rows(model, optimizer):
-        own = [(names[id(params[row.tiled[0]])], row) for row in rows]
-        found.append(
-            [name if row.whole is None else f"{name.rsplit('.tile_', 1)[0]}.{row.whole.key}" for name, row in own]
-        )
-    return found
+    return _untiled(_rows(model, optimizer), optimizer.state_dict() if state is None else state)
 
 
 def tile_optimizer_state(
@@ -153,6 +119,61 @@ def tile_optimizer_state(
             f"the state has parameter groups of {sizes} parameters, and the untiled model has {own}: give it the "
             "state of an optimizer over the same parameters, in the same groups"
         )
+    return _tiled(groups, state)
+
+
+def named_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state by the names of the untiled model's parameters.
+
+    Raises:
+        CheckpointError: a parameter is none of the model's, or tiles of one layer are in several parameter groups.
+    """
+    return _untiled(_named_rows(model, optimizer), state)
+
+
+def indexed_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `named_state` has returned for this model as `optimizer.load_state_dict` takes it.
+
+    Raises:
+        CheckpointError: it has other parameters, or they are in other groups.
+    """
+    groups = _named_rows(model, optimizer)
+    names = [[row.untiled for row in rows] for rows in groups]
+    ordered = [{**_group_of(own, saved.get("param_groups", ())), "params": own} for own in names]
+    return _tiled(groups, {"state": {}, **saved, "param_groups": ordered})
+
+
+def _group_of(names: list[str], saved: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    for group in saved:
+        if set(group["params"]) == set(names):
+            return group
+    sizes = ", ".join(str(len(group["params"])) for group in saved) or "none"
+    raise CheckpointError(
+        f"the checkpoint has no parameter group of the {len(names)} parameters from {names[0]} on, but groups of "
+        f"{sizes}; make the optimizer with the groups it was saved with. Nothing was loaded"
+    )
+
+
+def _untiled(groups: Sequence[Sequence[_Row]], state: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[Any, Any] = {}
+    for row in (row for rows in groups for row in rows):
+        states = {index: state["state"][index] for index in row.tiled if index in state["state"]}
+        if row.whole is not None and 0 < len(states) < len(row.tiled):
+            raise CheckpointError(
+                f"{row.whole.key} of a tiled layer has states for {len(states)} of {len(row.tiled)} tiles: train or "
+                "freeze the layer as a whole"
+            )
+        for key in next(iter(states.values()), {}):
+            found.setdefault(row.untiled, {})[key] = row.join(key, {index: states[index][key] for index in states})
+    untiled = {**state, "state": found, "param_groups": _with_params(state, [[r.untiled for r in g] for g in groups])}
+    if masters := state.get(MASTER_KEY):
+        rows = [row for rows in groups for row in rows if row.tiled[0] in masters]
+        untiled[MASTER_KEY] = {row.untiled: row.join(MASTER_KEY, masters) for row in rows}
+    return untiled
+
+
+def _tiled(groups: Sequence[Sequence[_Row]], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `_untiled` undoes, of a state whose groups have as many parameters as these."""
     found: dict[int, dict[str, Any]] = {}
     masters: dict[int, Any] = {}
     for rows, group in zip(groups, state["param_groups"], strict=True):
@@ -164,7 +185,7 @@ def tile_optimizer_state(
                 masters |= row.split(state[MASTER_KEY][at])
     params = [[index for row in rows for index in row.tiled] for rows in groups]
     tiled = {**state, "state": found, "param_groups": _with_params(state, [sorted(group) for group in params])}
-    return tiled | ({MASTER_KEY: masters} if masters else {})
+    return tiled | ({MASTER_KEY: masters} if MASTER_KEY in state else {})
 
 
 def _with_params(state: Mapping[str, Any], params: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
@@ -198,3 +219,24 @@ def _rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[_Row]
             num_rows += 1
         groups.append(rows)
     return groups
+
+
+def _named_rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[_Row]]:
+    """Return `_rows` by the names that parameters have in the untiled model.
+
+    Raises:
+        CheckpointError: a parameter is none of the model's.
+    """
+    names = {id(param): name for name, param in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if lacking := [tuple(param.shape) for param in params if id(param) not in names]:
+        raise CheckpointError(
+            f"the optimizer has {len(lacking)} parameters that are not the model's, one of shape {lacking[0]}; name "
+            "the model whose parameters it has: model=..."
+        )
+
+    def named(row: _Row) -> _Row:
+        name = names[id(params[row.tiled[0]])]
+        return replace(row, untiled=name if row.whole is None else f"{name.rsplit('.tile_', 1)[0]}.{row.whole.key}")
+
+    return [list(map(named, rows)) for rows in _rows(model, optimizer)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from chunkmem.errors import StateError
 from chunkmem.layout.spec import MasterCopy
 from chunkmem.nn.begun import StepLedger
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.binding import ManagedParameter, by_group
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.lazy_tensor import copy_values
@@ -23,8 +22,8 @@ from chunkmem.optim.in_backward import BackwardUpdates, Owner
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
-from chunkmem.optim.rule import UpdateItem, UpdateRule, fill
-from chunkmem.optim.speculative import SpeculativeUpdater
+from chunkmem.optim.rule import fill
+from chunkmem.optim.speculative import Intent, SpeculativeUpdater
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, slot_views
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.failed import lost_error
@@ -99,7 +98,7 @@ class GroupUpdater:
         """
         slots: dict[int, torch.Tensor] = {}
         if old.version != NO_CONTENT:
-            self.pager.policy.drain()
+            self.settle()
             alike = (at for at, form in enumerate(new.forms) if form == old.forms[at] and new.group.slots[at].numel)
             slots = {at: self._store.read_slot(old, at) for at in alike}
         self._store.remove(old)
@@ -137,10 +136,7 @@ class GroupUpdater:
         Raises:
             CapacityError: the states fit neither tier; weights and gradients are untouched.
         """
-        by_group: dict[int, list[ManagedParameter]] = {}
-        for managed in params:
-            by_group.setdefault(managed.group, []).append(managed)
-        for group, members in by_group.items():
+        for group, members in by_group(params).items():
             self.make_master(group)
             for chunk in [chunk for chunk in self.claims.chunks(group)[2:] if chunk.id.role in roles]:
                 if chunk.version == NO_CONTENT:
@@ -196,7 +192,7 @@ class GroupUpdater:
             The bytes given back, on all tiers.
         """
         self.ahead.forget()
-        self.pager.policy.drain()
+        self.settle()
         param, *others = self.claims.chunks(group)
         freed_nbytes = sum(self._empty(chunk) for chunk in others if chunk.id.role is not Role.MASTER)
         self.claims.incomplete.add(group)
@@ -233,22 +229,13 @@ class GroupUpdater:
         self._store.empty(chunk)
         return nbytes
 
-    def update(
-        self, group: int, items: Sequence[UpdateItem], rule: UpdateRule[Any], *, multiplier: float | None = None
-    ) -> None:
-        """Update one group's parameters.
-
-        Args:
-            group: the group.
-            items: what to update, and how.
-            rule: of the optimizer.
-            multiplier: of the gradients, in float32; None: they are taken as they are.
-        """
+    def update(self, group: int, intent: Intent) -> None:
+        """Update one group's parameters."""
         chunks = self.claims.chunks(group)
         home = Tier.HOST if self._places.updates_on_host(group) else Tier.DEVICE
         with self.pager.updating(chunks, reader="optimizer step", stateless_tier=home) as tier, runtime_mode():
-            if not self.ahead.take_over(group, tier, items, multiplier):
-                work, policy = self._work(chunks, tier, items, rule, multiplier), self.pager.policy
+            if not self.ahead.take_over(group, tier, intent):
+                work, policy = self._work(chunks, tier, intent), self.pager.policy
                 if tier is not Tier.HOST or not policy.defer(work, chunks):
                     policy.await_update()
                     with self.ledger.updating(chunks[0].label):
@@ -257,35 +244,23 @@ class GroupUpdater:
             if not chunk.id.role.kind.is_of_step:
                 self._store.mark_written(chunk, tier)
 
-    def _work(
-        self,
-        chunks: Sequence[Chunk],
-        tier: Tier,
-        items: Sequence[UpdateItem],
-        rule: UpdateRule[Any],
-        multiplier: float | None,
-    ) -> Callable[[], None]:
+    def _work(self, chunks: Sequence[Chunk], tier: Tier, intent: Intent) -> Callable[[], None]:
         """Return what updates a group in place; all tensors are looked up now, and numbers read."""
         param, master = chunks[0], chunks[0].master
         views = {chunk.id.role: self._store.views(chunk, tier) for chunk in chunks}
-        items = [replace(item, steps=_copies(item.steps)) for item in items]
+        items = [replace(item, steps=_copies(item.steps)) for item in intent.items]
         # Parameters that are not updated have to be there: a plan that is followed again has only now dropped them.
         low = param.replicas[tier].flat
         high = None if param.ready(tier) or master is None else master.replicas[tier].flat
 
         def work() -> None:
             for item in items:
-                rule.update_item_(views, item, multiplier=multiplier)
+                intent.rule.update_item_(views, item, multiplier=intent.multiplier)
             if high is not None:
                 updated = [position for item in items for position in item.positions]
                 fill(low, high, param.group, besides=updated)
 
         return work
-
-    def mark_updated(self, params: Collection[ManagedParameter]) -> None:
-        """Note that parameters were updated."""
-        self.rounded.difference_update(params)
-        self.mark_written(params)
 
     def mark_written(self, params: Collection[ManagedParameter]) -> None:
         """Count the write in autograd's version counters: a backward of an older graph has to notice it."""
@@ -309,7 +284,7 @@ class GroupUpdater:
         if self.pager.closed is not None:
             raise StateError(f"this manager cannot be used: {self.pager.closed}")
         self.ledger.require_over(f"reading {chunk.label}", (managed,))
-        self.pager.policy.drain()
+        self.settle()
         self.pager.notice_writes(chunk)
         if chunk.newest_tier() is None:
             raise lost_error("reading", chunk)
@@ -349,7 +324,7 @@ class GroupUpdater:
     def weight(self, managed: ManagedParameter) -> torch.Tensor:
         """Return what `read_weight` does, where it is, to be read only; of DISK a copy."""
         self.ledger.require_over(f"reading parameter {managed.name}", (managed,))
-        self.pager.policy.drain()
+        self.settle()
         chunk = self.weight_chunk(managed)
         tier = Tier.HOST if chunk.ready(Tier.HOST) else chunk.newest_tier()
         if tier is None:
@@ -375,7 +350,7 @@ class GroupUpdater:
     def sync_masters(self, groups: Iterable[int]) -> None:
         """Let master copies follow what a user wrote to their parameters; elements that were not keep all bits."""
         for group in groups:
-            self.pager.policy.drain()
+            self.settle()
             chunk = self._store.weights(group)
             tier = self.pager.in_memory(chunk, reader="master weights")
             if tier is not None:
@@ -388,13 +363,13 @@ class GroupUpdater:
         return [param] if master is None or master.version == NO_CONTENT or master.is_remote else [param, master]
 
     def state(self, role: Role, managed: ManagedParameter) -> Chunk:
-        """Return the chunk of `role` that holds the parameter's state."""
+        """Return the chunk of `role` that holds the parameter's gradient or state."""
         return self._store.chunks[ChunkId(role, managed.group)]
 
     def gradient(self, managed: ManagedParameter) -> torch.Tensor:
         """Return the slot of a gradient that has landed, where it is now, to be read; of DISK a copy of it."""
-        self.pager.policy.drain()
-        chunk = self._store.chunks[ChunkId(Role.GRAD, managed.group)]
+        self.settle()
+        chunk = self.state(Role.GRAD, managed)
         tier = chunk.newest_tier()
         assert tier is not None
         return self._store.slot(chunk, tier, managed.position)
@@ -404,9 +379,9 @@ class GroupUpdater:
 
         A change is made in all of them: they stay what a plan takes them for.
         """
-        self.pager.policy.drain()
+        self.settle()
         self.ahead.forget()
-        chunk = self._store.chunks[ChunkId(Role.GRAD, managed.group)]
+        chunk = self.state(Role.GRAD, managed)
         tiers = self.pager.to_write(chunk, reader="the gradient")
         slots = [self._store.views(chunk, tier)[managed.position] for tier in tiers]
         grad = managed.param.grad
@@ -415,6 +390,6 @@ class GroupUpdater:
 
 
 def _copies(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy numbers; if they all are one tensor, that once."""
-    others = [number for number in numbers if number is not numbers[0]]
-    return [number.clone() for number in numbers] if others else [numbers[0].clone()] * len(numbers)
+    """Copy numbers; those that are one tensor, once."""
+    copies = {number: number.clone() for number in dict.fromkeys(numbers)}
+    return [copies[number] for number in numbers]

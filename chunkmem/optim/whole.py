@@ -29,11 +29,13 @@ from chunkmem.nn.begun import BegunStep
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.values import storage_id
-from chunkmem.optim.class_calls import NOT_OPTIONS, unhooked_step
+from chunkmem.optim.class_calls import options_of, unhooked_step
+from chunkmem.optim.class_rule import RuleOfClasses
 from chunkmem.optim.entries import EntryForm, Record, TensorForm, copied_to_cpu
 from chunkmem.optim.groupwise import GroupwiseStep
 from chunkmem.optim.host import OptimizerHost
-from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule, slot_tensors
+from chunkmem.optim.members import weight_form
+from chunkmem.optim.rule import UpdateItem, slots_of
 from chunkmem.optim.speculative import Intent
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.host_memory import HostMemory
@@ -65,8 +67,8 @@ class Leaves:
         self._host = host
         self._name = name
         self._by_param: dict[torch.Tensor, torch.nn.Parameter] = {}
-        self._params: dict[torch.Tensor, torch.Tensor] = {}
-        """By leaf."""
+        self.params: dict[torch.Tensor, torch.Tensor] = {}
+        """By leaf, what it stands for."""
         self._grads: dict[torch.Tensor, torch.Tensor] = {}
         """By parameter."""
         self._memories: list[HostMemory] = []
@@ -76,17 +78,13 @@ class Leaves:
     def __getitem__(self, param: torch.Tensor) -> torch.nn.Parameter:
         return self._by_param[param]
 
-    def param(self, leaf: torch.Tensor) -> torch.Tensor:
-        """Return the parameter that a leaf stands for."""
-        return self._params[leaf]
-
     def add(self, params: Iterable[torch.Tensor]) -> None:
         """Make leaves of parameters that have none, with their weights.
 
         Raises:
             CapacityError: HOST has no room for them and their gradients.
         """
-        forms = {param: self._form(param) for param in params if param not in self._by_param}
+        forms = {param: weight_form(self._host, param) for param in params if param not in self._by_param}
         sizes = [-(-_nbytes(form) // ALIGN_NBYTES) * ALIGN_NBYTES for form in forms.values()]
         if not forms:
             return
@@ -99,13 +97,9 @@ class Leaves:
                 leaf, grad = (_view(memory.flat[start : start + size], form) for start in (at, at + size))
                 at += 2 * size
                 self._by_param[param] = torch.nn.Parameter(leaf, requires_grad=False)
-                self._params[self._by_param[param]] = param
+                self.params[self[param]] = param
                 self._grads[param] = grad
         self.take_weights(forms)
-
-    @property
-    def _has_host(self) -> bool:
-        return self._host.updater.pager.store.pools[Tier.HOST].ledger.limit_nbytes > 0
 
     def _memory(self, nbytes: int, *, reader: str, memory: torch.Tensor | None = None) -> HostMemory:
         updater = self._host.updater
@@ -113,9 +107,9 @@ class Leaves:
         updater.at_once.add(found)
         return found
 
-    def _form(self, param: torch.Tensor) -> TensorForm:
+    def _weight(self, param: torch.Tensor) -> torch.Tensor:
         managed = self._host.registry.find(param)
-        return TensorForm.of(param) if managed is None else self._host.updater.weight_form(managed)
+        return param.detach() if managed is None else self._host.updater.weight(managed)
 
     # From chunks.
 
@@ -123,8 +117,7 @@ class Leaves:
     def take_weights(self, params: Iterable[torch.Tensor]) -> None:
         """Copy weights to leaves: float32 master weights where there are some."""
         for param in params:
-            leaf, managed = self._by_param[param], self._host.registry.find(param)
-            weight = param.detach() if managed is None else self._host.updater.weight(managed)
+            leaf, weight = self[param], self._weight(param)
             with runtime_mode():
                 leaf.copy_(weight)
             leaf.requires_grad_(param.requires_grad)
@@ -149,9 +142,9 @@ class Leaves:
     @torch.no_grad()
     def give_weights(self, params: Iterable[torch.Tensor]) -> bool:
         """Write those leaves to their parameters that are other values by now; tell whether there are any."""
-        updater, changed = self._host.updater, self.changed(params)
-        for param, managed in changed.items():
-            leaf = self._by_param[param].detach()
+        updater, changed = self._host.updater, list(self.changed(params))
+        for param in changed:
+            leaf, managed = self[param].detach(), self._host.registry.find(param)
             if managed is None:
                 param.copy_(leaf)
             else:
@@ -159,16 +152,14 @@ class Leaves:
                 updater.mark_written([managed])
         return bool(changed)
 
-    def changed(self, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, ManagedParameter | None]:
-        """Return those of `params` whose leaves are other values than they, with what is managed of them."""
-        found = {}
+    def changed(self, params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield those of `params` whose leaves are other values than they."""
         for param in params:
-            leaf, managed = self._by_param[param].detach(), self._host.registry.find(param)
-            weight = param.detach() if managed is None else self._host.updater.weight(managed)
+            leaf, weight = self[param].detach(), self._weight(param)
             with runtime_mode():
-                if not torch.equal(weight.to(leaf.device), leaf):
-                    found[param] = managed
-        return found
+                is_same = torch.equal(weight.to(leaf.device), leaf)
+            if not is_same:
+                yield param
 
     @torch.no_grad()
     def give_gradients(self, pending: Iterable[ManagedParameter]) -> None:
@@ -194,7 +185,8 @@ class Leaves:
         tensors = [value for value in tree_leaves(list(entries)) if isinstance(value, torch.Tensor)]
         sizes = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
         nbytes = sum(sizes.values())
-        if nbytes == self._states_nbytes or not self._has_host:
+        has_host = self._host.updater.pager.store.pools[Tier.HOST].ledger.limit_nbytes > 0
+        if nbytes == self._states_nbytes or not has_host:
             return  # where both tiers are one piece of RAM, they are as activations are: outside of its cap
         if self._states is not None:
             self._states.close()
@@ -209,31 +201,28 @@ class Leaves:
 class WholeClass:
     """One optimizer of a class over leaves, with states and options that are a user's between steps."""
 
-    def __init__(self, kind: type[torch.optim.Optimizer], host: OptimizerHost) -> None:
-        """Prepare for a class; `make` makes it."""
+    def __init__(
+        self, kind: type[torch.optim.Optimizer], host: OptimizerHost, params: Any, options: Mapping[str, Any]
+    ) -> None:
+        """Make the optimizer, given parameters or parameter groups as in torch.optim.
+
+        Raises:
+            CapacityError: HOST has no room for weights and gradients at once.
+        """
         self.name = kind.__name__
-        self._kind = kind
-        self._host = host
         self.leaves = Leaves(host, name=f"chunkmem.Optimizer({self.name}, whole=True)")
         store = host.updater.pager.store
         gc.collect()  # of optimizers that nobody has any more
         used = {memory.chunk.id for memory in host.updater.at_once}
         for chunk in [chunk for key, chunk in store.chunks.items() if key.role is ROLE and key not in used]:
             store.remove(chunk)
-
-    def make(self, params: Any, options: Mapping[str, Any]) -> None:
-        """Make the optimizer, given parameters or parameter groups as in torch.optim.
-
-        Raises:
-            CapacityError: HOST has no room for weights and gradients at once.
-        """
-        self.inner = self._kind(self._of_leaves(list(params)), **options)
+        self.inner = kind(self._of_leaves(list(params)), **options)
         self._step = unhooked_step(self.inner)
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups as the class has made them, of the user's parameters."""
         groups = self.inner.param_groups
-        return [{**group, "params": [self.leaves.param(leaf) for leaf in group["params"]]} for group in groups]
+        return [{**group, "params": [self.leaves.params[leaf] for leaf in group["params"]]} for group in groups]
 
     def add_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Add a parameter group; return it as the class has made it, of the user's parameters."""
@@ -263,20 +252,20 @@ class WholeClass:
 
     def marks(self) -> list[object]:
         """Return what differs after a step that has changed options or states."""
-        leaves = tree_leaves([self.inner.state, [_options(group) for group in self.inner.param_groups]])
+        leaves = tree_leaves([self.inner.state, list(map(options_of, self.inner.param_groups))])
         return [(id(leaf), leaf._version) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def take(self, groups: list[dict[str, Any]], entries: Mapping[Any, Any]) -> None:
         """Have the options and states of a user's optimizer, and the weights as they are."""
-        inner = self.inner
-        self.leaves.add(param for group in groups for param in group["params"])
+        inner, params = self.inner, [param for group in groups for param in group["params"]]
+        self.leaves.add(params)
         inner.param_groups += [{"params": []} for _ in groups[len(inner.param_groups) :]]
         del inner.param_groups[len(groups) :]
         for own, group in zip(inner.param_groups, groups, strict=True):
             own["params"][:] = map(self.leaves.__getitem__, group["params"])
             _take_options(own, group)
-        self.leaves.take_weights(param for group in groups for param in group["params"])
-        for param in (param for group in groups for param in group["params"]):
+        self.leaves.take_weights(params)
+        for param in params:
             inner.state.pop(self.leaves[param], None)
             if param in entries:
                 inner.state[self.leaves[param]] = entries[param]
@@ -287,14 +276,9 @@ class WholeClass:
             _take_options(group, own)
 
 
-class WholeRule(UpdateRule[None]):
+class WholeRule(RuleOfClasses[None]):
     """Weights are those that a class has made of its leaves."""
 
-    name = "chunkmem.Optimizer"
-    options = ()
-    all_states = ()
-    counts_steps = False
-    begins_at_zero = False
     can_be_blank = False
 
     def __init__(self, whole: WholeClass) -> None:
@@ -308,28 +292,14 @@ class WholeRule(UpdateRule[None]):
     def required(self, group: Mapping[str, Any]) -> tuple[str, Collection[str]]:
         return self.whole.name, self.whole.inner.defaults  # those of the user's optimizer are added to by torch
 
-    def check(self, group: Mapping[str, Any]) -> None:
-        """Check nothing: the class does."""
-
     def hyper(self, group: Mapping[str, Any]) -> None:
         return None
-
-    def is_stateless(self, hyper: None) -> bool:
-        return False  # of chunks alone
 
     def form(self, hyper: None, weights: TensorForm, *, name: str) -> EntryForm:
         return _ANY_ENTRY
 
-    def specs(
-        self, hyper: None, weights: TensorForm, managed: ManagedParameter, *, saved: Mapping[str, Any] | None = None
-    ) -> tuple[StateSpec, ...]:
-        return ()
-
-    def to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(state)
-
     def update_item_(self, views: Any, item: UpdateItem, *, multiplier: float | None) -> None:
-        slots = slot_tensors(views, item)
+        slots = slots_of(views, item, multiplier)
         for managed, weight in zip(item.params, slots.weights, strict=True):
             weight.copy_(self.whole.leaves[managed.param].detach())
         slots.round_()
@@ -435,7 +405,11 @@ class WholeStep(GroupwiseStep):
             with ledger.updating(f"all parameters of {self._whole.name}"):
                 yield
         except BaseException:
-            if may_repeat and self._whole.marks() == before and not self._leaves.changed(self._members.params()):
+            if (
+                may_repeat
+                and self._whole.marks() == before
+                and not any(True for _ in self._leaves.changed(self._members.params()))
+            ):
                 ledger.half_updated = ""
             raise
 
@@ -455,10 +429,6 @@ class WholeStep(GroupwiseStep):
                 self.states.note([managed])
             elif entry is not None:
                 self._state.excluded[param] = entry
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
 
 
 def _take_options(group: dict[str, Any], other: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from torch import nn
 
 from chunkmem.errors import LayoutError
 from chunkmem.nn.binding import ManagedParameter, blank_value
+from chunkmem.nn.surface import ModuleSurface
 from chunkmem.packing.built import FreedRam
 from chunkmem.packing.initialisers import Initialisation
 
@@ -80,9 +81,8 @@ class ParameterLender:
         root: nn.Module,
         managed: Mapping[int, ManagedParameter],
         without_values: Collection[int],
+        surface: ModuleSurface,
         *,
-        read: Callable[[ManagedParameter], torch.Tensor],
-        write: Callable[[ManagedParameter, torch.Tensor], None],
         keeps: bool,
     ) -> None:
         """Lend nothing yet.
@@ -91,13 +91,12 @@ class ParameterLender:
             root: the model.
             managed: its parameters that are in chunks, by the identity of each.
             without_values: those that get values; others have theirs, and keep them.
-            read: returns a CPU copy of a parameter's values, as it was built. All ranks call it.
-            write: sets them, where they belong to this rank.
+            surface: reads a parameter's values as it was built, which all ranks do, and writes those of this rank.
             keeps: false: what initialisers write to parameters is thrown away.
         """
         self._root = root
         self._managed = managed
-        self._read, self._write = read, write
+        self._surface = surface
         self._taking = frozenset(without_values if keeps else ())
         self._blank = set(without_values)
         """Those whose slots have no values yet."""
@@ -151,7 +150,7 @@ class ParameterLender:
             if managed is None or id(param) in self._blank:
                 values = blank_like(param, managed)
             else:
-                values = self._read(managed)
+                values = self._surface.read(managed)
             tensor = nn.Parameter(values, requires_grad=param.requires_grad)
             vars(tensor).update(vars(param))
             self._loans[key] = _Loan(managed, tensor, tensor._version, is_first and id(param) in self._taking)
@@ -163,7 +162,7 @@ class ParameterLender:
         self._blank.discard(key)
         if not has_gaps(values, has_moved=loan.tensor._version != loan.version):
             self.incomplete.discard(key)
-        self._write(managed, values)
+        self._surface.write(managed, values)
 
 
 def blank_like(param: torch.Tensor, managed: ManagedParameter | None = None) -> torch.Tensor:

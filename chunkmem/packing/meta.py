@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from chunkmem.layout.spec import Layout
 from chunkmem.nn.awaited import AwaitedValues
 from chunkmem.nn.binding import ManagedParameter, blank, move_to
 from chunkmem.nn.parameter_reads import is_managed, own_parameters
+from chunkmem.nn.surface import ModuleSurface
 from chunkmem.packing.built import Built
 from chunkmem.packing.elsewhere import hook_again
 from chunkmem.packing.initialisers import Initialisers, initialisations, tie_again, without_initialiser
@@ -62,9 +63,7 @@ class BuiltOnMeta(Built):
         roots: Sequence[nn.Module],
         built: Built,
         shards: ShardStore | None,
-        *,
-        read: Callable[[ManagedParameter], torch.Tensor],
-        write: Callable[[ManagedParameter, torch.Tensor], None],
+        surface: ModuleSurface,
         initialisers: Initialisers,
     ) -> None:
         """Look for tensors without values.
@@ -73,8 +72,8 @@ class BuiltOnMeta(Built):
             roots: the models.
             built: where the values of the others are.
             shards: which rank owns what; None with one rank.
-            read: returns a CPU copy of a parameter's values, as it was built. All ranks call it.
-            write: sets them, if this rank is to have them.
+            surface: reads a parameter's values as it was built, which all ranks do, and writes them, if this rank is
+                to have them.
             initialisers: what the user wants.
         """
         for root in roots:
@@ -82,7 +81,7 @@ class BuiltOnMeta(Built):
         super().__init__(shards)
         self._roots = roots
         self._built = built
-        self._read, self._write = read, write
+        self._surface = surface
         self._initialisers = initialisers
         found = [each for root in roots for each in _meta_tensors(root)]
         self._params = {id(tensor): tensor for _, _, _, tensor in found if isinstance(tensor, nn.Parameter)}
@@ -144,12 +143,7 @@ class BuiltOnMeta(Built):
             raise
 
     def tell(self, awaited: AwaitedValues, parameters: Sequence[ManagedParameter]) -> None:
-        """Say what is going to be loaded, and what was initialised, everything being where it stays.
-
-        Args:
-            awaited: hears of what is going to be loaded.
-            parameters: were packed.
-        """
+        """Say what is going to be loaded of what was packed, and what was initialised, all being where it stays."""
         for managed in parameters:
             managed.is_drawn = self.comes_later(managed.param) and not self._initialisers.skip_init
         if self._initialisers.skip_init:
@@ -167,8 +161,7 @@ class BuiltOnMeta(Built):
                     root,
                     managed,
                     self._params.keys() & managed.keys(),
-                    read=self._read,
-                    write=self._write,
+                    self._surface,
                     keeps=not self._initialisers.skip_init,
                 )
                 with lender.lending():

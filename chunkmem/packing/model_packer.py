@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -22,41 +22,29 @@ Named = Sequence[tuple[str, nn.Parameter]]
 """Parameters of one root module, with their names."""
 
 
+@dataclass(eq=False)
 class ModelPacker:
     """Packs models, and has the registry know them."""
 
-    def __init__(
-        self,
-        registry: ModelRegistry,
-        packer: Packer,
-        *,
-        choose_on_host: Callable[[Sequence[nn.Module], Collection[nn.Module]], frozenset[nn.Module]],
-        chunk_numel: int | None,
-        device_cap_nbytes: int,
-        dtype: torch.dtype,
-        master_weights: bool,
-        num_ranks: int,
-    ) -> None:
-        """Pack nothing yet; `chunk_numel` None searches the slab size on the first model.
-
-        `dtype` is what modules compute in, and `master_weights` whether updates are in float32; see `precision_of`.
-        `num_ranks` share the chunks: slabs are small enough that each rank gets about as many bytes. `choose_on_host`
-        returns the modules under roots, of which some are excluded, that compute on HOST.
-        """
-        self._registry = registry
-        self._choose_on_host = choose_on_host
-        self._num_ranks = num_ranks
-        self._dtype = dtype
-        self._master_weights = master_weights
-        self._packer = packer
-        self._chunk_numel = chunk_numel
-        self._device_cap_nbytes = device_cap_nbytes
-        self.slab_nbytes: int | None = None
-        """Of the model that was added last; None before the first."""
-        self.precision = AS_BUILT
-        """Of what was added last."""
-        self.on_host: frozenset[nn.Module] = frozenset()
-        """Modules that compute on HOST, of what was added last."""
+    registry: ModelRegistry
+    packer: Packer
+    choose_on_host: Callable[[Sequence[nn.Module], Collection[nn.Module]], frozenset[nn.Module]]
+    """Returns the modules under roots, of which some are excluded, that compute on HOST."""
+    chunk_numel: int | None
+    """None: the slab size is searched on the first model."""
+    device_cap_nbytes: int
+    dtype: torch.dtype
+    """What modules compute in."""
+    master_weights: bool
+    """Updates are in float32; see `precision_of`."""
+    num_ranks: int
+    """That share the chunks: slabs are small enough that each rank gets about as many bytes."""
+    slab_nbytes: int | None = None
+    """Of the model that was added last; None before the first."""
+    precision: Precision = AS_BUILT
+    """Of what was added last."""
+    on_host: frozenset[nn.Module] = frozenset()
+    """Modules that compute on HOST, of what was added last."""
 
     def add(self, roots: Sequence[nn.Module], excluded: Sequence[nn.Module], built: Built) -> list[PackedModel]:
         """Pack the parameters under `roots`; `precision` is theirs then. All are checked before the first is touched.
@@ -64,9 +52,9 @@ class ModelPacker:
         Raises:
             LayoutError, StateError, CapacityError: see `named_parameters_of` and `Packer.pack`.
         """
-        on_host = self._choose_on_host(roots, excluded)
+        on_host = self.choose_on_host(roots, excluded)
         built.check(excluded)
-        managed = {id(each.param) for each in self._registry.parameters}
+        managed = {id(each.param) for each in self.registry.parameters}
         known = set(managed)
         named: list[Named] = []
         for root in roots:
@@ -81,20 +69,20 @@ class ModelPacker:
             for root, found in zip(roots, named, strict=True)
             if any(id(p) in known for p in root.parameters())
         ]
-        same_nbytes = self.slab_nbytes if self._chunk_numel is None else None
+        same_nbytes = self.slab_nbytes if self.chunk_numel is None else None
         layouts = self._layouts(
             [found for _, found in packable],
             precision,
             own_parameters(on_host),
             slab_nbytes=same_nbytes if built.slab_nbytes is None else built.slab_nbytes,
-            num_ranks=self._num_ranks,
-            first_group=sum(len(model.layout.groups) for model in self._registry.models),
+            num_ranks=self.num_ranks,
+            first_group=sum(len(model.layout.groups) for model in self.registry.models),
         )
         added = self._pack([(*each, layout) for each, layout in zip(packable, layouts, strict=True)], built)
         if any(named):
             self.slab_nbytes = layouts[0].slab_nbytes
         self.precision, self.on_host = precision, on_host
-        self._registry.add(added, roots, excluded)
+        self.registry.add(added, roots, excluded)
         return added
 
     def preview(
@@ -117,7 +105,7 @@ class ModelPacker:
         Returns:
             The layout of each root, and its parameters.
         """
-        on_host = self._choose_on_host(roots, excluded)
+        on_host = self.choose_on_host(roots, excluded)
         known = own_parameters(excluded)
         named: list[Named] = []
         for root in roots:
@@ -125,7 +113,7 @@ class ModelPacker:
             known.update(id(param) for _, param in named[-1])
         # What is frozen was built in another dtype, maybe, than it has in its chunk.
         frozen = (
-            m for m in self._registry.parameters if not m.requires_grad and m.built_dtype is not m.placeholder.dtype
+            m for m in self.registry.parameters if not m.requires_grad and m.built_dtype is not m.placeholder.dtype
         )
         packed = {id(m.param): MasterCopy.PACKED for m in frozen}
         precision = self._precision(roots, excluded, {**packed, **masters})
@@ -142,7 +130,7 @@ class ModelPacker:
         packed: Collection[int] = (),
     ) -> Precision:
         """Return the precision of models in which these parameters, if they are in a low dtype, have such `masters`."""
-        found = precision_of(roots, self._dtype, master_weights=self._master_weights, excluded=excluded, packed=packed)
+        found = precision_of(roots, self.dtype, master_weights=self.master_weights, excluded=excluded, packed=packed)
         known = {key: master for key, master in masters.items() if key in found.masters}
         return replace(found, masters={**found.masters, **known})
 
@@ -162,13 +150,13 @@ class ModelPacker:
             on_device = [(name, param) for name, param in pairs if id(param) not in on_host]
             slab_nbytes = choose_slab_nbytes(
                 tensor_specs(on_device or pairs, precision),
-                chunk_numel=self._chunk_numel,
-                device_cap_nbytes=self._device_cap_nbytes,
+                chunk_numel=self.chunk_numel,
+                device_cap_nbytes=self.device_cap_nbytes,
                 num_ranks=num_ranks,
             )
         layouts: list[Layout] = []
         for found in named:
-            specs = tensor_specs(found, precision, on_host=on_host, each_ranks=self._registry.each_ranks)
+            specs = tensor_specs(found, precision, on_host=on_host, each_ranks=self.registry.each_ranks)
             layouts.append(
                 pack(specs, slab_nbytes=slab_nbytes or ALIGN_NBYTES, first_group=first_group, num_ranks=num_ranks)
             )
@@ -180,10 +168,10 @@ class ModelPacker:
         added: list[PackedModel] = []
         try:
             for root, named, layout in models:
-                added.append(PackedModel(root, layout, self._packer.pack(named, layout, built)))
+                added.append(PackedModel(root, layout, self.packer.pack(named, layout, built)))
             built.complete([managed for packed in added for managed in packed.parameters])
         except BaseException:
             for packed in added:
-                self._packer.unpack(packed.layout, built)
+                self.packer.unpack(packed.layout, built)
             raise
         return added

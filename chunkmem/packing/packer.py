@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from chunkmem.layout.spec import Group, Layout, MasterCopy, TensorSpec
 from chunkmem.nn.binding import BoundChunk, ManagedParameter, move_to
 from chunkmem.packing.built import Built, FreedRam
 from chunkmem.packing.precision import AS_BUILT, Precision
-from chunkmem.runtime.chunk import FIRST_CONTENT, Chunk
+from chunkmem.runtime.chunk import FIRST_CONTENT, Chunk, SlotForms
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.shortage import enough_for_all
@@ -44,15 +45,13 @@ def tensor_specs(
     specs = []
     for name, param in named:
         dtype = precision.of(param)
-        master = precision.master_of(param)
-        kind = str(dtype).removeprefix("torch.")
         specs.append(
             TensorSpec(
                 name,
                 tuple(param.shape),
-                kind,
+                str(dtype).removeprefix("torch."),
                 dtype.itemsize,
-                master,
+                precision.masters.get(id(param), MasterCopy.NONE),
                 is_frozen=not param.requires_grad,
                 is_on_host=id(param) in on_host,
                 is_each_ranks=id(param) in each_ranks,
@@ -72,29 +71,18 @@ def packed_nbytes(group: Group) -> int:
     return group.nbytes + (group.in_float32().nbytes if group.master is MasterCopy.PACKED else 0)
 
 
+@dataclass(eq=False)
 class Packer:
     """Makes chunks of all roles for a model and fills those of PARAM."""
 
-    def __init__(
-        self,
-        pager: Pager,
-        make_home: Callable[[torch.dtype, Tier], BoundChunk],
-        *,
-        states_nbytes: Callable[[Group], int],
-        shows_progress: bool,
-    ) -> None:
-        """Make a packer.
-
-        Args:
-            pager: brings chunks to tiers.
-            make_home: makes the side of a PARAM chunk that its parameters are views of; see `Memory`.
-            states_nbytes: returns what the states of a group's optimizer are likely to take.
-            shows_progress: have a bar on a terminal while a large model is packed, and its memory pinned.
-        """
-        self._pager = pager
-        self._make_home = make_home
-        self._states_nbytes = states_nbytes
-        self._shows_progress = shows_progress
+    pager: Pager
+    """Brings chunks to tiers."""
+    make_home: Callable[[torch.dtype, Tier], BoundChunk]
+    """Makes the side of a PARAM chunk that its parameters are views of; see `Memory`."""
+    states_nbytes: Callable[[Group], int]
+    """Returns what the states of a group's optimizer are likely to take."""
+    shows_progress: bool
+    """There is a bar on a terminal while a large model is packed, and its memory pinned."""
 
     def pack(
         self, named: Sequence[tuple[str, nn.Parameter]], layout: Layout, built: Built
@@ -131,7 +119,7 @@ class Packer:
         self._require_room(nbytes, built, in_training=sum(map(self._nbytes_in_training, own)))
         if any(group.is_on_host for group in layout.groups):
             self._require_host(layout, built)
-        self._pager.store.pools[Tier.HOST].expect(nbytes)
+        self.pager.store.pools[Tier.HOST].expect(nbytes)
 
     def _bar(self, nbytes: int) -> Any:
         from tqdm import tqdm
@@ -142,14 +130,14 @@ class Packer:
             monitor_interval = 0  # its monitor is a thread that stays
 
         options = {"desc": "packing", "unit": "B", "unit_scale": True, "unit_divisor": 1024, "leave": False}
-        return Bar(total=nbytes, delay=_BAR_DELAY_S, disable=None if self._shows_progress else True, **options)
+        return Bar(total=nbytes, delay=_BAR_DELAY_S, disable=None if self.shows_progress else True, **options)
 
     def _nbytes_in_training(self, group: Group) -> int:
-        return sum(form.nbytes for form in groups_by_role(group).values()) + self._states_nbytes(group)
+        return sum(form.nbytes for form in groups_by_role(group).values()) + self.states_nbytes(group)
 
     def unpack(self, layout: Layout, built: Built) -> None:
         """Undo `pack`, also one that was interrupted: parameters get memory of their own again, chunks are gone."""
-        store = self._pager.store
+        store = self.pager.store
         for group in layout.groups:
             keys = [ChunkId(role, group.id) for role in groups_by_role(group)]
             chunks = [store.chunks[key] for key in keys if key in store.chunks]
@@ -162,7 +150,7 @@ class Packer:
 
     def _give_back(self, chunk: Chunk, home: BoundChunk, built: Built) -> None:
         """Let the parameters have the chunk's values in memory of their own."""
-        tier, store = chunk.newest_tier(), self._pager.store
+        tier, store = chunk.newest_tier(), self.pager.store
         for parameter in home.parameters:
             if built.give_back(parameter) or tier is None:
                 continue
@@ -172,14 +160,14 @@ class Packer:
 
     def _require_room(self, nbytes: int, built: Built, *, in_training: int) -> None:
         """Raise if there is no room for `nbytes` of weights, which take `in_training` with gradients and states."""
-        ledgers = {tier: pool.ledger for tier, pool in self._pager.store.pools.items()}
+        ledgers = {tier: pool.ledger for tier, pool in self.pager.store.pools.items()}
         free = sum(ledger.limit_nbytes - ledger.total_nbytes for ledger in ledgers.values())
         lacking = built.largest(nbytes - free)
         if lacking > 0:
             # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
             cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes
             needed = cap + lacking
-            before = enough_for_all(c.nbytes for c in self._pager.store.chunks.values() if not c.is_remote)
+            before = enough_for_all(c.nbytes for c in self.pager.store.chunks.values() if not c.is_remote)
             enough = max(needed, built.largest(before + in_training))
             where = "" if nbytes - free == lacking else f", and another rank lacks {format_nbytes(lacking)}"
             raise CapacityError(
@@ -198,8 +186,8 @@ class Packer:
         groups = [group for group in layout.groups if group.is_on_host]
         nbytes = sum(packed_nbytes(group) if built.owns(group) else group.nbytes for group in groups)
         cap, there = (
-            self._pager.store.pools[Tier.HOST].ledger.limit_nbytes,
-            self._pager.store.kept_nbytes(Tier.HOST).total(),
+            self.pager.store.pools[Tier.HOST].ledger.limit_nbytes,
+            self.pager.store.kept_nbytes(Tier.HOST).total(),
         )
         lacking = built.largest(there + nbytes - cap)
         if lacking > 0:
@@ -219,8 +207,7 @@ class Packer:
         self, group: Group, named: Sequence[tuple[str, nn.Parameter]], built: Built
     ) -> list[ManagedParameter]:
         params = [named[slot.tensor] for slot in group.slots]
-        strides = [built.stride(param) for _, param in params]
-        forms = tuple((param.shape, stride) for (_, param), stride in zip(params, strides, strict=True))
+        forms = tuple((param.shape, built.stride(param)) for _, param in params)
         inside = [name for name, _ in params]
         if built.is_put_off:
             chunk, views = self._register(group, inside, forms), _elsewhere([])
@@ -234,7 +221,7 @@ class Packer:
                 for each in views if built.owns(group) else ():
                     each[position].copy_(values)
                 parameter = ManagedParameter(
-                    param, name, slot, position, home, stride=strides[position], dtype=chunk.dtype
+                    param, name, slot, position, home, stride=forms[position][1], dtype=chunk.dtype
                 )
                 home.add(parameter)
             packed.append(parameter)
@@ -247,7 +234,7 @@ class Packer:
         self,
         group: Group,
         inside: Sequence[str],
-        forms: tuple[tuple[torch.Size, tuple[int, ...]], ...] = (),
+        forms: SlotForms = (),
         *,
         is_own: bool,
     ) -> tuple[Chunk, list[tuple[torch.Tensor, ...]]]:
@@ -270,17 +257,15 @@ class Packer:
             return chunk, [*self._place([chunk]), *_elsewhere(filled[1:])]
         return chunk, self._place(filled) if is_own else _elsewhere(filled)
 
-    def _register(
-        self, group: Group, inside: Sequence[str], forms: tuple[tuple[torch.Size, tuple[int, ...]], ...]
-    ) -> Chunk:
+    def _register(self, group: Group, inside: Sequence[str], forms: SlotForms) -> Chunk:
         """Register the chunks of all roles, without content; return that of PARAM. The arguments are as above."""
-        store = self._pager.store
+        store = self.pager.store
         what = inside[0] if len(inside) == 1 else f"{inside[0]} .. {inside[-1]}"
         for role, form in groups_by_role(group).items():
             key, dtype = ChunkId(role, group.id), getattr(torch, form.dtype)
             chunk = Chunk(key, form, dtype, f"{key} ({what})", forms)
             if role is Role.PARAM:
-                chunk.home = self._make_home(dtype, chunk.compute_tier)
+                chunk.home = self.make_home(dtype, chunk.compute_tier)
             store.add(chunk)
         chunk = store.weights(group.id)
         chunk.master = store.chunks.get(ChunkId(Role.MASTER, group.id))
@@ -288,10 +273,10 @@ class Packer:
 
     def _place(self, chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, ...]]:
         """Begin the content of chunks; return views of their slots, to be written before anything else is placed."""
-        store, held = self._pager.store, []
+        store, held = self.pager.store, []
         try:
             for chunk in chunks:
-                replica = self._pager.place(chunk, reader="packing")
+                replica = self.pager.place(chunk, reader="packing")
                 if store.host_is_gateway:  # where it could not be written to
                     replica.pins += 1
                     held.append(replica)

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import nn
@@ -46,10 +47,6 @@ class Precision:
     """By identity; a parameter that is not here computes in the dtype it was built in."""
     masters: Mapping[int, MasterCopy] = field(default_factory=dict)
     """By identity of a parameter, those that there are or may be."""
-
-    def master_of(self, param: torch.Tensor) -> MasterCopy:
-        """Tell whether a parameter has a master copy."""
-        return self.masters.get(id(param), MasterCopy.NONE)
 
     def of(self, param: torch.Tensor) -> torch.dtype:
         """Return the dtype that a parameter computes in."""
@@ -104,7 +101,11 @@ def precision_of(
             if master_weights and homes[module] in _LOW:
                 masters[id(param)] = _master_of(param, homes[module])
     return Precision(
-        {module: home for module, home in homes.items() if _holds_floats(module)},
+        {
+            module: home
+            for module, home in homes.items()
+            if any(map(_is_float, chain(module.parameters(), module.buffers())))
+        },
         {key: home for key, home in params.items() if key not in ordinary},
         masters,
     )
@@ -174,10 +175,6 @@ def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     yield from module.parameters(recurse=False)
     if isinstance(module, nn.MultiheadAttention):  # never calls its projection, only reads the weights
         yield from module.out_proj.parameters(recurse=False)
-
-
-def _holds_floats(module: nn.Module) -> bool:
-    return any(map(_is_float, module.parameters())) or any(map(_is_float, module.buffers()))
 
 
 def _is_float(tensor: torch.Tensor) -> bool:

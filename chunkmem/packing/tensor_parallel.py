@@ -62,14 +62,13 @@ class TensorParallel:
         """
         ordinary = own_parameters(excluded)
         for root in roots:
-            named = {id(p): name for name, p in root.named_parameters() if is_dtensor(p) and id(p) not in ordinary}
-            found = {id(param): param for param in root.parameters() if id(param) in named}
-            for number, param in found.items():
-                self._check(param, named[number])
-            for number, param in found.items():
-                self._parts[number] = self._local_of(param, named[number])
+            found = {p: name for name, p in root.named_parameters() if is_dtensor(p) and id(p) not in ordinary}
+            for param, name in found.items():
+                self._check(param, name)
+            for param, name in found.items():
+                self._parts[id(param)] = self._local_of(param, name)
             for module in root.modules() if found else ():
-                own = {name: self._parts[id(p)] for name, p in module._parameters.items() if id(p) in found}
+                own = {name: self._parts[id(p)] for name, p in module._parameters.items() if p in found}
                 if own:
                     key = type(module), tuple(own)
                     if key not in self._classes:  # one for all: torch.compile compiles blocks of one class once

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import FrameType, GeneratorType
 
 from torch import nn
@@ -23,16 +22,8 @@ _MOST_TILES = 4096
 _SCOPES = (FrameType, GeneratorType)
 
 
-@dataclass(frozen=True)
-class Splits:
-    """Into how many tiles a layer is cut, along its inputs and its outputs."""
-
-    in_splits: int
-    out_splits: int
-
-
-def splits_for(in_features: int, out_features: int, *, max_numel: int) -> Splits:
-    """Return the splits after which no tile has more than `max_numel` elements.
+def splits_for(in_features: int, out_features: int, *, max_numel: int) -> tuple[int, int]:
+    """Return into how many tiles a layer is cut, along its inputs and its outputs, so that none has more elements.
 
     The longer side of a tile is split first: that of sums of partial outputs, or of partial input gradients, is the
     shorter one, and so is what they cost.
@@ -43,7 +34,7 @@ def splits_for(in_features: int, out_features: int, *, max_numel: int) -> Splits
             out_splits += 1
         else:
             in_splits += 1
-    return Splits(in_splits, out_splits)
+    return in_splits, out_splits
 
 
 def tile_linears(root: nn.Module, *, max_numel: int | None, excluded: Iterable[nn.Module] = ()) -> dict[str, str]:
@@ -77,8 +68,8 @@ def tile_linears(root: nn.Module, *, max_numel: int | None, excluded: Iterable[n
                 f"{-(-_numel(module) // _MOST_TILES)}, since each tile is a module of its own"
             )
     for module in wide.values():
-        splits = splits_for(module.in_features, module.out_features, max_numel=max_numel)
-        make_tiled(module, in_splits=splits.in_splits, out_splits=splits.out_splits)
+        in_splits, out_splits = splits_for(module.in_features, module.out_features, max_numel=max_numel)
+        make_tiled(module, in_splits=in_splits, out_splits=out_splits)
     return {name: reason for name, reason in reasons.items() if _numel(found[name]) > max_numel}
 
 

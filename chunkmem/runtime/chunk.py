@@ -18,6 +18,8 @@ NO_CONTENT = -1
 """The version of a chunk, or of a replica, that holds nothing."""
 FIRST_CONTENT = NO_CONTENT + 1
 """The version of a chunk that was written to once."""
+SlotForms = tuple[tuple[torch.Size, tuple[int, ...]], ...]
+"""Shape and strides of each slot's tensor."""
 
 
 class ChunkHome(Protocol):
@@ -115,8 +117,7 @@ class Chunk:
     dtype: torch.dtype
     label: str
     """Name in messages: the role, the number and the parameters inside."""
-    forms: tuple[tuple[torch.Size, tuple[int, ...]], ...]
-    """Shape and stride of each slot's tensor."""
+    forms: SlotForms
     home: ChunkHome | None = None
     memory: torch.Tensor | None = None
     """1-D memory on HOST, in bytes, that several processes share, outside of every pool; None: a pool's slab is

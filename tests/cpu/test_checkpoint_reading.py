@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import chunkmem
-from chunkmem.checkpoints.reading import CheckpointFiles
+from chunkmem.checkpoints.reading import CheckpointFiles, StoredPart
 from chunkmem.checkpoints.stored_values import StoredValues
 from tests.helpers.ranks import Team
 from tests.helpers.saved_training import Saved, assert_same
@@ -42,9 +41,9 @@ def read_by_torch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     real = CheckpointFiles._load
 
-    def load(self: CheckpointFiles, index: MetadataIndex) -> torch.Tensor:
-        names.append(index.fqn)
-        return real(self, index)
+    def load(self: CheckpointFiles, part: StoredPart) -> torch.Tensor:
+        names.append(part.name)
+        return real(self, part)
 
     monkeypatch.setattr(CheckpointFiles, "_load", load)
     return names

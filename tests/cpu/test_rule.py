@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.codes import SIGNED
 from chunkmem.optim.entries import EntryForm, TensorForm
 from chunkmem.optim.optimizer import RuleOptimizer
-from chunkmem.optim.rule import StateSpec, UpdateRule
+from chunkmem.optim.rule import SlotUpdate, StateSpec, UpdateRule
 from chunkmem.optim.shaped_state import ShapedState, SlotForm
 from chunkmem.plan.model import Lane
 from chunkmem.types import Role
@@ -50,26 +50,17 @@ class SumRule(UpdateRule[float]):
         keys = ("step", SUM.value, LAST.value)
         return replace(last, keys=keys, first_keys=keys, tensors={SUM.value: ONE_NUMBER, **last.tensors})
 
-    def specs(
-        self, hyper: float, weights: TensorForm, managed: ManagedParameter, *, saved: Mapping[str, Any] | None = None
-    ) -> tuple[StateSpec, ...]:
+    def specs(self, hyper: float, weights: TensorForm, managed: ManagedParameter) -> tuple[StateSpec, ...]:
         slot = SlotForm(managed.position, ONE_NUMBER.shape, ONE_NUMBER.stride)
         norm_sum = ShapedState(SUM, ONE_NUMBER.dtype, key=SUM.value, forms=(slot,))
-        return (norm_sum, *super().specs(hyper, weights, managed, saved=saved))
+        return (norm_sum, *super().specs(hyper, weights, managed))
 
     def to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return dict(state)
 
-    def update_(
-        self,
-        weights: list[Tensor],
-        grads: list[Tensor],
-        states: Mapping[Role, list[Tensor]],
-        steps: Sequence[Tensor],
-        hyper: float,
-    ) -> None:
-        for slots in zip(weights, grads, states[SUM], states[LAST], strict=True):
-            update(*slots)
+    def update_(self, slots: SlotUpdate) -> None:
+        for own in zip(slots.weights, slots.scaled_grads(), slots.states[SUM], slots.states[LAST], strict=True):
+            update(*own)
 
 
 class ChunkedSum(RuleOptimizer):

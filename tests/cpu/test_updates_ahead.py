@@ -111,7 +111,7 @@ class Rig:
         return len(taken)
 
     def take_over(self, tier: Tier = Tier.HOST, multiplier: float | None = 0.5) -> bool:
-        return self.ahead.take_over(0, tier, self.items(0), multiplier)
+        return self.ahead.take_over(0, tier, Intent(cast(UpdateRule[Any], None), self.items(0), multiplier))
 
     def weights(self) -> float:
         return values_on(self.chunk(Role.PARAM), Tier.HOST)[0]

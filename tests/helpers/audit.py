@@ -28,7 +28,7 @@ def audit(manager: ChunkManager) -> None:
     """Assert: no pins, ledgers equal live replicas and stay in their caps, evicted chunks hold nothing, pads are 0."""
     audit_pins(manager)
     audit_hooks(manager)
-    audit_ledgers(manager.runtime.memory.store, log_nbytes=manager.runtime.updater.ahead._log.reserved_nbytes)
+    audit_ledgers(manager.runtime.memory.store, log_nbytes=manager.runtime.updater.ahead.log.reserved_nbytes)
     audit_leaving(manager.runtime.memory.pager)
     audit_declared(manager)
     manager.runtime.memory.pager.policy.drain()  # what a plan has prefetched may be under way
