@@ -311,7 +311,7 @@ class BoundChunk:
 
     def storage_of(self, managed: ManagedParameter) -> int:
         """Return the identity of the storage that a parameter is in."""
-        return self.storage_id
+        return int(self._storage.storage._cdata)
 
     def add(self, managed: ManagedParameter) -> None:
         """Take a parameter in, in the order of the group's slots: it stands on its placeholder, its memory is freed."""

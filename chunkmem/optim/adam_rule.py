@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class AdamRule(UpdateRule[AdamHyper]):
         group["decoupled_weight_decay"] = self._decoupled or group.get("decoupled_weight_decay", False)
 
     def update_(self, slots: SlotUpdate) -> None:
-        numbers = asdict(slots.hyper)
+        numbers = dict(vars(slots.hyper))
         kernel: Any = torch._fused_adamw_ if numbers.pop("decoupled") else torch._fused_adam_
         lists = (slots.weights, slots.scaled_grads(), slots.states[EXP_AVG], slots.states[EXP_AVG_SQ])
         steps = _steps_on(slots.weights[0].device, slots.steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class SGDRule(UpdateRule[SGDHyper]):
         momenta = slots.states[_MOMENTUM.role] if slots.hyper.momentum else []
         # torch makes the buffer where there is none, with the bits of the first gradient.
         buffers = [None if float(step) == 1 else slot for slot, step in zip(momenta, slots.steps, strict=False)]
-        numbers = asdict(slots.hyper)
+        numbers = dict(vars(slots.hyper))
         sgd(slots.weights, slots.scaled_grads(), buffers, foreach=False, fused=False, maximize=False, **numbers)
         for slot, buffer in zip(momenta, buffers, strict=True):
             if buffer is not None and buffer is not slot:

@@ -390,6 +390,6 @@ class GroupUpdater:
 
 
 def _copies(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy numbers; those that are one tensor, once."""
-    copies = {number: number.clone() for number in dict.fromkeys(numbers)}
-    return [copies[number] for number in numbers]
+    """Copy numbers; if they all are one tensor, that once."""
+    others = [number for number in numbers if number is not numbers[0]]
+    return [number.clone() for number in numbers] if others else [numbers[0].clone()] * len(numbers)

@@ -268,7 +268,7 @@ def test_packing_shows_how_far_it_is_on_the_first_rank(monkeypatch: pytest.Monke
     monkeypatch.setattr(Bar, "made", [])
     config = chunkmem.Config.from_dict({"memory": {"device": 1 << 20, "host": 1 << 20}, "default_chunk_size": 200})
     with chunkmem.ChunkManager(config) as manager:
-        monkeypatch.setattr(manager.runtime.modules.packer._packer, "_shows_progress", is_first)
+        monkeypatch.setattr(manager.runtime.modules.packer.packer, "shows_progress", is_first)
         with manager.init():
             model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
         del model
