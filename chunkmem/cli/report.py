@@ -69,7 +69,7 @@ def _watch(options: argparse.Namespace) -> NoReturn:
                 print(f"chunkmem: {error}", file=sys.stderr)
             else:
                 print(json.dumps(data) if options.json else _line(data["run"]), flush=True)
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S)  # another process writes the files, and tells nobody
 
 
 def _line(summary: Mapping[str, Any]) -> str:

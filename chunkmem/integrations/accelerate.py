@@ -11,7 +11,6 @@ from accelerate import Accelerator
 
 from chunkmem.integrations.run import TakeOver
 from chunkmem.manager import ChunkManager
-from chunkmem.schema import read_json
 
 
 class ChunkmemAccelerator(Accelerator):
@@ -30,7 +29,7 @@ class ChunkmemAccelerator(Accelerator):
 
     def __init__(self, config: Mapping[str, Any] | str | os.PathLike[str], **options: Any) -> None:
         super().__init__(**options)
-        self._taken = TakeOver(config if isinstance(config, Mapping) else read_json(config), starts_ranks=True)
+        self._taken = TakeOver(config, starts_ranks=True)
 
     @property
     def manager(self) -> ChunkManager | None:

@@ -11,7 +11,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from chunkmem.integrations.run import TakeOver
 from chunkmem.manager import ChunkManager
-from chunkmem.schema import read_json
 
 
 class ChunkmemStrategy(DDPStrategy):
@@ -30,8 +29,7 @@ class ChunkmemStrategy(DDPStrategy):
 
     def __init__(self, config: Mapping[str, Any] | str | os.PathLike[str], **options: Any) -> None:
         super().__init__(**options)
-        values = config if isinstance(config, Mapping) else read_json(config)
-        self._taken = TakeOver(values, starts_ranks=True)
+        self._taken = TakeOver(config, starts_ranks=True)
 
     @property
     def manager(self) -> ChunkManager | None:

@@ -34,6 +34,7 @@ from chunkmem.manager import ChunkManager
 from chunkmem.optim.converted import become, converted
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.runtime.device import ComputeDevice
+from chunkmem.schema import read_json
 
 _RECORD_S: Final = 5.0
 _LAUNCHER: Final = ".strategies.launchers.subprocess_script._SubprocessScriptLauncher"
@@ -47,17 +48,21 @@ class TakeOver:
     """Packs the models that a script trains, once it is known which, and has chunkmem's optimizers train them.
 
     Args:
-        values: a configuration as plain data; "auto" is what the script says.
+        config: a configuration as plain data, or the path of one in JSON; "auto" is what the script says.
         starts_ranks: other ranks that Lightning starts do the same.
         record: a directory that steps are recorded in while the script trains.
     """
 
     def __init__(
-        self, values: Mapping[str, Any], *, starts_ranks: bool = False, record: str | os.PathLike[str] | None = None
+        self,
+        config: Mapping[str, Any] | str | os.PathLike[str],
+        *,
+        starts_ranks: bool = False,
+        record: str | os.PathLike[str] | None = None,
     ) -> None:
         self.manager: ChunkManager | None = None
         """None: the script has trained nothing yet."""
-        self._values = values
+        self._values = config if isinstance(config, Mapping) else read_json(config)
         self._starts_ranks = starts_ranks
         self._record, self._recorded_s = record, -inf
         self._is_making = False

@@ -14,7 +14,6 @@ from typing import Any
 from chunkmem.errors import StateError
 from chunkmem.integrations.run import TakeOver
 from chunkmem.manager import ChunkManager
-from chunkmem.schema import read_json
 
 
 @dataclass
@@ -57,7 +56,7 @@ class TrainsInChunks:
                     f"{type(self).__name__}(optimizers=...) with --chunkmem {self.args.chunkmem}: that optimizer was "
                     "made before the model was in chunks; pass optimizer_cls_and_kwargs=(Class, options) instead"
                 )
-            self._taken = TakeOver(read_json(self.args.chunkmem))
+            self._taken = TakeOver(self.args.chunkmem)
         with self._taken.inside_library():
             return make(*args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
+from chunkmem.types import Tier
 from tests.helpers.audit import audit, audit_ledgers
 from tests.helpers.spread import spread
 from tests.helpers.training import (
@@ -243,3 +245,37 @@ def test_what_is_kept_of_calls_may_grow_and_the_error_says_so() -> None:
                 twin.backward(twin.model(features(1, shape=(num, WIDTH))).sum())
         told.append(raised.value.enough_nbytes)
     assert told[0] < told[1]
+
+
+@pytest.mark.parametrize("refused", [Tier.HOST, Tier.DEVICE])
+def test_an_update_that_one_tier_has_no_room_for_is_made_on_the_other(refused: Tier) -> None:
+    plain = mlp()
+    model = copy.deepcopy(plain)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    for step in range(5):
+        plain(features(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        model = manager.wrap(model)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        pager, asked = manager.runtime.memory.pager, list[Tier]()
+        hold_all = pager._hold_all
+
+        def hold(chunks: Any, tier: Tier, reader: object) -> None:
+            asked.append(tier)
+            if tier is refused:
+                raise chunkmem.CapacityError("no room", needed_nbytes=2, cap_nbytes=1)
+            hold_all(chunks, tier, reader)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pager, "_hold_all", hold)
+            patch.setattr(pager.policy.__class__, "update_tier", lambda *_: refused)
+            for step in range(5):
+                manager.backward(model(features(step)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert refused in asked
+        assert len(set(asked)) == 2
+        for name, value in manager.state_dict().items():
+            assert torch.equal(value, plain.state_dict()[name]), name
