@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from chunkmem.types import Tier
+from tests.helpers.recorded_group import RecordedGroup
 from tests.helpers.vector_clocks import Actor, Operation, ShadowMemory, VectorClocks
 
 
@@ -23,6 +24,8 @@ class AccessOrder:
         """Who runs what touches memory of HOST alone."""
         self.computing = Actor.COMPUTE
         """The current stream of the program's."""
+        self.groups: list[RecordedGroup] = []
+        """What chunks are exchanged over, as they were first used."""
         self._lane: Actor | None = None
         """Who runs all operators at present, if it is a copy."""
         self.runtime_depth = 0

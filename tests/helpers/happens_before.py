@@ -33,12 +33,12 @@ when it is allocated and when it is given up: torch's allocator orders its reuse
 
 DISK is a file that is really read and written. Its bytes are cells as those of memory are, by their place in the file.
 
-What it cannot see: memory other than slabs (activations, tensors of users); operators inside of tensor subclasses that
-take themselves apart, unless the runtime runs them; several threads of autograd; what other ranks
-do to this one's memory but for exchanges; how CUDA's own streams and events behave, as lanes here only stand for them.
-A view counts from its
-first byte to its last. Waits of users (`loss.item()`) order nothing here: the runtime must not rely on them. It may on
-its own: what `runtime_mode` computes of chunks, such as a norm, is followed until it is read as a number.
+What it cannot see: memory other than slabs (activations, tensors of users); operators inside of tensor subclasses
+that take themselves apart, unless the runtime runs them; several threads of autograd; what other ranks do to this
+one's memory but for exchanges (`recorded_group` tells whether all ranks are asked for the same); how CUDA's own
+streams and events behave, as lanes here only stand for them. A view counts from its first byte to its last. Waits of
+users (`loss.item()`) order nothing here: the runtime must not rely on them. It may on its own: what `runtime_mode`
+computes of chunks, such as a norm, is followed until it is read as a number.
 """
 
 from __future__ import annotations

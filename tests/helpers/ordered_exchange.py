@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from chunkmem.comm.exchange import Shard, Work
 from chunkmem.comm.methods import ExchangeMethod
 from tests.helpers.access_order import AccessOrder
+from tests.helpers.recorded_group import RecordedGroup
 from tests.helpers.vector_clocks import Actor, Clock
 
 
@@ -33,6 +35,16 @@ def ordered(method: type[ExchangeMethod], order: AccessOrder) -> type[ExchangeMe
     """Return a way to exchange chunks as `method` does, as if it were NCCL's: on a stream that computing waits for."""
 
     class Ordered(method):  # type: ignore[valid-type, misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.recorded: RecordedGroup | None = None
+
+        def group(self, device: torch.device) -> Any:
+            if self.recorded is None:
+                self.recorded = RecordedGroup(super().group(device))
+                order.groups.append(self.recorded)
+            return self.recorded
+
         def gather(self, shards: Sequence[Shard], *, label: str) -> Work:
             return self._followed(shards, [shard for shard in shards if not self.owns(shard)], label, super().gather)
 
