@@ -147,6 +147,12 @@ def verdict(smallest: Sequence[int]) -> Verdict:
     )
 
 
+def farther(rank: int, size: int) -> list[int]:
+    """Return the ranks that are 1, 2, 4, ... before or after one: whom `over_ranks`, and broadcasts of gloo, go to."""
+    distances = [1 << bit for bit in range((size - 1).bit_length())]
+    return sorted({(rank + way * distance) % size for distance in distances for way in (1, -1)})
+
+
 def over_ranks(
     group: dist.ProcessGroup,
     rank: int,
@@ -199,6 +205,42 @@ def rows_of_ranks(group: dist.ProcessGroup, rank: int, size: int, mine: torch.Te
         send.wait()
         distance *= 2
     return [known[(rank - other) % size] for other in range(size)]
+
+
+def rows_to_first(group: dist.ProcessGroup, rank: int, size: int, mine: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of all ranks on rank 0, and none elsewhere, in at most ceil(log2 size) messages of a rank.
+
+    In round k every other rank that is left hands all it has to the one 2**k before it. Arguments and errors are those
+    of `over_ranks`.
+    """
+    rows, distance = [mine], 1
+    while distance < size:
+        tag = _TAG + distance.bit_length()
+        if rank & distance:
+            group.send([torch.stack(rows)], rank - distance, tag).wait()
+            return []
+        if (count := min(distance, size - rank - distance)) > 0:
+            heard = mine.new_empty((count, *mine.shape))
+            group.recv([heard], rank + distance, tag).wait()
+            rows += heard
+        distance *= 2
+    return rows
+
+
+def row_from_first(
+    group: dist.ProcessGroup, rank: int, size: int, rows: Sequence[torch.Tensor], mine: torch.Tensor
+) -> None:
+    """Fill `mine` with this rank's one of the `rows` that rank 0 has, on the ways of `rows_to_first`, back."""
+    distance = rank & -rank or 1 << (size - 1).bit_length()
+    if rank:
+        heard = mine.new_empty((min(distance, size - rank), *mine.shape))
+        group.recv([heard], rank - distance, _TAG + distance.bit_length()).wait()
+        rows = list(heard)
+    while (distance := distance // 2) > 0:
+        if further := rows[distance:]:
+            group.send([torch.stack(list(further))], rank + distance, _TAG + distance.bit_length()).wait()
+        rows = rows[:distance]
+    mine.copy_(rows[0])
 
 
 def packed(operation: Operation, raised: str, facts: Collection[str]) -> bytes:

@@ -21,10 +21,13 @@ from chunkmem.comm.agreement import (
     Operation,
     Verdict,
     difference,
+    farther,
     numbers_of,
     over_ranks,
     packed,
+    row_from_first,
     rows_of_ranks,
+    rows_to_first,
     unpacked,
     verdict,
 )
@@ -96,8 +99,9 @@ class Connection:
         self.process_group = group
         """The given process group, or the default one; None: this process alone, or `close` was called."""
         self._numbers: dist.ProcessGroup | None = None
-        self._opened: list[tuple[dist.ProcessGroup, Sequence[int], tuple[str, int] | None]] = []
-        """Groups over gloo that nothing else uses, who are in each, and where this rank listens for the others."""
+        self._opened: list[tuple[dist.ProcessGroup, dict[int, int], tuple[str, int] | None]] = []
+        """Groups over gloo that nothing else uses, whom this rank talks to in each, by their number there, and where it
+        listens for them."""
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._failure: RankError | None = None
@@ -125,32 +129,47 @@ class Connection:
         timeout_s = self.timeout_s - self._detection_s
         with self.waiting("comparing versions of chunkmem (an older one does not answer)"):
             require_same_code(self._store, self.rank, self.names, timeout_s=timeout_s)
-        self._numbers = self._gloo("numbers", range(self.size))
+        self._numbers = self._gloo("numbers", range(self.size), late=farther(self.rank, self.size))
+        with self.waiting("connecting to ranks"):
+            over_ranks(self._numbers, self.rank, self.size, torch.zeros(1, device="cpu"), torch.maximum)
 
-    def _gloo(self, name: str, members: Sequence[int]) -> dist.ProcessGroup:
-        """Return a new group over `members`, who all call it."""
+    def _gloo(self, name: str, members: Sequence[int], *, late: Sequence[int] | None = None) -> dist.ProcessGroup:
+        """Return a new group over `members`, who all call it.
+
+        Args:
+            name: of the group.
+            members: their ranks among these.
+            late: None: all are connected to each other now. Else they are when they first talk, and hang up on these; a
+                rank would wait in vain for one that has hung up before that.
+        """
         assert self._store is not None
         timeout = timedelta(seconds=self.timeout_s - self._detection_s)
         store, rank, size = within(self._store, name), members.index(self.rank), len(members)
-        asks = _few_requests(store, timeout) if size > _MANY else contextlib.nullcontext()
-        with self.waiting("opening the process groups"), asks:
+        asks = _few_requests(store, timeout) if size > _MANY and late is None else contextlib.nullcontext()
+        connects = contextlib.nullcontext() if late is None else environment(TORCH_GLOO_LAZY_INIT="1")
+        with self.waiting("opening the process groups"), asks, connects:
             # By itself, not as part of a group of several backends; it is used in the same way.
             group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
-            self._opened.append((group, members, listener_of(store, rank)))
+            peers = [peer for peer in range(size) if peer != rank] if late is None else late
+            self._opened.append((group, {peer: members[peer] for peer in peers}, listener_of(store, rank)))
         return group
 
-    def part(self, name: str, members: Sequence[int], elsewhere: dist.ProcessGroup | None) -> RankGroup:
+    def part(
+        self, name: str, members: Sequence[int], elsewhere: dist.ProcessGroup | None, *, is_rare: bool = False
+    ) -> RankGroup:
         """Return some of these ranks, this one included, as a group of their own; all of them call it.
 
         Args:
             name: what for; the same members may have several.
             members: their ranks among these.
             elsewhere: the group to exchange chunks over that are on accelerators.
+            is_rare: they exchange little among all of them, and are connected when they do.
 
         Raises:
             RankError: a rank did not come.
         """
-        in_ram = self._gloo(f"{name} of {members}", members) if len(members) > 1 else None
+        late = () if is_rare else None
+        in_ram = self._gloo(f"{name} of {members}", members, late=late) if len(members) > 1 else None
         rank, size = members.index(self.rank), len(members)
         return RankGroup(rank, size, in_ram=in_ram, elsewhere=elsewhere, waiting=self.waiting)
 
@@ -305,9 +324,8 @@ class Connection:
         """Close this rank's connections; return the ranks whose connections to it were closed before."""
         time.sleep(_LINGER_SHARE * self._detection_s)
         closed = set()
-        for group, members, listener in self._opened:
-            found = hang_up(group, members.index(self.rank), len(members), listener)
-            closed |= {members[peer] for peer in found}
+        for group, peers, listener in self._opened:
+            closed |= {peers[peer] for peer in hang_up(group, peers, listener)}
         return closed
 
     def _give_up(self, label: str, waited_s: float, error: Exception) -> RankError:
@@ -362,18 +380,17 @@ class Connection:
     def gather(self, data: bytes, label: str) -> list[bytes]:
         """Return what all ranks pass, on rank 0; elsewhere nothing."""
         mine = _padded(data, self._longest(data, label))
-        rows = [torch.empty_like(mine) for _ in self.names] if self.rank == 0 else []
+        numbers = self._open_numbers(label)
         with self.waiting(label):
-            self._open_numbers(label).gather([rows] if rows else [], [mine], dist.GatherOptions()).wait()
-        return _cut(rows)
+            return _cut(rows_to_first(numbers, self.rank, self.size, mine))
 
     def scatter(self, parts: Sequence[bytes], label: str) -> bytes:
         """Return this rank's part of what rank 0 passes."""
         length = int(self.broadcast(torch.tensor(max(map(len, parts), default=0), device="cpu"), 0, label))
         rows = [_padded(part, length) for part in parts]
-        mine = torch.empty_like(_padded(b"", length))
+        mine, numbers = torch.empty_like(_padded(b"", length)), self._open_numbers(label)
         with self.waiting(label):
-            self._open_numbers(label).scatter([mine], [rows] if rows else [], dist.ScatterOptions()).wait()
+            row_from_first(numbers, self.rank, self.size, rows, mine)
         return _cut([mine])[0]
 
     def over_ranks(

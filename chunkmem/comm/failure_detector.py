@@ -24,7 +24,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import takewhile
@@ -189,23 +189,21 @@ def listener_of(store: Store, rank: int) -> tuple[str, int] | None:
     return None
 
 
-def hang_up(group: dist.ProcessGroup, rank: int, size: int, listener: tuple[str, int] | None) -> set[int]:
+def hang_up(group: dist.ProcessGroup, peers: Iterable[int], listener: tuple[str, int] | None) -> set[int]:
     """Close a rank's connections over gloo; return the ranks whose connections to it were closed before.
 
     Args:
         group: over gloo.
-        rank: this one, among them.
-        size: of the group.
+        peers: the other ranks that this one has been connected to.
         listener: see `listener_of`.
     """
     closed, unsent = set(), []
     memory = [torch.empty(1, device="cpu")]
-    for peer in range(size):
-        if peer != rank:
-            try:
-                unsent.append(group.recv(memory, peer, _UNSENT_TAG))
-            except RuntimeError:
-                closed.add(peer)
+    for peer in peers:
+        try:
+            unsent.append(group.recv(memory, peer, _UNSENT_TAG))
+        except RuntimeError:
+            closed.add(peer)
     with _waking(listener) if listener else contextlib.nullcontext():
         for work in unsent:
             # It is meant to fail: when a receive runs out of time, gloo closes all connections.

@@ -57,7 +57,8 @@ class Ranks:
         """Among these ranks, counted from 0."""
         self.size = connection.size
         self._everyone: Ranks | None = None
-        self.all_ranks = connection.part("chunks", range(self.size), connection.process_group)
+        is_rare = mesh is not None and len(mesh.rows) > 1  # within and across replicas there are groups of their own
+        self.all_ranks = connection.part("chunks", range(self.size), connection.process_group, is_rare=is_rare)
         """Group of all ranks."""
         self.shard = self.all_ranks
         """Group of the ranks over which this rank's replica is sharded, numbered within it."""

@@ -21,7 +21,7 @@ class Unison(Connection):
         super().__init__(None, timeout_s=1.0)
         self.rank, self.size = rank, size
 
-    def part(self, name: str, members: Sequence[int], elsewhere: object) -> RankGroup:
+    def part(self, name: str, members: Sequence[int], elsewhere: object, *, is_rare: bool = False) -> RankGroup:
         """Return all of them, who exchange nothing."""
         return RankGroup(self.rank, self.size, in_ram=None, elsewhere=None, waiting=self.waiting)
 

@@ -16,6 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 from unittest.mock import patch
@@ -157,7 +158,11 @@ class Simulation:
         threads = SimpleNamespace(Thread=_AtOnce, Event=threading.Event)
         stack = contextlib.ExitStack()
         if self.size > _FEW:
-            stack.enter_context(patch.object(connection, "hang_up", lambda group, *_: group.hang_up()))
+            stack.enter_context(patch.object(connection, "hang_up", lambda group, peers, _: group.hang_up() & {*peers}))
+        if self.is_mirror:
+            for name in ("rows_to_first", "row_from_first"):
+                of_group = partial(_of_group, name)
+                stack.enter_context(patch.object(connection, name, of_group))
         for module, name, value in (
             (connection, "dist", _Distributed(self)),
             (connection, "time", clock),
@@ -221,6 +226,10 @@ class _AtOnce:
 
     def join(self, timeout_s: float) -> None:
         assert self._took_s <= timeout_s, "it is not waited for any longer"
+
+
+def _of_group(name: str, group: SimulatedGroup, rank: int, size: int, *tensors: Any) -> Any:
+    return getattr(group, name)(*tensors)
 
 
 class _Distributed:
@@ -359,6 +368,11 @@ def rendezvous(size: int, *, host: str = "host-0000") -> list[tuple[int, int, in
     return [(1, 1, 0), (size, 1, 0), (size, 1, nbytes)]
 
 
+def late_rendezvous(*, host: str = "host-0000") -> list[int]:
+    """Return how many bytes the store answers to each request for one rank that another first talks to."""
+    return [0, 152 + len(host)]
+
+
 @dataclass
 class _Meeting:
     """What the ranks of a group over gloo have in common."""
@@ -412,15 +426,20 @@ class SimulatedGroup:
 
     def __init__(self, simulation: Simulation, store: SimulatedStore, rank: int, size: int, timeout_s: float) -> None:
         self._simulation, self._rank, self._size, self._timeout_s = simulation, rank, size, timeout_s
+        self._store = store
+        self._peers: set[int] = set()
+        """Whom it is connected to."""
         self._meeting = simulation.groups[store.prefix]
         self._counted = "numbers" in store.prefix
         self._num_collectives = 0
         self._free_s = 0.0
         """When this rank's link has sent all that was given to it."""
-        for count, num_keys, nbytes in rendezvous(size):
-            store.ask(count=count, num_keys=num_keys, answered=nbytes, is_gloo=True)
-        simulation.rank.now_s += size * simulation.speeds.connect_s
-        simulation.rank.counts.connections += size - 1
+        if "TORCH_GLOO_LAZY_INIT" in os.environ:
+            store.ask(is_gloo=True)
+        else:
+            for count, num_keys, nbytes in rendezvous(size):
+                store.ask(count=count, num_keys=num_keys, answered=nbytes, is_gloo=True)
+            self._connected(set(range(size)) - {rank})
         self._meeting.members.append(simulation.rank.number)
         self._meeting.came.append(simulation.rank)
         if len(self._meeting.came) == size or simulation.is_mirror:
@@ -429,6 +448,19 @@ class SimulatedGroup:
                 simulation.wake(other, simulation.rank.now_s)
         else:
             simulation.block()
+
+    def _connected(self, peers: set[int]) -> None:
+        self._peers |= peers
+        self._simulation.rank.now_s += len(peers) * self._simulation.speeds.connect_s
+        self._simulation.rank.counts.connections += len(peers)
+
+    def _connect(self, *peers: int) -> None:
+        """Connect to those that this rank first talks to."""
+        new = set(peers) - self._peers - {self._rank}
+        for _ in new:
+            for answered in late_rendezvous():
+                self._store.ask(answered=answered, is_gloo=True)
+        self._connected(new)
 
     def _count(self, nbytes: int, messages: int = 1) -> None:
         counts = self._simulation.rank.counts
@@ -442,6 +474,7 @@ class SimulatedGroup:
         simulation, (tensor,) = self._simulation, tensors
         if peer in self._meeting.closed or self._rank in self._meeting.closed:
             raise RuntimeError("Connection closed by peer")
+        self._connect(peer)
         self._count(tensor.nbytes)
         now_s = simulation.rank.now_s
         self._free_s = max(self._free_s, now_s) + tensor.nbytes * simulation.speeds.byte_s
@@ -455,6 +488,7 @@ class SimulatedGroup:
         return _Done()
 
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> _Work:
+        self._connect(peer)
         if self._simulation.is_mirror and not self._counted:
             self._count(0)
             return _Done()
@@ -490,7 +524,7 @@ class SimulatedGroup:
 
     def _close(self) -> None:
         rank = self._simulation.rank
-        rank.now_s += self._simulation.speeds.close_s * (self._size - 1 - len(self._meeting.closed))
+        rank.now_s += self._simulation.speeds.close_s * len(self._peers - self._meeting.closed)
         self._meeting.close(self._simulation, rank.number)
 
     # Collectives.
@@ -509,43 +543,40 @@ class SimulatedGroup:
                 self.send([tensor], (me + (1 << bit) + root) % size, tag)
         return _Done()
 
-    def gather(self, outputs: Sequence[list[torch.Tensor]], tensors: Sequence[torch.Tensor], options: Any) -> _Done:
-        tag, (mine,) = self._next_tag(), tensors
-        if self._rank != options.rootRank:
-            return self._mirrored_send(mine, options.rootRank, tag)
-        for peer, row in enumerate(outputs[0]):
-            if peer == self._rank or self._simulation.is_mirror:
-                row.copy_(mine)
-                self._simulation.rank.now_s += row.nbytes * self._simulation.speeds.byte_s
-            else:
-                self.receive(row, peer, tag, None)
-        return _Done()
+    def rows_to_first(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Do what the function of `agreement` does where the others are as this rank is."""
+        simulation, speeds = self._simulation, self._simulation.speeds
+        distance = self._rank & -self._rank or 1 << (self._size - 1).bit_length()
+        has = min(distance, self._size - self._rank)
+        for bit in range((has - 1).bit_length()):
+            self._connect(self._rank + (1 << bit))
+            simulation.rank.now_s += speeds.message_s + speeds.byte_s * mine.nbytes * min(1 << bit, has - (1 << bit))
+        if self._rank == 0:
+            return [mine.clone() for _ in range(self._size)]
+        self._connect(self._rank - distance)
+        self._count(has * mine.nbytes)
+        simulation.rank.now_s += speeds.byte_s * has * mine.nbytes
+        return []
 
-    def scatter(self, outputs: Sequence[torch.Tensor], rows: Sequence[list[torch.Tensor]], options: Any) -> _Done:
-        tag, (mine,) = self._next_tag(), outputs
-        if self._rank != options.rootRank:
-            if self._simulation.is_mirror:
-                return self._mirrored(mine, options.rootRank, messages=0)
-            self.receive(mine, options.rootRank, tag, None)
-            return _Done()
-        for peer, row in enumerate(rows[0]):
-            if peer == self._rank:
-                mine.copy_(row)
-            else:
-                self._mirrored_send(row, peer, tag)
-        self._simulation.rank.journal.append(rows[0][-1].clone())
-        return _Done()
+    def row_from_first(self, rows: Sequence[torch.Tensor], mine: torch.Tensor) -> None:
+        """Do what the function of `agreement` does where the others are as this rank is."""
+        simulation, speeds = self._simulation, self._simulation.speeds
+        distance = self._rank & -self._rank or 1 << (self._size - 1).bit_length()
+        has = min(distance, self._size - self._rank)
+        if self._rank:
+            simulation.rank.now_s += speeds.message_s + speeds.byte_s * has * mine.nbytes
+            mine.copy_(simulation.first.pop(0))
+        else:
+            mine.copy_(rows[0])
+            simulation.rank.journal.append(rows[-1].clone())
+        for bit in range((has - 1).bit_length()):
+            nbytes = mine.nbytes * min(1 << bit, has - (1 << bit))
+            self._count(nbytes)
+            simulation.rank.now_s += speeds.byte_s * nbytes
 
     def _next_tag(self) -> int:
         self._num_collectives += 1
         return -self._num_collectives
-
-    def _mirrored_send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Done:
-        if not self._simulation.is_mirror:
-            return self.send([tensor], peer, tag)
-        self._count(tensor.nbytes)
-        self._simulation.rank.now_s += tensor.nbytes * self._simulation.speeds.byte_s
-        return _Done()
 
     def _mirrored(self, tensor: torch.Tensor, root: int, *, messages: int) -> _Done:
         """Send to all others; or take what rank 0 has sent, when it was the one that ran."""
