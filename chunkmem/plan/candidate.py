@@ -11,7 +11,7 @@ The life of one chunk that two blocks read, one after the other, and that is not
     lingering      [========]          [h2d===========|====]       leaves when its room is needed, and not before
     slabs kept     [====]    [other chunk]  [h2d======|====]       who comes next takes the slab: no Free, no Alloc
 
-`emit` turns stays into actions, `add_waits` adds what orders the lanes, and `simulate` says how long the step takes.
+`emit` turns stays into actions, `with_waits` adds what orders the lanes, and says how long the step takes.
 Which gaps are kept is decided before, by Belady's rule in less or more room (`choose.py`), for each way to place
 updates (`placement.py`); `candidates.py` says which of them are tried, and `planner.py` keeps the fastest.
 """

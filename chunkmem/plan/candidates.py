@@ -20,8 +20,7 @@ from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Lane, Plan
 from chunkmem.plan.placement import FullPlacements, Placement, has_idle_states, placements
 from chunkmem.plan.program import Program
-from chunkmem.plan.simulate import simulate
-from chunkmem.plan.waits import add_waits
+from chunkmem.plan.simulate import with_waits
 from chunkmem.sizes import format_nbytes
 from chunkmem.trace.loop import as_loop
 from chunkmem.trace.model import Kind, Trace
@@ -342,10 +341,8 @@ class Candidates:
         before = self.before
         if before and (before.actions, before.plan.start, before.placement) == (actions, program.start, placement):
             return replace(before, plan=replace(before.plan, name=name))
-        waiting = add_waits(self.trace, program.start, actions)
-        plan = Plan(self.given.digest, self.machine, program.start, waiting, placement.update_tiers, name)
-        timeline = simulate(plan, self.given, iterations=3 if self.is_small else 2)
-        return Candidate(plan, timeline, placement, actions)
+        plan = Plan(self.given.digest, self.machine, program.start, actions, placement.update_tiers, name)
+        return Candidate(*with_waits(plan, self.given, iterations=3 if self.is_small else 2), placement, actions)
 
     def _note_least(self, tier: Tier, nbytes: int) -> None:
         self.least_nbytes[tier] = min(nbytes, self.least_nbytes.get(tier, nbytes))

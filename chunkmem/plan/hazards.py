@@ -1,5 +1,8 @@
 """Run a program's operations on lanes, iteration after iteration: what comes before what, and when each one runs.
 
+Where a program has no waits yet, those that it needs are found in the same way: what is refused in a finished one is
+waited for.
+
 Every operation has a number on its lane, counted from the first iteration on. A lane *has seen* operation n of another
 if a Wait, or a Wait of an operation waited for, makes whatever is issued on it next start after that one's end. A slab
 remembers its last write and, lane by lane, its last read. A read has to have seen the write, a write the write and all
@@ -9,7 +12,7 @@ nor the times computed here count: a plan must be right at any speed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -30,6 +33,8 @@ _THREADS = {INDEX[LINK_LANES[link]] for link in LINKS if link not in DEVICE_LINK
 """Lanes that are threads of the host, on any machine."""
 _ALL = 2**63
 """More operations than there will ever be."""
+_MAX_LAPS = 6
+"""Iterations in which waits are looked for."""
 
 
 class Take(NamedTuple):
@@ -162,6 +167,9 @@ class SimulatedLanes:
         """By operation of this iteration, in order: the operations that had held the host up when it was issued."""
         self._updated: dict[ChunkId, int] = {}
         """By PARAM chunk, the number of its group's last update that the host does not wait for."""
+        self._needs: dict[int, int] | None = None
+        """By lane, the number of the operation that the next one has to see, and has not; None: that is an error."""
+        self._found: list[tuple[int, Await]] = []
 
     def run(self, iterations: int) -> IterationTimes:
         """Run the program so many times in succession, and return the times of the last.
@@ -171,7 +179,7 @@ class SimulatedLanes:
         """
         # The first iteration has none before it; the second is like all that follow.
         for _ in range(min(iterations, 2)):
-            self._base, self._hosts, host = [len(seen) - 1 for seen in self._seen_at], [], self._host
+            host = self._host
             self._issue_all()
         lengths = [len(queue.durations_s) for queue in self._queues]
         queues = [queue.repeated(lane, lengths, iterations) for lane, queue in enumerate(self._queues)]
@@ -179,20 +187,41 @@ class SimulatedLanes:
         skipped = [max(0, iterations - 2) * length for length in lengths]
         return self._times([found[first:] for found, first in zip(ends, skipped, strict=True)], host)
 
+    def needed_waits(self) -> list[tuple[int, Await]]:
+        """Return the waits that the program lacks, each with the index of the entry that it has to come before.
+
+        The program is followed iteration after iteration until two iterations wait for the same: from then on all do.
+        What other waits imply is left out. Memory that is given back for good has COMPUTE wait for what reads it.
+        """
+        self._needs, before = {}, None
+        for _ in range(_MAX_LAPS):
+            self._found = []
+            self._issue_all()
+            if self._found == before:
+                break
+            before = self._found
+        return self._found
+
     def _issue_all(self) -> None:
-        slabs, idle = self._slabs, self._idle
-        for entry in self._program.entries:
+        self._base, self._hosts = [len(seen) - 1 for seen in self._seen_at], []
+        slabs, idle, is_finished = self._slabs, self._idle, self._needs is None
+        for at, entry in enumerate(self._program.entries):
             if isinstance(entry, LaneOperation):
-                self._check(entry)
-                self._order(entry)
+                self._check(entry, at)
+                if is_finished:
+                    self._order(entry)
             elif isinstance(entry, Await):
                 self._await(entry)
             elif isinstance(entry, Take):
                 stack = idle[entry.replica]
                 slabs[entry.replica] = stack.pop() if stack else _SlabHistory()
             elif isinstance(entry, Give):
+                slab = slabs[entry.replica]
                 if (stack := idle[entry.replica]) is not None:
-                    stack.append(slabs[entry.replica])
+                    stack.append(slab)
+                elif not is_finished:
+                    seen = self._seen[COMPUTE]
+                    self._wait(COMPUTE, {lane: read for lane, read in slab.reads.items() if read > seen[lane]}, at)
             else:
                 slabs[entry.replica].reads[COMPUTE] = len(self._seen_at[COMPUTE]) - 1
 
@@ -239,26 +268,40 @@ class SimulatedLanes:
         elif lane in self._host_lanes:  # it starts after all that the host has waited for
             self._host = ((lane, number),)
 
-    def _check(self, operation: LaneOperation) -> None:
-        """Refuse the operation if it has not seen what it must (see the module's docstring), then remember it."""
+    def _check(self, operation: LaneOperation, at: int) -> None:
+        """See to it that the operation has seen what it must (see the module's docstring), then remember it."""
         lane, slabs = operation.lane, self._slabs
         seen, seen_at = self._seen[lane], self._seen_at[lane]
         number = len(seen_at)
         for replica in operation.reads:
             slab = slabs[replica]
             if slab.written > seen[slab.writer]:
-                raise self._conflict(operation, "reads", replica, slab.writer, slab.written, "write")
+                self._lacks(operation, "reads", replica, slab.writer, slab.written, "write")
             slab.reads[lane] = number
         for replica in operation.writes:
             slab = slabs[replica]
             if slab.written > seen[slab.writer]:
-                raise self._conflict(operation, "writes", replica, slab.writer, slab.written, "write")
+                self._lacks(operation, "writes", replica, slab.writer, slab.written, "write")
             for reader, read in slab.reads.items():
                 if read > seen[reader]:
-                    raise self._conflict(operation, "writes", replica, reader, read, "read")
+                    self._lacks(operation, "writes", replica, reader, read, "read")
+            slab.reads.clear()
             slab.writer = lane
             slab.written = number
+        if self._needs:
+            needs, self._needs = self._needs, {}
+            self._wait(lane, needs, at)
+            seen = self._seen[lane]
         seen_at.append(seen)
+
+    def _wait(self, lane: int, needs: Mapping[int, int], at: int) -> None:
+        """Have a lane see operations of others, by their lanes, from the entry `at` on."""
+        for on, number in sorted(needs.items()):
+            # What one of the others has seen needs no wait of its own.
+            if all(self._seen_at[other][then][on] < number for other, then in needs.items() if other != on):
+                wait = Await(lane, on, number - self._base[on])
+                self._found.append((at, wait))
+                self._await(wait)
 
     def _times(self, ends: Sequence[Sequence[float]], host: _Operations) -> IterationTimes:
         """Return the times of the last iteration.
@@ -315,9 +358,10 @@ class SimulatedLanes:
         if (end_s > start_s or operation.nbytes) and not operation.settles:
             iteration.spans.append(Span(LANES[lane], label, start_s, end_s, moment, chunk, operation.nbytes))
 
-    def _conflict(
-        self, operation: LaneOperation, does: str, replica: int, lane: int, number: int, did: str
-    ) -> PlanError:
+    def _lacks(self, operation: LaneOperation, does: str, replica: int, lane: int, number: int, did: str) -> None:
+        if self._needs is not None:
+            self._needs[lane] = max(number, self._needs.get(lane, 0))
+            return
         moments = self._program.moments
         chunk, tier = self._program.replicas[replica]
         doing = {
@@ -330,7 +374,7 @@ class SimulatedLanes:
         # Counts reach one iteration back; to wait for something older, the first operation of the iteration before will
         # do.
         count = max(number - self._base[lane], 1 - len(self._queues[lane].durations_s))
-        return PlanError(
+        raise PlanError(
             f"moment {operation.moment} ({moments[operation.moment]}): {doing}: it {does} the slab of {chunk} on "
             f"{tier.name}, which an operation on {LANES[lane].name} may still {did}; a Wait of "
             f"{LANES[operation.lane].name} on {LANES[lane].name}, count {count} or more, is missing"

@@ -7,13 +7,15 @@ when.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 
 from chunkmem.errors import PlanError
-from chunkmem.plan.hazards import FETCHES, LaneProgram, SimulatedLanes
+from chunkmem.plan.hazards import FETCHES, LANES, Await, LaneProgram, SimulatedLanes
 from chunkmem.plan.lane_times import Bandwidth
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.model import Plan
+from chunkmem.plan.model import Plan, Wait
 from chunkmem.plan.timeline import Timeline, python_between_s
 from chunkmem.plan.verify import Reader
 from chunkmem.trace.model import Trace
@@ -36,10 +38,33 @@ def simulate(plan: Plan, trace: Trace, *, machine: Machine | None = None, iterat
     """
     if iterations < 1:
         raise PlanError(f"{iterations} iterations cannot be simulated; give 1 or more")
-    machine = plan.machine if machine is None else machine
-    reader, program = _read(plan, trace, machine)
+    reader, program = _read(plan, trace, plan.machine if machine is None else machine)
+    return _timeline(reader, program, trace, iterations)
+
+
+def with_waits(plan: Plan, trace: Trace, *, iterations: int = 3) -> tuple[Plan, Timeline]:
+    """Return a plan that has no waits with those that it needs, and no others; and what `simulate` says of it."""
+    reader, program = _read(plan, trace, plan.machine)
+    before: dict[int, list[Await]] = defaultdict(list)
+    actions = list(plan.actions)
+    for at, wait in reversed(_lanes(reader, program).needed_waits()):
+        before[at].insert(0, wait)
+        moment, number = reader.places[at]
+        own = actions[moment]
+        actions[moment] = (*own[:number], Wait(LANES[wait.lane], LANES[wait.on], wait.number), *own[number:])
+    entries = [each for at, entry in enumerate(program.entries) for each in (*before.get(at, ()), entry)]
+    waiting = replace(plan, actions=tuple(actions))
+    return waiting, _timeline(reader, replace(program, entries=entries), trace, iterations)
+
+
+def _lanes(reader: Reader, program: LaneProgram) -> SimulatedLanes:
+    machine = reader.machine
     bandwidth = Bandwidth(machine.host_memory_Bps, machine.duplex_Bps)
-    iteration = SimulatedLanes(program, one_processor=machine.one_processor, bandwidth=bandwidth).run(iterations)
+    return SimulatedLanes(program, one_processor=machine.one_processor, bandwidth=bandwidth)
+
+
+def _timeline(reader: Reader, program: LaneProgram, trace: Trace, iterations: int) -> Timeline:
+    machine, iteration = reader.machine, _lanes(reader, program).run(iterations)
     state, fetched = reader.state, reader.num_issued[FETCHES]
     return Timeline(
         spans=tuple(iteration.spans),

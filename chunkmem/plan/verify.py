@@ -38,6 +38,8 @@ class Reader:
         self.num_issued = [0] * len(LANES)
         self.device_nbytes: list[int] = []
         self._entries: list[Entry] = []
+        self.places: list[tuple[int, int]] = []
+        """By entry: the moment in whose list it stands, and the index of the action there, or the list's length."""
         self._held: set[int] = set()
         self._far_waits: list[tuple[int, Wait]] = []
         self._is_updated = False
@@ -49,8 +51,8 @@ class Reader:
             if moment.kind is Kind.UPDATE:
                 self._update_moments.setdefault(moment.chunk.group, []).append(at)
         self._log_nbytes = 0
-        self._exchanges: dict[int, int] = {}
-        """By replica that is being exchanged: the number of the exchange."""
+        self._exchanges: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """By replica that is being exchanged: the number of the exchange, and the replicas it writes."""
 
     def read(self, *, watch: Callable[[int], None] | None = None) -> LaneProgram:
         """Go through one iteration. It ends as it begins, so this holds for all of them.
@@ -75,20 +77,25 @@ class Reader:
                 self._held.remove(released)
                 self._entries.append(Unhold(released))
                 state.before(moment, self._trace)
-            for action in actions:
+            for number, action in enumerate(actions):
                 position.action = action
                 self._act(action)
+                self._note_places(number)
             position.action = None
             state.check_cap(0)
             self.device_nbytes.append(state.used_nbytes[0])
             if watch is not None and moment.kind is Kind.CONSUME:
                 watch(position.index)
             self._begin(moment)
+            self._note_places(len(actions))
             if watch is not None and moment.kind is not Kind.CONSUME:
                 watch(position.index)
         self._check_far_waits()
         state.check_end()
         return LaneProgram(self._entries, state.replicas, state.nbytes, state.start, self._trace.moments)
+
+    def _note_places(self, number: int) -> None:
+        self.places += [(self._position.index, number)] * (len(self._entries) - len(self.places))
 
     def _act(self, action: Action) -> None:
         if isinstance(action, Wait):
@@ -284,7 +291,9 @@ class Reader:
             self._held.add(device)
             reads = (device,)
         elif kind is Kind.ARRIVE:
-            self._entries.append(Await(COMPUTE, COLLECTIVE, self._exchanges.pop(device)))
+            # What comes after it here comes after the exchange: no other lane need wait for COLLECTIVE.
+            number, writes = self._exchanges.pop(device)
+            self._entries.append(Await(COMPUTE, COLLECTIVE, number))
         elif kind is Kind.CREATE:
             for other in state.elsewhere(device):
                 self._need_quiet(other)
@@ -318,14 +327,14 @@ class Reader:
 
     def _exchange(self, chunk: ChunkId, device: int) -> None:
         """Issue an exchange behind all that was computed; the ARRIVE waits for it."""
-        writes = self._trace.is_remote(chunk) is chunk.role.kind.is_weights
+        is_written = self._trace.is_remote(chunk) is chunk.role.kind.is_weights
+        reads, writes = ((), (device,)) if is_written else ((device,), ())
         nbytes = self._trace.chunk_nbytes[chunk]
         self._entries.append(Await(COLLECTIVE, COMPUTE, self.num_issued[COMPUTE]))
-        replicas = (device,)
         Bps = self.machine.exchange_Bps
         duration_s = nbytes / (Bps if chunk.role.kind.is_weights else min(Bps, self.machine.reduce_Bps))
-        self._issue(COLLECTIVE, () if writes else replicas, replicas if writes else (), duration_s, chunk, nbytes)
-        self._exchanges[device] = self.num_issued[COLLECTIVE]
+        self._issue(COLLECTIVE, reads, writes, duration_s, chunk, nbytes)
+        self._exchanges[device] = self.num_issued[COLLECTIVE], writes
 
     def _issue(
         self,

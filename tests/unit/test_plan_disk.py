@@ -18,8 +18,7 @@ from chunkmem.plan.machine import Machine, disk_links, host_links
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Plan, Update, Wait
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.program import Program, emit
-from chunkmem.plan.simulate import simulate
-from chunkmem.plan.waits import add_waits
+from chunkmem.plan.simulate import simulate, with_waits
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.traces import grad, param, random_trace, training_trace
@@ -201,10 +200,8 @@ def test_a_program_is_rewritten_for_any_cap_that_holds_an_update(host_nbytes: in
     found = offload(BY_HAND, program, machine, reserve_nbytes=0)
     assert found is not None
     assert found.peak_nbytes[HOST] <= host_nbytes
-    plan = Plan(
-        BY_HAND.digest, machine, found.start, add_waits(BY_HAND, found.start, found.actions), {0: HOST, 1: HOST}
-    )
-    moved = simulate(plan, BY_HAND).moved_nbytes
+    plan = Plan(BY_HAND.digest, machine, found.start, found.actions, {0: HOST, 1: HOST})
+    moved = simulate(with_waits(plan, BY_HAND)[0], BY_HAND).moved_nbytes
     assert (moved[Lane.H2D], moved[Lane.D2H]) == (8, 8), "nothing more between DEVICE and HOST"
     assert (moved[Lane.DISK_READ] > 0) is (host_nbytes < 24)
 
@@ -242,8 +239,7 @@ def test_updates_left_to_their_lane_hold_nobody_up_while_states_are_read(shadow_
     machine = replace(machine_of(8, 20, disk_Bps=4.0), shadow_nbytes=shadow_nbytes)
     found = offload(BY_HAND, program_by_hand(), machine, reserve_nbytes=0)
     assert found is not None
-    waiting = add_waits(BY_HAND, found.start, found.actions)
-    plan = Plan(BY_HAND.digest, machine, found.start, waiting, {0: HOST, 1: HOST})
+    plan, _ = with_waits(Plan(BY_HAND.digest, machine, found.start, found.actions, {0: HOST, 1: HOST}), BY_HAND)
     assert simulate(plan, BY_HAND, iterations=6).step_s == pytest.approx(step_s, abs=1e-3)
 
 
@@ -265,8 +261,8 @@ def test_with_states_first_gradients_stay_where_states_can_go() -> None:
         assert found is not None
         copies = (action for actions in found.actions for action in actions if isinstance(action, Copy))
         left[states_first] = {copy.chunk.role.is_state for copy in copies if copy.target is DISK}
-        waiting = add_waits(trace, found.start, found.actions)
-        simulate(Plan(trace.digest, machine, found.start, waiting, tiers), trace)
+        plan, _ = with_waits(Plan(trace.digest, machine, found.start, found.actions, tiers), trace)
+        simulate(plan, trace)
     assert left == {False: {False, True}, True: {True}}
 
 

@@ -29,8 +29,7 @@ from chunkmem.plan.intervals import find_stays, free_room, prefetch
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
 from chunkmem.plan.program import emit
-from chunkmem.plan.simulate import simulate
-from chunkmem.plan.waits import add_waits
+from chunkmem.plan.simulate import simulate, with_waits
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.traces import random_trace
@@ -95,8 +94,8 @@ def make_subject(rng: random.Random, trace: Trace) -> Plan:
     stays = find_stays(problem, sweep(problem, room, furthest_next_use))
     prefetch(problem, stays, free_room(problem, stays, budget), machine, lead=2.0)
     program = emit(problem, stays, home_residents=rng.random() < 0.5)
-    actions = add_waits(trace, program.start, program.actions)
-    return Plan(trace.digest, machine, program.start, actions, problem.update_tiers)
+    plan = Plan(trace.digest, machine, program.start, program.actions, problem.update_tiers)
+    return with_waits(plan, trace)[0]
 
 
 def with_lists(plan: Plan, lists: dict[int, list[Action]]) -> Plan:

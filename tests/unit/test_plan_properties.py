@@ -28,8 +28,7 @@ from chunkmem.plan.planner import make_plan
 from chunkmem.plan.program import emit
 from chunkmem.plan.resync import resync
 from chunkmem.plan.semantics import Residency, residency_before
-from chunkmem.plan.simulate import simulate
-from chunkmem.plan.waits import add_waits
+from chunkmem.plan.simulate import simulate, with_waits
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.traces import random_trace
@@ -318,8 +317,7 @@ def test_the_traffic_of_kept_gaps_is_what_the_plan_moves() -> None:
         stays = find_stays(problem, kept)
         prefetch(problem, stays, free_room(problem, stays, budget), machine, lead=rng.choice((0.0, 1.0, 4.0)))
         program = emit(problem, stays, home_residents=rng.random() < 0.5)
-        actions = add_waits(trace, program.start, program.actions)
-        plan = Plan(trace.digest, machine, program.start, actions, problem.update_tiers)
+        plan, _ = with_waits(Plan(trace.digest, machine, program.start, program.actions, problem.update_tiers), trace)
         timeline = simulate(plan, trace)
         assert tuple(timeline.moved_nbytes.values()) == traffic_nbytes(problem, kept), f"seed {seed}"
         assert all(taken <= have for taken, have in zip(timeline.device_nbytes, budget, strict=True)), f"seed {seed}"

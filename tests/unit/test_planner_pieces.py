@@ -14,8 +14,7 @@ from chunkmem.plan.candidates import CLOSE, Candidates, candidates
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import Planner, make_plan
-from chunkmem.plan.simulate import simulate
-from chunkmem.plan.waits import add_waits
+from chunkmem.plan.simulate import simulate, with_waits
 from chunkmem.trace.model import Trace
 from chunkmem.types import Role
 from tests.helpers.traces import by_layer_trace, random_trace, training_trace
@@ -104,11 +103,11 @@ def test_what_is_taken_from_a_plan_before_is_what_would_be_made_again(
     before = planner.retimed(shorter)._before
     num_made = [0]
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         num_made[0] += 1
-        return add_waits(*args)
+        return with_waits(*args, **kwargs)
 
-    monkeypatch.setattr("chunkmem.plan.candidates.add_waits", counted)
+    monkeypatch.setattr("chunkmem.plan.candidates.with_waits", counted)
 
     def made(before: Candidate | None) -> tuple[list[Candidate | None], int]:
         num_made[0] = 0
