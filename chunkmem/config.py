@@ -155,6 +155,11 @@ class MemoryConfig(Section, at="memory"):
         either(NULL, subsection(DiskConfig)), None, about="The third tier; null: there is none."
     )
 
+    @property
+    def below(self) -> str:
+        """The key of the tier below HOST, for what does without; empty: there is none."""
+        return "" if self.disk is None else "memory.disk"
+
 
 @dataclass(frozen=True)
 class ActivationsConfig(Section, at="activations"):

@@ -47,7 +47,7 @@ from chunkmem.pipeline.staged import StagedPipeline
 from chunkmem.plan.machine import Machine
 from chunkmem.reporting import Reporting
 from chunkmem.runtime.device import ComputeDevice, give_back_freed_ram
-from chunkmem.runtime.disk_calls import DiskCalls
+from chunkmem.runtime.disk_file import SystemCalls
 from chunkmem.runtime.queues import Lanes
 from chunkmem.sizes import parse_nbytes
 
@@ -82,7 +82,7 @@ class ChunkManager(ModelBuilding, Reporting):
         device_index: int | None = None,
         machine: Machine | None = None,
         make_lanes: Callable[[ComputeDevice], Lanes] | None = None,
-        disk_calls: DiskCalls | None = None,
+        disk_calls: SystemCalls | None = None,
     ) -> None:
         self.config = Config() if config is None else config
         origin = Origin(self.config, process_group, mesh, exchange, device_index, machine, make_lanes, disk_calls)

@@ -145,7 +145,7 @@ def _open_tiers(origin: Origin, ranks: Ranks, backend: StorageBackend) -> Tiers:
         compute,
         (origin.make_lanes or open_own)(compute),
         num_local=ranks.num_local,
-        disk_calls=origin.disk_calls,
+        calls=origin.calls,
         maps_slabs=backend.moves_contents,
     )
     warn_of_fragmentation(compute, tiers.caps)

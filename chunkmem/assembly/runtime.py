@@ -40,7 +40,7 @@ from chunkmem.optim.scaler import LossScaler
 from chunkmem.optim.update import GroupUpdater
 from chunkmem.plan.machine import Machine
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.runtime.disk_calls import DiskCalls
+from chunkmem.runtime.disk_file import SystemCalls
 from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.steps.controller import StepController
@@ -60,7 +60,7 @@ class Origin:
     device_index: int | None
     machine: Machine | None
     make_lanes: MakeLanes | None
-    disk_calls: DiskCalls | None
+    calls: SystemCalls | None
     asked: ModulePolicies = field(default_factory=ModulePolicies)
     """What users have asked for modules."""
     groups: list[Any] = field(default_factory=list)

@@ -13,7 +13,8 @@ from typing import Any
 from chunkmem.errors import LayoutError, StateError
 from chunkmem.estimate.mesh import RankMesh
 from chunkmem.estimate.optimizers import is_elementwise
-from chunkmem.estimate.question import UNLIMITED_NBYTES, Question, device_need, disk_need, fits, host_need
+from chunkmem.estimate.question import Question, below_raised, device_need, fits, with_third_tier
+from chunkmem.types import TIERS
 
 _NEAR = 1.1
 """A cap that is short by less than this factor is the first thing to change."""
@@ -24,10 +25,8 @@ _QUARTERINGS = 3
 """How often tiles are quartered in search of those that fit."""
 
 _NAMES = MappingProxyType(
-    {
-        "device_nbytes": "device",
-        "host_nbytes": "host",
-        "disk_nbytes": "disk",
+    {f"{tier.value}_nbytes": tier.value for tier in TIERS}
+    | {
         "tile_numel": "tile",
         "is_accumulating": "accumulate",
         "checkpointing": "checkpointing",
@@ -83,17 +82,8 @@ def raised_caps(question: Question) -> Change:
     while (need_nbytes := device_need(enough).nbytes) > enough.device_nbytes:  # the chunk size is searched for the cap
         enough = replace(enough, device_nbytes=need_nbytes)
     if enough.host_nbytes is not None and not fits(enough):
-        enough = _below_raised(enough)
+        enough = below_raised(enough)
     return _change(question, enough)
-
-
-def _below_raised(question: Question) -> Question:
-    if not question.disk_nbytes:
-        return replace(question, host_nbytes=host_need(question))
-    if (disk_nbytes := disk_need(question)) is not None:
-        return replace(question, disk_nbytes=disk_nbytes)
-    host_nbytes = host_need(replace(question, disk_nbytes=UNLIMITED_NBYTES))
-    return _below_raised(replace(question, host_nbytes=host_nbytes))
 
 
 def _is_near(question: Question, raised: Question) -> bool:
@@ -115,9 +105,7 @@ def _alone(question: Question) -> Iterator[Question]:
         yield from fitting(activations="auto")
     yield from fitting(cpu_embedding=True)
     yield from _largest_batch(question, below=question.batch)
-    may_have_disk = question.host_nbytes and not question.disk_nbytes  # raising it is another change
-    if may_have_disk and (disk_nbytes := disk_need(question)) is not None:
-        yield replace(question, disk_nbytes=disk_nbytes)
+    yield from with_third_tier(question)  # raising its cap is another change
     if question.mesh.world == 1 and question.precision != "fp16":
         yield from fitting(in_backward=True)
     if question.precision == "fp32":

@@ -69,9 +69,8 @@ def largest(family: Family, question: Question, *, note: Callable[[Fitting | Too
         question: how to train, and on what; HOST has a cap. Its own model does not matter.
         note: called after each try.
     """
-    assert question.host_nbytes is not None
     mesh = question.mesh
-    total_nbytes = mesh.shard * (question.device_nbytes + question.host_nbytes + question.disk_nbytes)
+    total_nbytes = mesh.shard * question.total_nbytes
     num_tried = 0
 
     def tried(width: int, layers: int) -> Fitting | TooLarge:

@@ -60,8 +60,8 @@ def least_on_host(trace: Trace, *, device_nbytes: int, charges_non_model: bool) 
         host_nbytes += need_nbytes - cap_nbytes
 
 
-def least_over_disk(trace: Trace) -> int:
-    """Return the smallest cap on HOST, in bytes, where DISK takes all else: what the update of one group touches."""
+def least_as_gateway(trace: Trace) -> int:
+    """Return the smallest cap on HOST, in bytes, where a tier below takes all else: what one update touches."""
     groups = {moment.chunk.group for moment in trace.moments if moment.kind is Kind.UPDATE}
     return max(
         max(trace.chunk_nbytes.values(), default=0),

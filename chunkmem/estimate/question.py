@@ -14,7 +14,7 @@ from chunkmem.errors import CapacityError
 from chunkmem.estimate.hardware import FASTER, SLOWER, Hardware
 from chunkmem.estimate.lower_bounds import LowerBounds, lower_bounds_of
 from chunkmem.estimate.model import Model
-from chunkmem.estimate.needs import DeviceNeed, least_on_device, least_on_host, least_over_disk
+from chunkmem.estimate.needs import DeviceNeed, least_as_gateway, least_on_device, least_on_host
 from chunkmem.estimate.rank_stage import RankStage, RankSteps, Step
 from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
 from chunkmem.estimate.weightless import counted_memory
@@ -76,6 +76,12 @@ class Question(Setting):
     def rehearsed_as(self, other: Question) -> Question:
         """Return this question, to be answered by the rehearsal of another one."""
         return replace(self, rehearse=lambda _: other.rehearsal)
+
+    @property
+    def total_nbytes(self) -> int:
+        """The caps of all tiers together; HOST has one."""
+        assert self.host_nbytes is not None
+        return self.device_nbytes + self.host_nbytes + self.disk_nbytes
 
     @property
     def room_nbytes(self) -> int:
@@ -163,6 +169,22 @@ def disk_need(question: Question) -> int | None:
     except CapacityError:
         return None
     return _raised(replace(question, disk_nbytes=max(1, disk_nbytes)), Tier.DISK)
+
+
+def with_third_tier(question: Question) -> Iterator[Question]:
+    """Yield the question with a DISK under HOST, if there is none and one makes it fit."""
+    if question.host_nbytes and not question.disk_nbytes and (disk_nbytes := disk_need(question)) is not None:
+        yield replace(question, disk_nbytes=disk_nbytes)
+
+
+def below_raised(question: Question) -> Question:
+    """Return the question with small caps on HOST and, where there is one, on DISK that work."""
+    if not question.disk_nbytes:
+        return replace(question, host_nbytes=host_need(question))
+    if (disk_nbytes := disk_need(question)) is not None:
+        return replace(question, disk_nbytes=disk_nbytes)
+    host_nbytes = host_need(replace(question, disk_nbytes=UNLIMITED_NBYTES))
+    return below_raised(replace(question, host_nbytes=host_nbytes))
 
 
 def _raised(question: Question, tier: Tier) -> int:
@@ -301,7 +323,7 @@ def _least_on_host(question: Question) -> int:
     first, charges = _steps(question).first, question.hardware.is_accelerator
     least_nbytes = least_on_host(first.trace, device_nbytes=question.device_nbytes, charges_non_model=charges)
     if question.disk_nbytes:
-        least_nbytes = min(least_nbytes, max(least_nbytes - question.disk_nbytes, least_over_disk(first.trace)))
+        least_nbytes = min(least_nbytes, max(least_nbytes - question.disk_nbytes, least_as_gateway(first.trace)))
     return least_nbytes + first.on_host_nbytes.total()
 
 
@@ -363,7 +385,7 @@ def require_room(question: Question) -> None:
         except CapacityError as error:
             # All tiers together are too small. More of DISK will do, unless HOST is smaller than what it has at a time.
             tier, cap_nbytes = Tier.HOST, host_nbytes
-            if question.disk_nbytes and least_over_disk(_steps(question).first.trace) <= host_nbytes:
+            if question.disk_nbytes and least_as_gateway(_steps(question).first.trace) <= host_nbytes:
                 tier, cap_nbytes = Tier.DISK, question.disk_nbytes
             where = f"rank {rank}: " if shards > 1 else ""
             raise CapacityError(

@@ -187,8 +187,8 @@ class PackingAgain:
         (added,) = runtime.built.added
         excluded = own_parameters(added.excluded)
         params = [param for root in added.roots for param in root.parameters()]
-        if runtime.config.memory.disk is not None:
-            return "chunks with memory.disk are not packed again"
+        if below := runtime.config.memory.below:
+            return f"chunks with {below} are not packed again"
         if runtime.ranks.wider or runtime.registry.local_parts:
             return "chunks of pipeline stages, and of models with DTensors, are not packed again"
         if kept := next(filter(self._is_frozen_with_states, runtime.registry.parameters), None):

@@ -122,8 +122,8 @@ def _require_stages(
 ) -> Sequence[nn.Module]:
     if not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1:
         raise ConfigError(f"pipe.repartition(): stages is {num_stages!r}; give a number of at least 1")
-    if runtime.config.memory.disk is not None:
-        raise ConfigError("pipe.repartition() with memory.disk is not available in this version")
+    if below := runtime.config.memory.below:
+        raise ConfigError(f"pipe.repartition() with {below} is not available in this version")
     now = 1 if runtime.ranks.stages is None else runtime.ranks.stages.size
     if num_stages == now and is_same:
         raise StateError(

@@ -32,8 +32,8 @@ _QUIET = 0.001
 """A share of the step that is not worth hiding."""
 _LARGE = 2000
 """Moments from which on fewer candidates are tried, so that planning stays a matter of seconds."""
-_DISK_RESERVES = (0, 3, 6, 12)
-_FEW_DISK_RESERVES = (0, 3)
+_RESERVES = (0, 3, 6, 12)
+_FEW_RESERVES = (0, 3)
 """Slabs of HOST that are set aside for what passes between DEVICE and DISK; of a large step, the few."""
 _MOMENT_WORK = 40
 """Units of work for a candidate, for each moment of the trace."""
@@ -287,9 +287,9 @@ class Candidates:
         work = self.work
         machine = self.machine
         program = make_program(way.problem, kept, self.budget, machine)
-        if program.peak_nbytes[Tier.HOST] > machine.host_nbytes and machine.disk_nbytes:
-            return self._make_with_disk(way, program, name)
         if program.peak_nbytes[Tier.HOST] > machine.host_nbytes:
+            if (below := machine.tiers[-1]) is not Tier.HOST:
+                return self._make_with_gateway(way, program, name, below)
             self._note_least(Tier.HOST, program.peak_nbytes[Tier.HOST])
             return work // 2, None
         return self._timed(way, program, name, limit_nbytes=self._log_nbytes(program))
@@ -313,10 +313,12 @@ class Candidates:
             self.fastest = _Made(candidate, way, program)
         return work, candidate
 
-    def _make_with_disk(self, way: _Placed, program: Program, name: str) -> tuple[int, Candidate | None]:
-        """Return the work done, and the fastest candidate that has what HOST has no room for on DISK."""
+    def _make_with_gateway(
+        self, way: _Placed, program: Program, name: str, below: Tier
+    ) -> tuple[int, Candidate | None]:
+        """Return the work done, and the fastest candidate that has what HOST has no room for on the tier below it."""
         work, best, is_followable = 0, None, False
-        reserves = _DISK_RESERVES if self.is_small else _FEW_DISK_RESERVES
+        reserves = _RESERVES if self.is_small else _FEW_RESERVES
         for reserve, states_first in product(reserves, (False, True)):
             work += self.work
             reserve_nbytes = reserve * self.slab_nbytes
@@ -324,8 +326,8 @@ class Candidates:
             if found is None:
                 continue
             is_followable = True
-            if found.peak_nbytes[Tier.DISK] > self.machine.disk_nbytes:
-                self._note_least(Tier.DISK, found.peak_nbytes[Tier.DISK])
+            if found.peak_nbytes[below] > self.machine.cap_nbytes[below]:
+                self._note_least(below, found.peak_nbytes[below])
                 continue
             told = f"{name}, {reserve} set aside on HOST" + (", states first" if states_first else "")
             candidate = self._candidate(found, found.actions, way.placement, told)

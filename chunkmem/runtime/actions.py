@@ -29,7 +29,7 @@ from chunkmem.runtime.issued import IssuedCopy, LeftUpdate
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.policy import LoggedPolicy
 from chunkmem.runtime.step_log import StepLog
-from chunkmem.runtime.store import disk_transfer
+from chunkmem.runtime.store import transfer_of
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import Tier
@@ -254,7 +254,7 @@ class PlanActions(LoggedPolicy, ABC):
 
     def _issue(self, copy: Copy, target: Replica, source: Replica, after: Sequence[Event], label: str) -> Event:
         lanes, lane = self._order.lanes, copy.lane
-        transfer = disk_transfer(target, source)
+        transfer = transfer_of(target, source)
         if transfer is not None:
             filled = target.flat if copy.target is Tier.HOST else None
             return lanes.work(transfer, after=after, label=label, lane=lane, target=filled)

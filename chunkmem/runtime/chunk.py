@@ -10,7 +10,6 @@ import torch
 
 from chunkmem.layout.spec import EACH, Group
 from chunkmem.plan.semantics import ReplicaState, Residency
-from chunkmem.runtime.disk_pool import DiskSlab
 from chunkmem.runtime.pool import Slab
 from chunkmem.types import TIERS, ChunkId, Tier
 
@@ -94,7 +93,7 @@ class Replica:
 
     def read(self) -> torch.Tensor:
         """Return all elements, 1-D: of DISK a copy, which `write` takes back."""
-        if not isinstance(self.slab, DiskSlab):
+        if self.slab.is_memory:
             return self.flat
         values = torch.empty(self.slab.nbytes // self.flat.itemsize, dtype=self.flat.dtype, device="cpu")
         self.slab.read(values)
@@ -102,7 +101,7 @@ class Replica:
 
     def write(self, values: torch.Tensor) -> None:
         """Let all elements be those of `values`, if it is not the replica's own memory."""
-        if isinstance(self.slab, DiskSlab):
+        if not self.slab.is_memory:
             self.slab.write(values.to("cpu", self.flat.dtype))
         elif values is not self.flat:
             self.flat.copy_(values)
@@ -209,10 +208,10 @@ def read_slot(
     """
     slot, (shape, stride) = chunk.group.slots[position], chunk.forms[position]
     values = torch.empty(slot.numel, dtype=chunk.dtype, device="cpu")
-    if isinstance(replica.slab, DiskSlab):
-        replica.slab.read(values, at=slot.offset * chunk.dtype.itemsize)
-    else:
+    if replica.slab.is_memory:
         read(values, replica.flat[slot.offset : slot.end])
+    else:
+        replica.slab.read(values, at=slot.offset * chunk.dtype.itemsize)
     return values.as_strided(shape, stride)
 
 

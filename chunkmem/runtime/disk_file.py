@@ -24,7 +24,6 @@ from pathlib import Path
 
 from chunkmem.errors import ConfigError, StateError, TierIOError
 from chunkmem.runtime.device import prefer_large_pages
-from chunkmem.runtime.disk_calls import DiskCalls
 from chunkmem.sizes import format_nbytes
 
 _ALIGNMENTS = (4 << 10, 16 << 10, 64 << 10)
@@ -37,6 +36,50 @@ _MAX_STUCK = 8
 """So often in a row may a call move less than one aligned piece."""
 
 _Call = Callable[[int, Sequence[memoryview], int], int]
+
+
+class SystemCalls:
+    """The system calls that the file of DISK is used by, from several threads at once; tests put faults into them.
+
+    What fails raises an `OSError` with an errno. Descriptors are the system's: what a file system can do is asked of
+    `os`, which is not meant to fail in tests.
+    """
+
+    def __init__(self) -> None:
+        # Not `os.posix_fallocate`: where a file system cannot reserve, the C library writes a byte into each of a
+        # file's blocks in its place.
+        library = ctypes.CDLL(None, use_errno=True)
+        self._fallocate = getattr(library, "fallocate64", None) or getattr(library, "fallocate", None)
+        if self._fallocate is not None:
+            self._fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+    def open(self, path: str, flags: int, mode: int) -> int:
+        """Return the descriptor of a file that is opened, or made in a directory."""
+        return os.open(path, flags, mode)
+
+    def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Read from `offset` on; return how many bytes, which may be less than there is room for."""
+        return os.preadv(descriptor, buffers, offset)
+
+    def pwritev(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Write from `offset` on; return how many bytes, which may be less than given."""
+        return os.pwritev(descriptor, buffers, offset)
+
+    def fallocate(self, descriptor: int, offset: int, nbytes: int) -> None:
+        """Reserve room on the disk, and make the file that long; EOPNOTSUPP: the file system cannot."""
+        number = errno.EOPNOTSUPP
+        if self._fallocate is not None:
+            if self._fallocate(descriptor, 0, offset, nbytes) == 0:
+                return
+            number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+    def close(self, descriptor: int) -> None:
+        """Give the descriptor back."""
+        os.close(descriptor)
+
+
+SYSTEM_CALLS = SystemCalls()
 
 
 class AlignedBuffer:
@@ -59,7 +102,7 @@ class AlignedBuffer:
 class DiskFile:
     """A file without a name, read and written at any offset by any thread."""
 
-    def __init__(self, directory: Path, *, nbytes: int, calls: DiskCalls, opened: str | None = None) -> None:
+    def __init__(self, directory: str | Path, *, nbytes: int, calls: SystemCalls, opened: str | None = None) -> None:
         """Make it in `directory`, which is made if it is not there, with room for `nbytes`, which are not taken yet.
 
         With `opened`, the `path` of such a file that another process has just made, it is that file.
@@ -76,13 +119,22 @@ class DiskFile:
         self._opened = opened
         self._has_others = opened is not None
         """Other processes may have it open, too, and use it."""
-        if opened is None:
-            self._make_directory()
-            self._require_room(nbytes)
-        self.is_direct = True
-        """Addresses, offsets and lengths have to be aligned."""
         self.alignment = _ALIGNMENTS[0]
-        self._descriptor: int | None = self._open()
+        """Slabs begin at multiples of it."""
+        self.is_direct = True
+        try:
+            if opened is None:
+                with contextlib.suppress(FileExistsError):  # a file, which opening it says
+                    self.directory.mkdir(parents=True, exist_ok=True)
+                self.require_room(nbytes, f"memory.disk.capacity: {format_nbytes(nbytes)} are asked for")
+            self._descriptor: int | None = self._open()
+        except TierIOError:
+            raise
+        except OSError as error:
+            raise ConfigError(
+                f"memory.disk.path: {self.directory} cannot be used: {_reason(error)}; name a directory that this "
+                "process can write to, on a disk of this machine"
+            ) from error
 
     @property
     def name(self) -> str:
@@ -90,28 +142,26 @@ class DiskFile:
         return f"the unnamed file in {self.directory}"
 
     @property
+    def unit_nbytes(self) -> int:
+        """Of which addresses, offsets and lengths are multiples; 1 with the page cache, which takes any."""
+        return self.alignment if self.is_direct else 1
+
+    @property
     def path(self) -> str:
         """Where other processes of this machine open it, as long as this one has it."""
         self._has_others = True
-        return f"/proc/{os.getpid()}/fd/{self._require_open()}"
+        return f"/proc/{os.getpid()}/fd/{self.require_open()}"
 
     @property
     def identity(self) -> tuple[int, int]:
         """The same for all processes that have the same file."""
-        found = os.fstat(self._require_open())
+        found = os.fstat(self.require_open())
         return found.st_dev, found.st_ino
-
-    def padded(self, nbytes: int) -> int:
-        """Return how many bytes have to be moved for so many at an aligned offset."""
-        return round_up(nbytes, self.alignment) if self.is_direct else nbytes
 
     def straight_nbytes(self, address: int, offset: int, nbytes: int) -> int:
         """Return how many of these bytes can be moved between `address` and the file: the others need a buffer."""
-        if not self.is_direct:
-            return nbytes
-        if address % self.alignment or offset % self.alignment:
-            return 0
-        return nbytes // self.alignment * self.alignment
+        unit = self.unit_nbytes
+        return nbytes - nbytes % unit if address % unit == offset % unit == 0 else 0
 
     def read(self, target: memoryview, offset: int) -> None:
         """Fill `target` with what was written at `offset`.
@@ -132,7 +182,7 @@ class DiskFile:
         Raises:
             TierIOError: it has not that much, with its errno.
         """
-        descriptor = self._require_open()
+        descriptor = self.require_open()
         while self._reserves:
             try:
                 self._calls.fallocate(descriptor, start, nbytes)
@@ -141,7 +191,7 @@ class DiskFile:
                 continue
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise self._error("reserving", nbytes, start, error) from error
+                    raise self._failed("reserving", nbytes, start, error) from error
                 self._reserves = False
 
     def free_nbytes(self) -> int | None:
@@ -167,40 +217,28 @@ class DiskFile:
             except OSError as error:
                 raise TierIOError(f"DISK: closing {self.name} failed: {_reason(error)}") from error
 
-    # Opening.
-
-    def _make_directory(self) -> None:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            raise self._unusable(NotADirectoryError(errno.ENOTDIR, "")) from None
-        except OSError as error:
-            raise self._unusable(error) from error
-
-    def _require_room(self, nbytes: int) -> None:
+    def require_room(self, nbytes: int, wanted: str) -> None:
+        """Raise a ConfigError that begins with what is `wanted` if the file system says that it has less left."""
         free_nbytes = self.free_nbytes()
         if free_nbytes is not None and free_nbytes < nbytes:
             raise ConfigError(
-                f"memory.disk.capacity: {format_nbytes(nbytes)} are asked for, and the file system of {self.directory} "
-                f"has {format_nbytes(free_nbytes)} left; make room there, lower the capacity, or name another "
-                "directory in memory.disk.path"
+                f"{wanted}, and the file system of {self.directory} has {format_nbytes(free_nbytes)} left; make room "
+                "there, lower the capacity, or name another directory in memory.disk.path"
             )
+
+    # Opening.
 
     def _open(self) -> int:
         try:
             descriptor = self._open_unnamed(os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise self._unusable(error) from error
-        else:
             if self._align(descriptor):
                 return descriptor
             self._calls.close(descriptor)
-        self.is_direct = False
-        try:
-            return self._open_unnamed(os.O_DSYNC)
         except OSError as error:
-            raise self._unusable(error) from error
+            if error.errno != errno.EINVAL:
+                raise
+        self.is_direct = False
+        return self._open_unnamed(os.O_DSYNC)
 
     def _open_unnamed(self, flags: int) -> int:
         flags |= os.O_RDWR | os.O_CLOEXEC
@@ -228,7 +266,7 @@ class DiskFile:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     self._calls.close(descriptor)
-                    raise self._error("trying", alignment, 0, error) from error
+                    raise self._failed("trying", alignment, 0, error) from error
             else:
                 self.alignment = alignment
                 return True
@@ -236,15 +274,20 @@ class DiskFile:
 
     # Moving.
 
-    def _require_open(self) -> int:
+    def require_open(self) -> int:
+        """Return its descriptor.
+
+        Raises:
+            StateError: it is closed, or another process made it.
+        """
         if os.getpid() != self._pid:
             raise StateError(f"DISK: {self.name} belongs to process {self._pid}, this is a fork of it")
         if self._descriptor is None:
-            raise StateError(f"DISK: {self.name} is closed; nothing can be read or written any more")
+            raise StateError(f"DISK is closed; nothing of {self.name} can be read or written any more")
         return self._descriptor
 
     def _move(self, call: _Call, view: memoryview, offset: int, doing: str) -> None:
-        descriptor = self._require_open()
+        descriptor = self.require_open()
         done, total, num_stuck = 0, len(view), 0
         while done < total:
             try:
@@ -252,46 +295,37 @@ class DiskFile:
             except InterruptedError:
                 continue
             except OSError as error:
-                raise self._error(doing, total, offset, error) from error
-            if not 0 < moved <= total - done:
-                raise self._short_error(doing, total, offset, done + moved)
-            if self.is_direct and done + moved < total:
-                moved = moved // self.alignment * self.alignment
+                raise self._failed(doing, total, offset, error) from error
+            is_possible = 0 < moved <= total - done
+            if is_possible and done + moved < total:
+                moved -= moved % self.unit_nbytes
             num_stuck = 0 if moved else num_stuck + 1
-            if num_stuck > _MAX_STUCK:
-                raise self._short_error(doing, total, offset, done)
+            if not is_possible or num_stuck > _MAX_STUCK:
+                what = (
+                    f"ended after {done + moved} of {total} bytes; the file was cut off, or its file system lost a part"
+                )
+                next_step = f"{what} of it: memory.disk.path can name another disk"
+                raise self.error(f"{doing} {format_nbytes(total)}", offset, next_step)
             done += moved
 
     # Errors.
 
-    def _unusable(self, error: OSError) -> ConfigError:
-        return ConfigError(
-            f"memory.disk.path: {self.directory} cannot be used: {_reason(error)}; name a directory that this process "
-            "can write to, on a disk of this machine"
-        )
+    def error(self, what: str, offset: int, why: str, *, number: int | None = errno.EIO) -> TierIOError:
+        """Return an error about bytes at an offset, that has its errno, too."""
+        error = TierIOError(f"DISK: {what} at offset {offset} of {self.name} {why}")
+        error.errno = number
+        return error
 
-    def _error(self, doing: str, nbytes: int, offset: int, error: OSError) -> TierIOError:
-        if error.errno in _FULL:
-            next_step = f"{self._left()}: make room there, or lower memory.disk.capacity to what it has"
-        else:
-            next_step = "the system's log may say more; memory.disk.path can name another disk"
-        return with_errno(
-            f"DISK: {self._what(doing, nbytes, offset)} failed: {_reason(error)}; {next_step}", error.errno
-        )
-
-    def _left(self) -> str:
-        free_nbytes = self.free_nbytes()
-        return f"its file system has {'an unknown amount' if free_nbytes is None else format_nbytes(free_nbytes)} left"
-
-    def _short_error(self, doing: str, nbytes: int, offset: int, done: int) -> TierIOError:
-        return with_errno(
-            f"DISK: {self._what(doing, nbytes, offset)} ended after {done} of {nbytes} bytes; the file was cut off, or "
-            "its file system lost a part of it: memory.disk.path can name another disk",
-            errno.EIO,
-        )
-
-    def _what(self, doing: str, nbytes: int, offset: int) -> str:
-        return f"{doing} {format_nbytes(nbytes)} at offset {offset} of {self.name}"
+    def _failed(self, doing: str, nbytes: int, offset: int, error: OSError) -> TierIOError:
+        next_step = "the system's log may say more; memory.disk.path can name another disk"
+        if is_full(error):
+            free_nbytes = self.free_nbytes()
+            left = "an unknown amount" if free_nbytes is None else format_nbytes(free_nbytes)
+            next_step = (
+                f"its file system has {left} left: make room there, or lower memory.disk.capacity to what it has"
+            )
+        why = f"failed: {_reason(error)}; {next_step}"
+        return self.error(f"{doing} {format_nbytes(nbytes)}", offset, why, number=error.errno)
 
 
 def folder_at(path: str | os.PathLike[str]) -> Path:
@@ -307,13 +341,6 @@ def round_up(nbytes: int, alignment: int) -> int:
 def is_full(error: OSError) -> bool:
     """Tell whether a file system, or what a user may have of it, is full."""
     return error.errno in _FULL
-
-
-def with_errno(message: str, number: int | None) -> TierIOError:
-    """Return an error that has its errno, too."""
-    error = TierIOError(message)
-    error.errno = number
-    return error
 
 
 def _reason(error: OSError) -> str:

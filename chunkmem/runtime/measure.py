@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
-import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
-from math import inf, isfinite
 from pathlib import Path
 
 import torch
@@ -20,9 +16,10 @@ from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice, ram_nbytes, runtime_mode
 from chunkmem.runtime.lanes import ThreadLanes
-from chunkmem.runtime.speed_file import kept_speeds, processor
+from chunkmem.runtime.populate import num_cores
+from chunkmem.runtime.speeds import kept_speeds, median_s, processor, time_s
 from chunkmem.runtime.tiers import TierCaps
-from chunkmem.types import Tier, UpdateForm
+from chunkmem.types import UpdateForm
 
 UpdatesByForm = Callable[[int], Iterable[tuple[UpdateForm, int, Callable[[], object]]]]
 """Of so many elements: for each form of an update on HOST the bytes it passes over, and what updates them."""
@@ -43,7 +40,6 @@ _NUM_CACHES = 4
 _RAM_SHARE = 16
 """It takes no more than one part in so many of the RAM, nor more than the cap on HOST."""
 _CACHES = Path("/sys/devices/system/cpu")
-_MIN_REPEATS, _MAX_REPEATS = 3, 32
 _NUM_MEASURED = 6
 
 
@@ -60,7 +56,37 @@ def measure_machine(
     Raises:
         PlanError: a speed came out as 0.
     """
-    return _measure(compute, caps, by_form, budget_s / _NUM_MEASURED).machine(compute, caps)
+    budget_s /= _NUM_MEASURED
+    machine = partial(
+        Machine,
+        caps.device_nbytes,
+        caps.host_nbytes,
+        charges_non_model=compute.is_accelerator,
+        one_processor=not compute.is_accelerator,
+    )
+    with runtime_mode():
+        if not compute.is_accelerator:
+            copy_Bps = _COPY_NBYTES / median_s(_ram_copies(compute), budget_s)
+            return machine(host_links(h2d_Bps=copy_Bps, d2h_Bps=copy_Bps, latency_s=_hand_over_s(budget_s)))
+        cpu = ComputeDevice(torch.device("cpu"))
+        links = host_links(
+            h2d_Bps=_COPY_NBYTES / median_s(_link_copies(compute, _COPY_NBYTES, to_device=True), budget_s),
+            d2h_Bps=_COPY_NBYTES / median_s(_link_copies(compute, _COPY_NBYTES, to_device=False), budget_s),
+            latency_s=median_s(_link_copies(compute, _SMALL_NBYTES, to_device=True), budget_s),
+        )
+        numel = _host_update_numel(caps)
+        host_update_Bps, duplex_Bps = _update_Bps(cpu, numel, budget_s), _duplex_Bps(compute, budget_s)
+        return machine(
+            links,
+            device_update_Bps=_update_Bps(compute, _DEVICE_UPDATE_NUMEL, budget_s),
+            host_update_Bps=host_update_Bps,
+            host_memory_Bps=max(_UPDATE_MOVES_PER_BYTE * host_update_Bps, duplex_Bps),
+            duplex_Bps=duplex_Bps,
+            host_form_Bps=tuple(
+                (form, nbytes / median_s(partial(cpu.time_s, update), budget_s / len(UpdateForm)))
+                for form, nbytes, update in (() if by_form is None else by_form(numel))
+            ),
+        )
 
 
 def cached_machine(
@@ -76,91 +102,12 @@ def cached_machine(
         PlanError: a speed was measured as 0.
     """
 
-    def measure() -> _Speeds:
-        return _Speeds.of(measure_machine(compute, caps, by_form=by_form))
-
-    made_of = _identity(compute, caps)
-    return kept_speeds(_Speeds, measure, name="machine", made_of=made_of, path=path).machine(compute, caps)
-
-
-@dataclass(frozen=True)
-class _Speeds:
-    """What is measured of a `Machine`."""
-
-    h2d_Bps: float
-    d2h_Bps: float
-    latency_s: float
-    device_update_Bps: float = inf
-    host_update_Bps: float = inf
-    duplex_Bps: float = inf
-    by_form: Mapping[str, float] = field(default_factory=dict)
-    """Bytes per second of updates on HOST, by the name of their form."""
-
-    @classmethod
-    def of(cls, machine: Machine) -> _Speeds:
-        fetch, save = machine.links[Tier.HOST, Tier.DEVICE], machine.links[Tier.DEVICE, Tier.HOST]
-        update_Bps = machine.device_update_Bps, machine.host_update_Bps
-        by_form = {form.value: Bps for form, Bps in machine.host_form_Bps}
-        return cls(fetch.Bps, save.Bps, fetch.latency_s, *update_Bps, machine.duplex_Bps, by_form)
-
-    def machine(self, compute: ComputeDevice, caps: TierCaps) -> Machine:
-        return Machine(
-            device_nbytes=caps.device_nbytes,
-            host_nbytes=caps.host_nbytes,
-            links=host_links(h2d_Bps=self.h2d_Bps, d2h_Bps=self.d2h_Bps, latency_s=self.latency_s),
-            device_update_Bps=self.device_update_Bps,
-            host_update_Bps=self.host_update_Bps,
-            charges_non_model=compute.is_accelerator,
-            one_processor=not compute.is_accelerator,
-            host_memory_Bps=max(_UPDATE_MOVES_PER_BYTE * self.host_update_Bps, self.duplex_Bps),
-            duplex_Bps=self.duplex_Bps,
-            host_form_Bps=tuple((UpdateForm(name), Bps) for name, Bps in self.by_form.items()),
-        )
-
-    @property
-    def is_sound(self) -> bool:
-        """What is measured is positive, but for updates and both directions at once finite, and of known forms."""
-        finite = (self.h2d_Bps, self.d2h_Bps, self.latency_s, *self.by_form.values())
-        values = (*finite, self.device_update_Bps, self.host_update_Bps, self.duplex_Bps)
-        are_positive = all(type(value) in (int, float) and value > 0 for value in values)
-        return (
-            are_positive and all(map(isfinite, finite)) and self.by_form.keys() <= {form.value for form in UpdateForm}
-        )
+    measure = partial(measure_machine, compute, caps, by_form=by_form)
+    found = kept_speeds(Machine, measure, name="machine", made_of=_identity(compute, caps), path=path)
+    return replace(found, device_nbytes=caps.device_nbytes, host_nbytes=caps.host_nbytes)
 
 
 # Measuring.
-
-
-def _measure(compute: ComputeDevice, caps: TierCaps, by_form: UpdatesByForm | None, budget_s: float) -> _Speeds:
-    """Spend about `budget_s` on each of the `_NUM_MEASURED` speeds."""
-    with runtime_mode():
-        if not compute.is_accelerator:
-            copy_Bps = _COPY_NBYTES / _median_s(_ram_copies(compute), budget_s)
-            return _Speeds(copy_Bps, copy_Bps, _hand_over_s(budget_s))
-        cpu = ComputeDevice(torch.device("cpu"))
-        return _Speeds(
-            h2d_Bps=_COPY_NBYTES / _median_s(_link_copies(compute, _COPY_NBYTES, to_device=True), budget_s),
-            d2h_Bps=_COPY_NBYTES / _median_s(_link_copies(compute, _COPY_NBYTES, to_device=False), budget_s),
-            latency_s=_median_s(_link_copies(compute, _SMALL_NBYTES, to_device=True), budget_s),
-            device_update_Bps=_update_Bps(compute, _DEVICE_UPDATE_NUMEL, budget_s),
-            host_update_Bps=_update_Bps(cpu, _host_update_numel(caps), budget_s),
-            duplex_Bps=_duplex_Bps(compute, budget_s),
-            by_form={
-                form.value: nbytes / _median_s(partial(cpu.time_s, update), budget_s / len(UpdateForm))
-                for form, nbytes, update in (() if by_form is None else by_form(_host_update_numel(caps)))
-            },
-        )
-
-
-def _median_s(measure: Callable[[], float], budget_s: float) -> float:
-    """Return the median of what `measure` returns, without its first time; never 0."""
-    measure()
-    found: list[float] = []
-    end_s = time.perf_counter() + budget_s
-    while len(found) < _MIN_REPEATS or (len(found) < _MAX_REPEATS and time.perf_counter() < end_s):
-        found.append(measure())
-    # A clock too coarse for what it measures may say 0.
-    return max(statistics.median(found), 1e-9)
 
 
 def _ram_copies(compute: ComputeDevice) -> Callable[[], float]:
@@ -189,15 +136,13 @@ def _duplex_Bps(compute: ComputeDevice, budget_s: float) -> float:
     """Return the bytes a second of copies in both directions at once, each issued by a thread and on a stream."""
     fetch, save = (_link_copies(compute, _DUPLEX_NBYTES, to_device=to_device) for to_device in (True, False))
 
-    def measure(other: ThreadPoolExecutor) -> float:
-        begin_s = time.perf_counter()
+    def copy_both() -> None:
         saving = other.submit(save)
         fetch()
         saving.result()
-        return time.perf_counter() - begin_s
 
     with ThreadPoolExecutor(1, thread_name_prefix="chunkmem measure") as other:
-        return 2 * _DUPLEX_NBYTES / _median_s(lambda: measure(other), budget_s)
+        return 2 * _DUPLEX_NBYTES / median_s(partial(time_s, copy_both), budget_s)
 
 
 def _hand_over_s(budget_s: float) -> float:
@@ -208,7 +153,7 @@ def _hand_over_s(budget_s: float) -> float:
         def copy() -> None:
             lanes.copy(Lane.H2D, pieces, after=(), label="measuring").wait()
 
-        return _median_s(partial(ComputeDevice(torch.device("cpu")).time_s, copy), budget_s)
+        return median_s(partial(time_s, copy), budget_s)
 
 
 def _host_update_numel(caps: TierCaps) -> int:
@@ -250,7 +195,7 @@ def _update_Bps(compute: ComputeDevice, numel: int, budget_s: float) -> float:
             maximize=False,
         )
 
-    return numel * _UPDATE_NBYTES_PER_ELEMENT / _median_s(lambda: compute.time_s(update), budget_s)
+    return numel * _UPDATE_NBYTES_PER_ELEMENT / median_s(lambda: compute.time_s(update), budget_s)
 
 
 # Keeping.
@@ -261,7 +206,7 @@ def _identity(compute: ComputeDevice, caps: TierCaps) -> list[str]:
     return [
         compute.name(),
         processor(),
-        f"{len(os.sched_getaffinity(0))} cores" if hasattr(os, "sched_getaffinity") else f"{os.cpu_count()} cores",
+        f"{num_cores()} cores",
         f"torch {torch.__version__}",
         f"{torch.get_num_threads()} threads",
         *([f"updates of {_host_update_numel(caps)} elements, by form"] if compute.is_accelerator else []),

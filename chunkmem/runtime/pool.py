@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -28,7 +28,7 @@ from chunkmem.runtime.ledger import CACHE, Ledger
 T = TypeVar("T")
 _MAPPED_NBYTES = 128 << 10
 """Smaller slabs are left to the C library: a mapping is made of whole pages."""
-_POISON = 0xFF
+POISON = 0xFF
 """Repeated, this byte is NaN in every floating dtype."""
 
 
@@ -36,6 +36,8 @@ _POISON = 0xFF
 class Slab:
     """A piece of a tier: `nbytes` bytes, one slab or several consecutive ones."""
 
+    is_memory: ClassVar[bool] = True
+    """Its bytes are computed with; those of a tier below memory are read and written."""
     nbytes: int
     bytes: torch.Tensor
     """1-D uint8. On DEVICE it owns its storage, which is what a chunk's storage exchanges memory with."""
@@ -76,11 +78,19 @@ class Slab:
         with runtime_mode():
             self.bytes = torch.empty(0, dtype=torch.uint8)
 
+    def read(self, target: torch.Tensor, at: int = 0) -> None:
+        """Fill `target`, 1-D and contiguous in RAM, with bytes of the slab from byte `at` on: of one below memory."""
+        raise NotImplementedError
+
+    def write(self, source: torch.Tensor) -> None:
+        """Write all bytes of the slab; otherwise as `read`."""
+        raise NotImplementedError
+
     def poison(self) -> None:
         """Fill it with NaN, unless a copy still reads it, or failed to."""
         if not self.uses:
             with runtime_mode():
-                self.bytes.fill_(_POISON)
+                self.bytes.fill_(POISON)
 
     def flat(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the slab as 1-D elements of `dtype`."""

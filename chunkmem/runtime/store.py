@@ -13,7 +13,6 @@ from chunkmem.errors import TierIOError
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, read_slot, slot_views
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.disk_pool import DiskSlab
 from chunkmem.runtime.events import Event, copy_error
 from chunkmem.runtime.issued import IssuedCopy, LeftUpdate
 from chunkmem.runtime.pool import DevicePool, Slab, SlabPool
@@ -135,7 +134,7 @@ class ChunkStore:
         self.on_copy(chunk, source, target, Interval(start, self.clock.timestamp()))
 
     def _move(self, target: Replica, source: Replica) -> None:
-        if (transfer := disk_transfer(target, source)) is not None:
+        if (transfer := transfer_of(target, source)) is not None:
             transfer()
             return
         for there, here in target.copied_from(source):
@@ -363,13 +362,11 @@ class ChunkStore:
         return pool
 
 
-def disk_transfer(target: Replica, source: Replica) -> Callable[[], None] | None:
-    """Return what copies a chunk from HOST to DISK, or back, and waits for it; None if neither replica is on DISK."""
-    if isinstance(target.slab, DiskSlab):
+def transfer_of(target: Replica, source: Replica) -> Callable[[], None] | None:
+    """Return what copies a chunk to a tier below memory, or back, and waits for it; None if both are memory."""
+    if not target.slab.is_memory:
         return partial(target.slab.write, source.flat)
-    if isinstance(source.slab, DiskSlab):
-        return partial(source.slab.read, target.flat)
-    return None
+    return None if source.slab.is_memory else partial(source.slab.read, target.flat)
 
 
 def _has_succeeded(event: Event | None) -> bool:

@@ -10,7 +10,7 @@ from chunkmem.config import Config, DiskConfig, MemTracerConfig, OptsConfig
 from chunkmem.plan.machine import LinkSpeed, disk_links
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice, ram_nbytes
-from chunkmem.runtime.disk_calls import SYSTEM_CALLS, DiskCalls
+from chunkmem.runtime.disk_file import SYSTEM_CALLS, SystemCalls
 from chunkmem.runtime.disk_pool import BLOCK_NBYTES, DEPTH, DiskPool
 from chunkmem.runtime.disk_speed import DiskSpeed, cached_disk_speed
 from chunkmem.runtime.kept import reclaimable_on
@@ -103,7 +103,7 @@ def warn_of_shares(compute: ComputeDevice, tracer: MemTracerConfig) -> None:
             )
 
 
-def _open_disk(disk: DiskConfig, calls: DiskCalls | None) -> tuple[DiskPool, Mapping[Link, LinkSpeed]]:
+def _open_disk(disk: DiskConfig, calls: SystemCalls | None) -> tuple[DiskPool, Mapping[Link, LinkSpeed]]:
     """Return DISK, and how fast it is: measured once, but where the calls are not the system's."""
     speed = _UNKNOWN_SPEED
     if calls is None:
@@ -129,7 +129,7 @@ class Tiers:
         lanes: Lanes,
         *,
         num_local: int = 1,
-        disk_calls: DiskCalls | None = None,
+        calls: SystemCalls | None = None,
         maps_slabs: bool = False,
     ) -> None:
         """Make them.
@@ -139,7 +139,7 @@ class Tiers:
             compute: what DEVICE is.
             lanes: on which chunks are copied between them.
             num_local: ranks that share this machine.
-            disk_calls: that DISK is read and written by; None: those of the system.
+            calls: that DISK is read and written by; None: those of the system.
             maps_slabs: on a CPU, slabs of DEVICE are mapped by themselves.
 
         Raises:
@@ -170,7 +170,7 @@ class Tiers:
         """Speeds of the links below HOST, if there are any."""
         self.pools: dict[Tier, SlabPool] = {Tier.DEVICE: self.device_pool, Tier.HOST: self.host_pool}
         if config.memory.disk is not None:
-            self.pools[Tier.DISK], self.links = _open_disk(config.memory.disk, disk_calls)
+            self.pools[Tier.DISK], self.links = _open_disk(config.memory.disk, calls)
         self.meter = NonModelMeter(compute, self.device) if compute.is_accelerator else None
         """Measures what else is on an accelerator; None on a CPU, where the cap does not cover that."""
         if self.meter is not None:

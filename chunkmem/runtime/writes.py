@@ -48,7 +48,7 @@ def _residency_kept(chunk: Chunk, store: ChunkStore) -> Iterator[None]:
     chunks = [each for each in (chunk, chunk.master) if each is not None]
     before = [(each, tier, each.ready(tier)) for each in chunks for tier in TIERS if tier in each.replicas]
     yield
-    for each, tier, was_ready in before:  # down the chain of tiers: DISK is filled from HOST
+    for each, tier, was_ready in before:  # down the chain: each is filled from the one above
         if was_ready and not each.ready(tier):
             _fill(each, tier, store)
         elif tier not in each.replicas:

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chunkmem.errors import StateError
-from chunkmem.runtime.disk_calls import SYSTEM_CALLS, DiskCalls
-from chunkmem.runtime.disk_file import AlignedBuffer
+from chunkmem.runtime.disk_file import SYSTEM_CALLS, AlignedBuffer, SystemCalls
 
 _POISON = 0xFF
 _ALIGNMENT = 4096
@@ -65,7 +64,7 @@ class Fault:
 
     kind: FaultKind
     call: str
-    """A method of `DiskCalls`."""
+    """A method of `SystemCalls`."""
     at: int | None = None
     times: float = 1
     """`math.inf`: from then on."""
@@ -89,7 +88,7 @@ class Fault:
         return self.at <= number < self.at + self.times
 
 
-class FaultyDisk(DiskCalls):
+class FaultyDisk(SystemCalls):
     """The system's calls, with faults. They may be replaced between steps, by setting `faults`."""
 
     def __init__(
@@ -98,7 +97,7 @@ class FaultyDisk(DiskCalls):
         seed: int = 0,
         direct: bool = True,
         unnamed: bool = True,
-        calls: DiskCalls = SYSTEM_CALLS,
+        calls: SystemCalls = SYSTEM_CALLS,
     ) -> None:
         """Make them.
 
@@ -183,7 +182,7 @@ class FaultyDisk(DiskCalls):
         return found
 
 
-class ThrottledDisk(DiskCalls):
+class ThrottledDisk(SystemCalls):
     """The system's calls, no faster than a disk that reads and writes so many bytes a second, each on its own.
 
     Raises:
@@ -191,7 +190,7 @@ class ThrottledDisk(DiskCalls):
     """
 
     def __init__(
-        self, read_Bps: float, write_Bps: float, *, latency_s: float = 0.0, calls: DiskCalls = SYSTEM_CALLS
+        self, read_Bps: float, write_Bps: float, *, latency_s: float = 0.0, calls: SystemCalls = SYSTEM_CALLS
     ) -> None:
         if not (read_Bps > 0 and write_Bps > 0 and latency_s >= 0):
             raise StateError(

@@ -101,6 +101,7 @@ Positive = Annotated[int, _checked(integer(1))]
 Integer = Annotated[int, _checked(integer(-(2**63)))]
 """An `int` of any sign; an `int` alone is 0 or more."""
 Seconds = Annotated[float, _checked(number("a finite number of seconds, 0 or more", lambda x: x >= 0))]
+Rate = Annotated[float, _checked(number("a finite number above 0", lambda x: x > 0))]
 Label = Annotated[str, "labels"]
 """A string that many rows share: an index into the table of that name."""
 Speed = Annotated[

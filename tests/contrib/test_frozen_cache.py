@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.runtime.disk_calls import DiskCalls
+from chunkmem.runtime.disk_file import SystemCalls
 from tests.helpers.audit import audit
 from tests.helpers.twins import AMPLE_NBYTES, SEED, WIDTH, Blocks, assert_equal, config, copied
 
@@ -278,14 +278,14 @@ def test_a_full_disk_is_said_once_and_the_rest_is_computed(
     num_written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = run(tmp_path, AMPLE_NBYTES, {})
-    real, count = DiskCalls.fallocate, itertools.count()
+    real, count = SystemCalls.fallocate, itertools.count()
 
-    def fallocate(self: DiskCalls, descriptor: int, offset: int, nbytes: int) -> None:
+    def fallocate(self: SystemCalls, descriptor: int, offset: int, nbytes: int) -> None:
         if next(count) >= num_written:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(self, descriptor, offset, nbytes)
 
-    monkeypatch.setattr(DiskCalls, "fallocate", fallocate)
+    monkeypatch.setattr(SystemCalls, "fallocate", fallocate)
     with pytest.warns(UserWarning, match=r"FrozenCache: the disk is full; .*lower disk_capacity") as caught:
         found, (report, num_kept) = run(tmp_path, AMPLE_NBYTES, SIZES["HOST and DISK"])
     assert_equal(found, expected)
@@ -301,6 +301,6 @@ def test_a_disk_that_fails_is_no_full_one(tmp_path: Path, monkeypatch: pytest.Mo
     with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
         training = Run(manager, host=10 * VALUE_NBYTES, disk=tmp_path, disk_capacity="1MiB")
         training.freeze(2)
-        monkeypatch.setattr(DiskCalls, "pwritev", pwritev)
+        monkeypatch.setattr(SystemCalls, "pwritev", pwritev)
         with pytest.raises(chunkmem.TierIOError, match="EIO"):
             training.epoch(0)

@@ -20,7 +20,7 @@ import chunkmem
 from chunkmem.contrib.frozen_cache import tags
 from chunkmem.contrib.frozen_cache.kept import AskedSamples
 from chunkmem.contrib.frozen_cache.shared_index import SharedIndex
-from chunkmem.runtime.disk_calls import DiskCalls
+from chunkmem.runtime.disk_file import SystemCalls
 from tests.helpers.audit import audit
 from tests.helpers.ranks import Team
 from tests.helpers.repartitioned import Change, Training
@@ -172,7 +172,7 @@ def train_on_a_full_disk(rank: int, *how: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if rank:  # the first one has room
-            patch.setattr(DiskCalls, "fallocate", fallocate)
+            patch.setattr(SystemCalls, "fallocate", fallocate)
         found, *_ = train(rank, *how)
     return found, sum("the disk is full" in str(each.message) for each in caught)
 

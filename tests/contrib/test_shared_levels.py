@@ -27,8 +27,7 @@ from chunkmem.contrib.frozen_cache.kept import AskedSamples, Found, Kept
 from chunkmem.contrib.frozen_cache.shared_index import HEADER_NBYTES, SharedIndex
 from chunkmem.contrib.frozen_cache.shared_levels import SharedDisk, SharedLevels
 from chunkmem.contrib.frozen_cache.shared_memory import ProcessLock, SharedFile
-from chunkmem.runtime.disk_calls import SYSTEM_CALLS
-from chunkmem.runtime.disk_file import DiskFile
+from chunkmem.runtime.disk_file import SYSTEM_CALLS, DiskFile
 from tests.helpers.audit import audit
 from tests.helpers.ranks import Team
 from tests.helpers.twins import AMPLE_NBYTES, config

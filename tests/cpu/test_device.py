@@ -211,7 +211,7 @@ def test_without_an_accelerator_updates_take_the_threads_of_torch() -> None:
 
 
 def test_updates_of_any_accelerator_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_median_s", lambda work, budget_s: (work(), 2.0)[1])
+    monkeypatch.setattr(measure, "median_s", lambda work, budget_s: (work(), 2.0)[1])
     assert measure._update_Bps(Untimed(), 1000, 0.1) == 1000 * 16 / 2
 
 

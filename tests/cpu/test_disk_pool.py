@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkmem.errors import StateError
-from chunkmem.runtime.disk_calls import DiskCalls
+from chunkmem.runtime.disk_file import SystemCalls
 from chunkmem.runtime.disk_pool import DiskPool, DiskSlab
-from chunkmem.runtime.disk_threads import TransferThreads
-from chunkmem.testing.disk import Fault, FaultKind, FaultyDisk
+from chunkmem.runtime.transfer_threads import TransferThreads
+from chunkmem.testing.disk import FaultyDisk
 from tests.helpers.disk import BLOCK, ROLE, disk_threads, numbers, opened, wait_until
 from tests.helpers.spread import spread
 
@@ -77,25 +76,6 @@ def test_a_part_of_a_slab(tmp_path: Path, at: int, nbytes: int, shift: int, dire
         part = numbers(nbytes, seed=1, shift=shift)
         slab.read(part, at=at)
         assert torch.equal(part, expected[at : at + nbytes])
-        part = numbers(nbytes, seed=2, shift=shift)
-        slab.write(part, at=at)
-        expected[at : at + nbytes] = part
-        whole = torch.empty(size, dtype=torch.uint8)
-        slab.read(whole)
-        assert torch.equal(whole, expected)
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_part_is_written_where_nothing_was_written_and_nothing_reserved(tmp_path: Path, direct: bool) -> None:
-    disk = FaultyDisk(Fault(FaultKind.ERROR, "fallocate", at=1, number=errno.EOPNOTSUPP), direct=direct)
-    with opened(tmp_path, calls=disk) as pool:
-        slab = pool.alloc(ROLE, 3 * BLOCK)
-        at, nbytes = (BLOCK + PAGE, PAGE) if direct else (BLOCK + 7, 100)
-        slab.write(numbers(nbytes), at=at)
-        assert disk.num_calls["preadv"] == 0, "aligned, or of no alignment: nothing has to be read first"
-        read = numbers(nbytes, seed=1)
-        slab.read(read, at=at)
-        assert torch.equal(read, numbers(nbytes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -132,6 +112,8 @@ def test_what_cannot_be_moved_is_refused(pool: DiskPool, tensor: torch.Tensor, m
     for move in (slab.read, slab.write):
         with pytest.raises(StateError, match=message):
             move(tensor)
+    with pytest.raises(StateError, match=f"bytes 0 to 2 are not in a slab of {BLOCK} bytes, or not all"):
+        slab.write(torch.zeros(2, dtype=torch.uint8))
     with pytest.raises(StateError, match="bytes -1 to 1 are not in"):
         slab.read(torch.zeros(2, dtype=torch.uint8), at=-1)
 
@@ -294,7 +276,7 @@ def test_a_short_read_is_not_held_up_by_a_long_write(tmp_path: Path, monkeypatch
     # read       |R|                               one block, in its turn: the last ones wait until it is there
     is_asked, has_read = threading.Event(), threading.Event()
 
-    class Patient(DiskCalls):
+    class Patient(SystemCalls):
         def pwritev(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
             if calls.num_calls["pwritev"] >= 3:
                 assert is_asked.wait(60)
@@ -326,7 +308,7 @@ def test_a_short_read_is_not_held_up_by_a_long_write(tmp_path: Path, monkeypatch
         assert calls.num_calls["pwritev"] == 1 + 128
 
 
-class Together(DiskCalls):
+class Together(SystemCalls):
     """Writes that end once so many are under way."""
 
     def __init__(self, num: int) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,7 @@ def test_measured_once(measured: list[Path], tmp_path: Path) -> None:
     assert cached_disk_speed(tmp_path, path=path) == SPEED
     assert cached_disk_speed(tmp_path, path=path) == SPEED
     assert measured == [tmp_path]
-    assert json.loads(path.read_text())["speeds"] == asdict(SPEED)
+    assert json.loads(path.read_text())["speeds"] == SPEED.to_dict()
     assert [file.name for file in path.parent.iterdir()] == ["disk.json"], "nothing temporary is left"
 
 
@@ -145,7 +144,7 @@ def damaged(content: dict[str, Any]) -> dict[str, str]:
     }
 
 
-CONTENT = {"machine": ["device 8:1"], "speeds": asdict(SPEED)}
+CONTENT = {"machine": ["device 8:1"], "speeds": SPEED.to_dict()}
 
 
 @pytest.mark.parametrize("wrong", damaged(CONTENT))

@@ -22,7 +22,7 @@ from chunkmem.errors import PlanError
 from chunkmem.optim.by_form import updates_by_form
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.plan.machine import Machine, host_links
-from chunkmem.runtime import device, measure
+from chunkmem.runtime import device, measure, speeds
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.measure import cached_machine, measure_machine
 from chunkmem.runtime.tiers import TierCaps
@@ -31,15 +31,6 @@ from tests.helpers.simulated import SimulatedAccelerator
 
 CPU = ComputeDevice(torch.device("cpu"))
 CAPS = TierCaps(1000, 2000, shared=False)
-SPEEDS = {
-    "h2d_Bps": 1e9,
-    "d2h_Bps": 2e9,
-    "latency_s": 3e-6,
-    "device_update_Bps": inf,
-    "host_update_Bps": 4e9,
-    "duplex_Bps": inf,
-    "by_form": {},
-}
 FETCH = (Tier.HOST, Tier.DEVICE)
 MACHINE = Machine(
     1000,
@@ -50,18 +41,19 @@ MACHINE = Machine(
     charges_non_model=False,
     one_processor=True,
 )
+SPEEDS = MACHINE.to_dict()
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Measuring finds `SPEEDS`; the list says how often it was done."""
+    """Measuring finds `MACHINE`; the list says on which caps on DEVICE it was done."""
     calls: list[float] = []
 
-    def find(compute: ComputeDevice, caps: TierCaps, by_form: object, budget_s: float) -> measure._Speeds:
-        calls.append(budget_s)
-        return measure._Speeds(1e9, 2e9, 3e-6, inf, 4e9)
+    def find(compute: ComputeDevice, caps: TierCaps, by_form: object) -> Machine:
+        calls.append(caps.device_nbytes)
+        return MACHINE
 
-    monkeypatch.setattr(measure, "_measure", find)
+    monkeypatch.setattr(measure, "measure_machine", find)
     return calls
 
 
@@ -88,7 +80,7 @@ def test_in_time_and_with_the_caps_given() -> None:
 def test_the_speed_is_that_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     # In time on the processor, as others may use it too; within a factor of 4, as they share its caches and RAM.
     clock = SimpleNamespace(perf_counter=time.thread_time)
-    monkeypatch.setattr(measure, "time", clock)
+    monkeypatch.setattr(speeds, "time", clock)
     monkeypatch.setattr(device, "time", clock)
     source, target = (torch.ones(64 * 2**20, dtype=torch.uint8) for _ in range(2))
 
@@ -105,7 +97,7 @@ def test_the_speed_is_that_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_median_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     # First time: memory is touched, code is loaded. Then one of many is disturbed.
     times = iter([100.0, 1.0, 50.0, *[1.0] * 100])
-    assert measure._median_s(lambda: next(times), 10) == 1.0
+    assert measure.median_s(lambda: next(times), 10) == 1.0
 
 
 @pytest.mark.parametrize("budget_s", [0, -1])
@@ -117,16 +109,16 @@ def test_without_time_there_are_three_of_each(budget_s: float) -> None:
         count += 1
         return float(count)
 
-    assert measure._median_s(step, budget_s) == 3  # 2, 3, 4
+    assert measure.median_s(step, budget_s) == 3  # 2, 3, 4
     assert count == 4
 
 
 def test_a_coarse_clock_is_not_an_infinite_speed() -> None:
-    assert measure._median_s(lambda: 0.0, 0) > 0
+    assert measure.median_s(lambda: 0.0, 0) > 0
 
 
 def test_a_speed_of_0_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(measure, "_measure", lambda compute, caps, by_form, budget_s: measure._Speeds(0.0, 1e9, 1e-6))
+    monkeypatch.setattr(measure, "_COPY_NBYTES", 0)
     with pytest.raises(PlanError, match="from HOST to DEVICE is 0"):
         measure_machine(CPU, CAPS)
     with pytest.raises(PlanError, match="from HOST to DEVICE is 0"):
@@ -142,7 +134,7 @@ def test_no_thread_is_left(monkeypatch: pytest.MonkeyPatch, interrupted: bool) -
 
     before = threading.active_count()
     if interrupted:
-        monkeypatch.setattr(measure, "_median_s", interrupt)
+        monkeypatch.setattr(measure, "median_s", interrupt)
         with pytest.raises(KeyboardInterrupt):
             measure._hand_over_s(0.1)
     else:
@@ -152,7 +144,7 @@ def test_no_thread_is_left(monkeypatch: pytest.MonkeyPatch, interrupted: bool) -
 
 def test_updates_are_of_16_bytes_an_element(monkeypatch: pytest.MonkeyPatch) -> None:
     # What an accelerator's host is measured by; here on few elements.
-    monkeypatch.setattr(measure, "_median_s", lambda work, budget_s: (work(), 2.0)[1])
+    monkeypatch.setattr(measure, "median_s", lambda work, budget_s: (work(), 2.0)[1])
     assert measure._update_Bps(CPU, 1000, 0.1) == 1000 * 16 / 2
 
 
@@ -191,11 +183,12 @@ def test_both_directions_at_once() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("chunkmem measure")]
 
 
-def test_updates_alone_are_taken_to_use_all_of_hosts_memory() -> None:
-    accelerator = SimulatedAccelerator()
-    machine = measure._Speeds(55e9, 50e9, 1e-5, 2e12, 100e9, 85e9).machine(accelerator, CAPS)
+def test_updates_alone_are_taken_to_use_all_of_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_link_copies", lambda *_, **__: lambda: 1.0)
+    monkeypatch.setattr(measure, "_update_Bps", lambda *_: 100e9)
+    monkeypatch.setattr(measure, "_duplex_Bps", lambda *_: 85e9)
+    machine = measure_machine(SimulatedAccelerator(), CAPS)
     assert (machine.host_memory_Bps, machine.duplex_Bps) == (1.75 * 100e9, 85e9)
-    assert measure._Speeds.of(machine).machine(accelerator, CAPS) == machine
 
 
 def test_updates_on_host_are_measured_by_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -211,7 +204,7 @@ def test_updates_on_host_are_measured_by_form(monkeypatch: pytest.MonkeyPatch, t
     assert (
         machine.host_update_s(10 << 20, UpdateForm.CODES) == (10 << 20) / dict(machine.host_form_Bps)[UpdateForm.CODES]
     )
-    monkeypatch.setattr(measure, "_measure", None)
+    monkeypatch.setattr(measure, "_duplex_Bps", None)
     assert cached_machine(SimulatedAccelerator(), caps, by_form=by_form, path=path) == machine
     assert Machine.from_dict(machine.to_dict()) == machine
 
@@ -255,11 +248,9 @@ def test_speeds_given_in_the_file_are_used(measured: list[float], tmp_path: Path
     path = tmp_path / "machine.json"
     cached_machine(CPU, CAPS, path=path)
     content = json.loads(path.read_text())
-    content["speeds"]["h2d_Bps"] = 5
+    content["speeds"]["host_update_Bps"] = 5
     path.write_text(json.dumps(content))
-    assert cached_machine(CPU, CAPS, path=path) == replace(
-        MACHINE, links=host_links(h2d_Bps=5, d2h_Bps=2e9, latency_s=3e-6)
-    )
+    assert cached_machine(CPU, CAPS, path=path) == replace(MACHINE, host_update_Bps=5)
 
 
 def damaged(content: dict[str, Any]) -> dict[str, str | bytes]:
@@ -269,7 +260,11 @@ def damaged(content: dict[str, Any]) -> dict[str, str | bytes]:
     def with_speeds(**changed: Any) -> str:
         return json.dumps({**content, "speeds": {**speeds, **changed}})
 
-    missing = {name: value for name, value in speeds.items() if name != "d2h_Bps"}
+    def with_link(Bps: object, latency_s: object) -> str:
+        (source, target, *_), *others = speeds["links"]
+        return with_speeds(links=[[source, target, Bps, latency_s], *others])
+
+    missing = {name: value for name, value in speeds.items() if name != "host_update_Bps"}
     whole = json.dumps(content)
     return {
         "empty": "",
@@ -284,15 +279,15 @@ def damaged(content: dict[str, Any]) -> dict[str, str | bytes]:
         "another machine": json.dumps({**content, "machine": ["TPU"]}),
         "one missing": json.dumps({**content, "speeds": missing}),
         "one too many": with_speeds(more=1.0),
-        "0": with_speeds(h2d_Bps=0),
-        "negative": with_speeds(d2h_Bps=-1.0),
-        "text": with_speeds(latency_s="1"),
-        "true": with_speeds(h2d_Bps=True),
-        "not a number": with_speeds(h2d_Bps=float("nan")),
-        "infinite link": with_speeds(h2d_Bps=inf),
-        "infinite latency": with_speeds(latency_s=inf),
+        "0": with_link(0, 3e-6),
+        "negative": with_link(-1.0, 3e-6),
+        "text": with_link(1e9, "1"),
+        "true": with_link(True, 3e-6),
+        "not a number": with_link(float("nan"), 3e-6),
+        "infinite link": with_link(inf, 3e-6),
+        "infinite latency": with_link(1e9, inf),
         "no update at all": with_speeds(host_update_Bps=0.0),
-        "too large for a float": with_speeds(h2d_Bps=10**400),
+        "too large for a float": with_link(10**400, 3e-6),
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chunkmem.errors import StateError
-from chunkmem.runtime.disk_calls import SYSTEM_CALLS, DiskCalls
+from chunkmem.runtime.disk_file import SYSTEM_CALLS, SystemCalls
 from chunkmem.testing.disk import Fault, FaultKind, FaultyDisk, ThrottledDisk
 from tests.helpers.disk import BLOCK, ROLE, numbers, opened
 
@@ -56,7 +56,7 @@ def test_a_throttled_disk_has_a_rate_for_each_direction(tmp_path: Path) -> None:
 def test_the_system_says_what_it_cannot_reserve(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         SYSTEM_CALLS.fallocate(-1, 0, 10)
-    calls = DiskCalls()
+    calls = SystemCalls()
     calls._fallocate = None
     with pytest.raises(OSError, match="not supported"):
         calls.fallocate(0, 0, 10)

@@ -50,7 +50,7 @@ def numbers(nbytes: int, *, seed: int = 0, shift: int = 0) -> torch.Tensor:
 
 def disk_threads() -> list[threading.Thread]:
     """Return the threads of all pools."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("chunkmem disk pool")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("chunkmem transfer")]
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

@@ -47,7 +47,6 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, Self
 
 import pytest
@@ -60,7 +59,7 @@ from chunkmem.plan.machine import Machine, host_links
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from tests.helpers.access_order import AccessOrder
 from tests.helpers.ordered_exchange import ordered
-from tests.helpers.simulated import ClockedLanes, DeviceSlabs, FollowedTransfers, HostSlabs, SimulatedAccelerator
+from tests.helpers.simulated import ClockedLanes, DeviceSlabs, FollowedSlab, HostSlabs, SimulatedAccelerator
 from tests.helpers.vector_clocks import Actor, Clock, Race
 
 _WITHOUT_MEMORY = frozenset(
@@ -91,8 +90,7 @@ class HappensBefore(AccessOrder):
         patch.setattr("chunkmem.assembly.speeds.cached_machine", lambda compute, caps, by_form: SLOW)
         patch.setattr("chunkmem.runtime.tiers.DevicePool", lambda *args, **keys: DeviceSlabs(self, *args, **keys))
         patch.setattr("chunkmem.runtime.tiers.HostArena", lambda *args, **keys: HostSlabs(self, *args, **keys))
-        follow = partial(FollowedTransfers, self)
-        patch.setattr("chunkmem.runtime.disk_pool.DiskTransfers", follow)
+        patch.setattr("chunkmem.runtime.disk_pool.DiskSlab", type("Followed", (FollowedSlab,), {"order": self}))
         _observe_runtime(self, self._observer, patch)
         self._entered.enter_context(self._observer)
         return self

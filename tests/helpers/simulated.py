@@ -13,7 +13,7 @@ import torch
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.runtime.disk_transfer import DiskTransfers, StoredBytes
+from chunkmem.runtime.disk_pool import DiskSlab, DiskTransfers
 from chunkmem.runtime.events import COPY_LANES, Event, Piece
 from chunkmem.runtime.free_room import Extent
 from chunkmem.runtime.lanes import BlockingLanes
@@ -226,26 +226,25 @@ class HostSlabs(HostArena):
         self._order.took(Tier.HOST, self._segments[-1].bytes)
 
 
-class FollowedTransfers(DiskTransfers):
-    """What reads and writes slabs of DISK, whose places in the file stand for addresses: of one pool at a time."""
+class FollowedSlab(DiskSlab):
+    """A slab of DISK, whose places in the file stand for addresses: of one pool at a time."""
 
-    def __init__(self, order: AccessOrder, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._order = order
+    order: AccessOrder
+    """A subclass has it."""
 
-    def stored(self, nbytes: int, extents: Sequence[Extent]) -> StoredBytes:
-        for extent in extents:
-            self._order.memory.add(_FILE + extent.start, extent.nbytes, Tier.DISK.name)
-        return super().stored(nbytes, extents)
+    def __init__(self, transfers: DiskTransfers, nbytes: int, extents: Sequence[Extent]) -> None:
+        super().__init__(transfers, nbytes, extents)
+        for start, length in self._spans:
+            self.order.memory.add(start, length, Tier.DISK.name)
 
-    def read(self, stored: StoredBytes, target: torch.Tensor, *, start: int = 0) -> None:
-        super().read(stored, target, start=start)
-        self._order.transferred("a read of DISK", _spans(stored), target, fills=True)
+    def read(self, target: torch.Tensor, at: int = 0) -> None:
+        super().read(target, at)
+        self.order.transferred("a read of DISK", self._spans, target, fills=True)
 
-    def write(self, stored: StoredBytes, source: torch.Tensor, *, start: int = 0) -> None:
-        super().write(stored, source, start=start)
-        self._order.transferred("a write to DISK", _spans(stored), source, fills=False)
+    def write(self, source: torch.Tensor) -> None:
+        super().write(source)
+        self.order.transferred("a write to DISK", self._spans, source, fills=False)
 
-
-def _spans(stored: StoredBytes) -> list[tuple[int, int]]:
-    return [(_FILE + extent.start, extent.nbytes) for extent in stored.extents]
+    @property
+    def _spans(self) -> list[tuple[int, int]]:
+        return [(_FILE + extent.start, extent.nbytes) for extent in self.extents]

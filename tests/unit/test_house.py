@@ -36,7 +36,7 @@ THREADS = {
     "modules on HOST": (r"compute_tier|on_host\b|is_on_host|HostModules|cpu_embedding", "nn packing", 42),
     "tiles": (r"[Tt]iled|\btiles?\b|tile_numel|untile", "optim", 17),
     "averages": (r"EMA\b|AVERAGES|[Aa]verages", "optim", 8),
-    "disk": (r"[Dd]isk|DISK", "cli", 36),
+    "disk": (r"[Dd]isk|DISK", "cli", 20),
     "regions and recompute": (r"[Rr]egion|recomput", "nn", 47),
     "freezing": (r"Freez|\bfreeze\b(?!\()", "freezing", 6),
     "deferred init": (r"surface\.awaited|Awaited|\b[Ll]ent\b|is_released|\bReleased|PutOff", "nn packing", 5),

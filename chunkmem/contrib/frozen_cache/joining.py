@@ -25,8 +25,7 @@ from chunkmem.contrib.frozen_cache.shared_index import HEADER_NBYTES
 from chunkmem.contrib.frozen_cache.shared_levels import SharedDisk, SharedLevels, disk_errors, share_of
 from chunkmem.contrib.frozen_cache.shared_memory import SharedFile
 from chunkmem.errors import ConfigError, StateError
-from chunkmem.runtime.disk_calls import SYSTEM_CALLS
-from chunkmem.runtime.disk_file import DiskFile
+from chunkmem.runtime.disk_file import SYSTEM_CALLS, DiskFile
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 

@@ -20,8 +20,7 @@ from chunkmem.contrib.frozen_cache.shared_memory import ProcessLock, SharedFile
 from chunkmem.errors import ConfigError, StateError, TierIOError
 from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.runtime.disk_file import DiskFile, round_up
-from chunkmem.runtime.disk_pool import BLOCK_NBYTES, DEPTH
-from chunkmem.runtime.disk_transfer import DiskTransfers, StoredBytes
+from chunkmem.runtime.disk_pool import DiskSlab, DiskTransfers
 from chunkmem.runtime.free_room import Extent
 from chunkmem.runtime.host_memory import HostMemory
 from chunkmem.runtime.pager import Pager
@@ -37,7 +36,7 @@ class SharedDisk:
         """Use `file`, of which `nbytes` may be taken."""
         self._file = file
         self._nbytes = nbytes
-        self._transfers = DiskTransfers(file, block_nbytes=BLOCK_NBYTES, depth=DEPTH, checks=False)
+        self._transfers = DiskTransfers(file)
 
     def room(self, value_nbytes: int) -> int:
         """Return how many values there is room for."""
@@ -45,23 +44,21 @@ class SharedDisk:
 
     def read(self, number: int, target: torch.Tensor) -> None:
         """Fill `target`, 1-D, with a value; raise a TierIOError if that fails."""
-        self._transfers.read(self._place(number, target.nbytes), target)
+        self._place(number, target.nbytes).read(target)
 
     def write(self, number: int, source: torch.Tensor) -> None:
         """Write a value; raise a TierIOError if that fails."""
         place = self._place(number, source.nbytes)
         self._file.reserve(place.extents[0].start, place.extents[0].nbytes)
-        self._transfers.write(place, source)
+        place.write(source)
 
-    def _place(self, number: int, nbytes: int) -> StoredBytes:
+    def _place(self, number: int, nbytes: int) -> DiskSlab:
         padded_nbytes = round_up(nbytes, self._file.alignment)
-        return self._transfers.stored(nbytes, (Extent(number * padded_nbytes, padded_nbytes),))
+        return DiskSlab(self._transfers, nbytes, (Extent(number * padded_nbytes, padded_nbytes),))
 
     def close(self) -> None:
         """Finish what is read and written, and give the file back."""
-        self._transfers.threads.stop()
-        self._transfers.threads.join()
-        self._file.close()
+        self._transfers.close()
 
 
 class SharedLevels:

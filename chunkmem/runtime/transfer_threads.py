@@ -13,11 +13,12 @@ and may wait for it as long as other threads compute in Python: blocks should be
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from chunkmem.errors import StateError
@@ -35,30 +36,10 @@ class _Transfer(Generic[Scratch]):
     num_begun: int = 0
     num_running: int = 0
     failure: BaseException | None = None
-    over: threading.Event = field(default_factory=threading.Event)
 
-    def begin(self) -> int:
-        """Return the block that is next."""
-        self.num_begun += 1
-        self.num_running += 1
-        return self.num_begun - 1
-
-    def end(self, failure: BaseException | None) -> None:
-        """A block has been moved, or not: then no more are begun."""
-        self.num_running -= 1
-        if failure is not None:
-            self.failure = self.failure or failure
-            self.cancel()
-        self.settle()
-
-    def cancel(self) -> None:
-        """Begin no more blocks."""
-        self.num_blocks = self.num_begun
-
-    def settle(self) -> None:
-        """Tell who waits, if nothing runs and nothing is left."""
-        if self.num_begun == self.num_blocks and not self.num_running:
-            self.over.set()
+    def is_over(self) -> bool:
+        """Tell whether nothing runs and nothing is left."""
+        return self.num_begun == self.num_blocks and not self.num_running
 
 
 class TransferThreads(Generic[Scratch]):
@@ -68,7 +49,7 @@ class TransferThreads(Generic[Scratch]):
         self._num_threads = num_threads
         self._make_scratch = make_scratch
         self._changed = threading.Condition()
-        """Held while anything below is looked at or changed; told when there is something to do, or no more."""
+        """Held while anything below is looked at or changed; told when there is something to do, no more, or done."""
         self._waiting: deque[_Transfer[Scratch]] = deque()
         """Transfers with blocks that no thread has begun."""
         self._threads: list[threading.Thread] = []
@@ -84,22 +65,20 @@ class TransferThreads(Generic[Scratch]):
         Whatever interrupts this, no call is running when it returns or raises: `move` works on the caller's memory.
 
         Raises:
-            StateError: the threads are stopped, or belong to another process.
+            StateError: the threads are stopped.
             BaseException: the first that a call raised; blocks that were not begun then never are.
         """
-        self._require_open()
         transfer = _Transfer(move, num_blocks)
         failure: BaseException | None = None
-        queued = False
-        while True:
+        is_over = False
+        while not is_over:
             try:
-                if failure is not None:
-                    self._cancel(transfer)
-                elif not queued:
-                    queued = True
-                    self._queue(transfer)
-                transfer.over.wait()
-                break
+                with self._changed:
+                    if failure is not None:
+                        self._cancel(transfer)
+                    elif num_blocks:
+                        self._queue(transfer)
+                    is_over = self._changed.wait_for(transfer.is_over)
             except BaseException as error:
                 failure = error
         failure = failure or transfer.failure
@@ -115,65 +94,55 @@ class TransferThreads(Generic[Scratch]):
 
         Where there are none, this does.
         """
-        if os.getpid() != self._pid:
-            serving = False
-        else:
+        is_serving = False
+        if os.getpid() == self._pid:
             with self._changed:
-                self._closed = True
-                serving = self._num_serving > 0
-                if serving:
-                    self._then = then
+                self._closed, self._then = True, then or self._then
+                is_serving = self._num_serving > 0
                 self._changed.notify_all()
-        if then is not None and not serving:
+        if then is not None and not is_serving:
             then()
 
-    def join(self) -> None:
-        """Wait until they have ended, after `stop`."""
+    def close(self) -> None:
+        """Finish what was asked for, and end the threads."""
+        self.stop()
         if os.getpid() == self._pid:
             for thread in self._threads:
                 thread.join()
 
-    def _require_open(self) -> None:
-        if os.getpid() != self._pid:
-            raise StateError(f"DISK: its threads belong to process {self._pid}, and threads do not outlive a fork")
-
     def _queue(self, transfer: _Transfer[Scratch]) -> None:
-        with self._changed:
-            if self._closed:
-                raise StateError("DISK is closed; nothing can be read or written any more")
-            transfer.settle()
-            if transfer.over.is_set():
-                return
-            while len(self._threads) < self._num_threads:
-                name, scratch = f"chunkmem disk pool {len(self._threads)}", self._make_scratch()
-                thread = threading.Thread(target=self._serve, args=(scratch,), name=name, daemon=True)
-                thread.start()
-                self._threads.append(thread)
-                self._num_serving += 1
-            self._waiting.append(transfer)
-            self._changed.notify(transfer.num_blocks)
+        if self._closed:
+            raise StateError("the threads of this file have ended; nothing can be read or written any more")
+        while len(self._threads) < self._num_threads:
+            name = f"chunkmem transfer {len(self._threads)}"
+            thread = threading.Thread(target=self._serve, args=(self._make_scratch(),), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+            self._num_serving += 1
+        self._waiting.append(transfer)
+        self._changed.notify_all()
 
     def _cancel(self, transfer: _Transfer[Scratch]) -> None:
-        with self._changed:
-            transfer.cancel()
-            if transfer in self._waiting:
-                self._waiting.remove(transfer)
-            transfer.settle()
+        """Begin no more blocks."""
+        transfer.num_blocks = transfer.num_begun
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(transfer)
 
     def _serve(self, scratch: Scratch) -> None:
         while (begun := self._begin()) is not None:
             transfer, block = begun
-            failure: BaseException | None = None
             try:
                 transfer.move(block, scratch)
             except BaseException as error:
-                failure = error
+                with self._changed:
+                    transfer.failure = transfer.failure or error
+                    self._cancel(transfer)
             with self._changed:
-                transfer.end(failure)
-                if failure is not None and transfer in self._waiting:
-                    self._waiting.remove(transfer)
+                transfer.num_running -= 1
+                if transfer.is_over():
+                    self._changed.notify_all()
             # While this thread waits for the next, it keeps nothing of the last.
-            del transfer, begun, failure
+            del transfer, begun
         with self._changed:
             self._num_serving -= 1
             then = self._then if self._num_serving == 0 else None
@@ -183,12 +152,12 @@ class TransferThreads(Generic[Scratch]):
     def _begin(self) -> tuple[_Transfer[Scratch], int] | None:
         """Return a block that is to be moved, when there is one; None: there will be no more."""
         with self._changed:
-            while not self._waiting and not self._closed:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._waiting or self._closed)
             if not self._waiting:
                 return None
             transfer = self._waiting.popleft()
-            block = transfer.begin()
+            transfer.num_begun += 1
+            transfer.num_running += 1
             if transfer.num_begun < transfer.num_blocks:
                 self._waiting.append(transfer)
-            return transfer, block
+            return transfer, transfer.num_begun - 1

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from chunkmem.errors import StateError
-from chunkmem.runtime.disk_threads import TransferThreads
+from chunkmem.runtime.transfer_threads import TransferThreads
 from tests.helpers.disk import disk_threads, wait_until
 
 
@@ -36,8 +36,7 @@ def test_blocks_that_were_begun_end_before_an_error_is_raised() -> None:
         threads.carry_out(100, move)
     assert not running
     assert len(begun) <= 8
-    threads.stop()
-    threads.join()
+    threads.close()
 
 
 def test_what_was_asked_for_is_done_before_threads_end() -> None:
@@ -55,10 +54,12 @@ def test_what_was_asked_for_is_done_before_threads_end() -> None:
     waiter.start()
     begun.wait()
     threads.stop(lambda: told.append("ended"))
-    threads.join()
     waiter.join()
+    wait_until(lambda: bool(told))
     assert sorted(done) == list(range(10))
     assert told == ["ended"]
-    with pytest.raises(StateError, match="DISK is closed"):
+    with pytest.raises(StateError, match="have ended"):
         threads.carry_out(1, move)
+    threads.close()
+    assert told == ["ended"]
     assert disk_threads() == []

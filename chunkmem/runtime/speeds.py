@@ -1,4 +1,4 @@
-"""Files of measured speeds, in the user's cache folder: a file that cannot be used is no file."""
+"""How the speeds of all links are measured, and kept in the user's cache folder: a file that cannot be used is none."""
 
 from __future__ import annotations
 
@@ -6,26 +6,41 @@ import contextlib
 import hashlib
 import json
 import platform
+import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TypeVar
 
+from chunkmem.errors import ChunkmemError
 from chunkmem.files import replace_file
+from chunkmem.trace.saved import Saved
+
+Measured = TypeVar("Measured", bound=Saved)
 
 
-class Speeds(Protocol):
-    """A dataclass of numbers."""
+def median_s(
+    measure: Callable[[], float], budget_s: float, *, least: int = 3, most: int = 32, warms_up: bool = True
+) -> float:
+    """Return the median of what `measure` returns, without its first time if it `warms_up`; never 0.
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    `budget_s` bounds how often that is measured, `least` times or more and at `most` so often.
+    """
+    if warms_up:
+        measure()
+    found: list[float] = []
+    end_s = time.perf_counter() + budget_s
+    while len(found) < least or (len(found) < most and time.perf_counter() < end_s):
+        found.append(measure())
+    # A clock too coarse for what it measures may say 0.
+    return max(statistics.median(found), 1e-9)
 
-    @property
-    def is_sound(self) -> bool:
-        """Tell whether it may have been measured, whatever a file has in its place."""
-        ...
 
-
-Measured = TypeVar("Measured", bound=Speeds)
+def time_s(work: Callable[[], object]) -> float:
+    """Return the seconds that `work` takes by the host's clock."""
+    begin_s = time.perf_counter()
+    work()
+    return time.perf_counter() - begin_s
 
 
 def kept_speeds(
@@ -47,7 +62,7 @@ def kept_speeds(
         if path is not None:
             with contextlib.suppress(OSError):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                text = json.dumps({"machine": list(made_of), "speeds": asdict(found)}, indent=1) + "\n"
+                text = json.dumps({"machine": list(made_of), "speeds": found.to_dict()}, indent=1) + "\n"
                 replace_file(path, text.encode())  # at once: another process never reads half of one
     return found
 
@@ -64,9 +79,8 @@ def _read(kind: type[Measured], path: Path, made_of: Sequence[str]) -> Measured 
     """Return what is kept in a file; None if it is not there, damaged, or of other hardware."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        found = kind(**content["speeds"])
-        return found if content["machine"] == list(made_of) and found.is_sound else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return kind.from_dict(content["speeds"]) if content["machine"] == list(made_of) else None
+    except (ChunkmemError, OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
