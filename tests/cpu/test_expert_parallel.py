@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,46 +37,58 @@ def four() -> Iterator[Team]:
         yield team
 
 
-def mesh_of(num_replicas: int) -> DeviceMesh:
-    sizes = num_replicas, dist.get_world_size() // num_replicas
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+def mesh_of(**sizes: int) -> DeviceMesh:
+    """Return a mesh of all ranks; those that no other dimension has shard the model."""
+    sizes["shard"] = dist.get_world_size() // math.prod(sizes.values())
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def built(num_replicas: int = 1) -> Mixture:
+def built(mesh: DeviceMesh) -> Mixture:
     torch.manual_seed(0)
-    return Mixture(mesh_of(num_replicas)["shard"])
+    return Mixture(mesh["shard"])
 
 
-def loss_of(model: nn.Module, step: int, replica: int = 0) -> Tensor:
-    made = torch.Generator().manual_seed(10 * step + dist.get_rank())
+def replica_of(mesh: DeviceMesh) -> int:
+    return mesh["replicate"].get_local_rank() if "replicate" in (mesh.mesh_dim_names or ()) else 0
+
+
+def batch_of(step: int, mesh: DeviceMesh) -> Tensor:
+    replica, shard = replica_of(mesh), mesh["shard"].get_local_rank()
+    made = torch.Generator().manual_seed(10 * step + replica * mesh["shard"].size() + shard)
     batch = torch.randint(0, WORDS, (2, 8), generator=made)
-    if replica and step % 2:
-        batch[:] = step  # all tokens go to one expert
+    # In a replica, all tokens may go to one expert.
+    return torch.full_like(batch, step) if replica and step % 2 else batch
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(batch).flatten(0, 1).float(), batch.flatten())
 
 
 class PlainTraining:
     """Dense gradients are averaged; those of experts have come together within a replica already, and are divided."""
 
-    def __init__(self, precision: str, max_norm: float, num_replicas: int) -> None:
-        self.max_norm = max_norm
-        self.mesh = mesh_of(num_replicas)
-        self.replica = self.mesh["replicate"].get_local_rank()
-        self.model = built(num_replicas)
-        self.low = built(num_replicas).to(torch.bfloat16) if precision == "bf16" else self.model
+    def __init__(self, precision: str, max_norm: float, mesh: DeviceMesh) -> None:
+        self.max_norm, self.norm, self.mesh = max_norm, 0.0, mesh
+        self.model = built(mesh)
+        self.low = built(mesh).to(torch.bfloat16) if precision == "bf16" else self.model
         self.optimizer = torch.optim.AdamW(in_two_groups(self.model), lr=1e-2, fused=True)
 
-    def step(self, number: int) -> float:
+    def step(self, number: int, micro_batches: int = 1) -> float:
         self.low.zero_grad()
-        loss = loss_of(self.low, number, self.replica)
-        loss.backward()
+        parts = batch_of(number, self.mesh).chunk(micro_batches)
+        losses = [loss_of(self.low, part) / micro_batches for part in parts]
+        for loss in losses:
+            loss.backward()
         squares = torch.zeros(2, dtype=torch.float64)
-        groups = [self.mesh[name].get_group() for name in ("shard", "replicate")]
+        names = [name for name in ("shard", "replicate") if name in (self.mesh.mesh_dim_names or ())]
+        groups = [self.mesh[name].get_group() for name in names]
+        num_ranks = math.prod(self.mesh[name].size() for name in names)
         pairs = list(zip(self.model.parameters(), self.low.parameters(), strict=True))
         for param, low in pairs:
             is_expert = isinstance(low, DTensor)
             is_trained = torch.tensor(float(low.grad is not None))
-            dist.all_reduce(is_trained, group=groups[1])
+            for group in groups[1:]:
+                dist.all_reduce(is_trained, group=group)
             if not is_trained:
                 param.grad = None
                 continue
@@ -84,12 +97,13 @@ class PlainTraining:
             mean = local.float()
             for group in groups[is_expert:]:
                 dist.all_reduce(mean, group=group)
-            local.copy_(mean / dist.get_world_size())
+            local.copy_(mean / num_ranks)
             squares[int(is_expert)] += local.double().square().sum()
             param.grad = low.grad.to(param.dtype)
         dist.all_reduce(squares[1:], group=groups[0])
+        self.norm = float(squares.sum().sqrt())
         if self.max_norm:
-            factor = min(1.0, self.max_norm / (float(squares.sum().sqrt()) + 1e-6))
+            factor = min(1.0, self.max_norm / (self.norm + 1e-6))
             for param, _ in pairs:
                 if param.grad is not None:
                     (param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad).mul_(factor)
@@ -97,7 +111,7 @@ class PlainTraining:
         with torch.no_grad():
             for param, low in pairs:
                 low.copy_(param)
-        return loss.item()
+        return sum(loss.item() for loss in losses)
 
     def state(self) -> dict[str, Tensor]:
         return {name: full(value) for name, value in self.low.state_dict().items()}
@@ -108,13 +122,11 @@ class PlainTraining:
 
 
 class ChunkTraining:
-    def __init__(self, config: dict[str, Any], max_norm: float = 0.0, num_replicas: int = 1) -> None:
-        self.max_norm = max_norm
-        mesh = mesh_of(num_replicas)
-        self.replica = mesh["replicate"].get_local_rank()
-        self.manager = chunkmem.ChunkManager(chunkmem.Config.from_dict(config), mesh=mesh)
-        model = built(num_replicas)
-        if self.replica:
+    def __init__(self, config: dict[str, Any], max_norm: float = 0.0, **sizes: int) -> None:
+        self.max_norm, self.mesh = max_norm, mesh_of(**sizes)
+        self.manager = chunkmem.ChunkManager(chunkmem.Config.from_dict(config), mesh=self.mesh)
+        model = built(self.mesh)
+        if replica_of(self.mesh):
             for param in model.parameters():
                 nn.init.zeros_(param)  # the first replica's values are sent
         self.model = self.manager.wrap(model)
@@ -122,7 +134,7 @@ class ChunkTraining:
 
     def step(self, number: int) -> float:
         self.optimizer.zero_grad()
-        loss = loss_of(self.model, number, self.replica)
+        loss = loss_of(self.model, batch_of(number, self.mesh))
         self.manager.backward(loss)
         if self.max_norm:
             self.optimizer.clip_grad_norm_(self.max_norm)
@@ -134,14 +146,20 @@ class ChunkTraining:
         return {name: value.to(dict(self.model.named_parameters())[name].dtype) for name, value in found.items()}
 
 
+def tolerance_of(config: dict[str, Any], *, is_exact: bool) -> dict[str, float]:
+    if is_exact:
+        return {"rtol": 0, "atol": 0}
+    is_low = config.get("precision") == "bf16"
+    return {"rtol": 1e-2 if is_low else 1e-5, "atol": 1e-2 if is_low else 1e-6}
+
+
 def compare(rank: int, config: dict[str, Any], max_norm: float, num_replicas: int = 1) -> int:
     torch.set_num_threads(1)
     # Over four ranks of a replica, torch adds up in another order than owners do.
     is_exact = dist.get_world_size() == 2 * num_replicas and not max_norm
-    low = config.get("precision") == "bf16"
-    tolerance = {"rtol": 0, "atol": 0} if is_exact else {"rtol": 1e-2 if low else 1e-5, "atol": 1e-2 if low else 1e-6}
-    plain = PlainTraining(config.get("precision", "fp32"), max_norm, num_replicas)
-    ours = ChunkTraining(config, max_norm, num_replicas)
+    tolerance = tolerance_of(config, is_exact=is_exact)
+    ours = ChunkTraining(config, max_norm, replicate=num_replicas)
+    plain = PlainTraining(config.get("precision", "fp32"), max_norm, ours.mesh)
     with ours.manager as manager:
         for number in range(STEPS):
             torch.testing.assert_close(ours.step(number), plain.step(number), **tolerance)
@@ -154,7 +172,7 @@ def compare(rank: int, config: dict[str, Any], max_norm: float, num_replicas: in
         if config["memory"]["device"] is None:
             plain.step(STEPS)
             ours.optimizer.zero_grad()
-            manager.backward(loss_of(ours.model, STEPS, ours.replica))
+            manager.backward(loss_of(ours.model, batch_of(STEPS, ours.mesh)))
             with manager.gather(list(ours.model.parameters()), grads=True):
                 found = [param.grad for param in ours.model.parameters()]
                 torch.testing.assert_close(found, plain.gradients(), **tolerance)
@@ -185,13 +203,13 @@ def test_two_replicas(four: Team, device: int | None, precision: str, max_norm: 
 
 def save(rank: int, folder: str, num_replicas: int) -> dict[str, Tensor]:
     torch.set_num_threads(1)
-    training = ChunkTraining({"memory": {"device": 30 << 10}}, num_replicas=num_replicas)
+    training = ChunkTraining({"memory": {"device": 30 << 10}}, replicate=num_replicas)
     with training.manager as manager:
         for number in range(3):
             training.step(number)
         manager.save(folder, training.optimizer)
         saved = training.state()
-        again = ChunkTraining({}, num_replicas=num_replicas)
+        again = ChunkTraining({}, replicate=num_replicas)
         with again.manager:
             again.manager.load(folder, again.optimizer)
             assert [again.step(number) for number in (3, 4)] == [training.step(number) for number in (3, 4)]
@@ -209,7 +227,7 @@ def load(rank: int, folder: str, expected: dict[str, Tensor]) -> None:
         manager.load(folder, training.optimizer)
         torch.testing.assert_close(training.state(), expected, rtol=0, atol=0)
         training.step(3)
-    plain = built()
+    plain = built(training.mesh)
     state = {"model": plain.state_dict()}
     dcp.load(state, checkpoint_id=folder)
     torch.testing.assert_close({name: full(v) for name, v in state["model"].items()}, expected, rtol=0, atol=0)
@@ -220,6 +238,59 @@ def test_a_checkpoint_has_all_experts(team: Team, four: Team, tmp_path: Path, nu
     folder = str(tmp_path / "checkpoint")
     expected, *_ = (team if num_replicas == 1 else four).run(save, folder, num_replicas)
     four.run(load, folder, expected)
+
+
+def staged(rank: int, sizes: dict[str, int], config: dict[str, Any], folder: str) -> int:
+    """A pipeline whose stages have experts over their ranks, against plain accumulation; other ranks take its state."""
+    torch.set_num_threads(1)
+    mesh = mesh_of(**sizes)
+    plain = PlainTraining(config["precision"], 0.0, mesh)
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(config), mesh=mesh) as manager:
+        with manager.init():
+            model = built(mesh)
+        pipe = manager.pipeline(
+            model.blocks,
+            first=model.words,
+            last=model.head,
+            loss_fn=lambda y, t: nn.functional.cross_entropy(y.flatten(0, 1).float(), t.flatten()),
+            micro_batches=2,
+        )
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        for number in range(STEPS):
+            batch = batch_of(number, mesh)
+            optimizer.zero_grad()
+            loss = pipe.step(batch, batch)
+            norm = optimizer.clip_grad_norm_(1e9)
+            optimizer.step()
+            torch.testing.assert_close(float(loss), plain.step(number, micro_batches=2), rtol=1e-6, atol=0)
+            torch.testing.assert_close(float(norm), plain.norm, rtol=1e-5, atol=0)
+        expected = plain.state()
+        saved = {name: full(value).to(expected[name].dtype) for name, value in manager.state_dict().items()}
+        torch.testing.assert_close(saved, expected, rtol=0, atol=0)
+        manager.save(folder, optimizer)
+        moved = manager.memory().moved.h2d_nbytes
+        with pytest.raises(chunkmem.StateError, match="experts over the ranks of a stage"):
+            pipe.repartition(1)
+    other = ChunkTraining(config, replicate=dist.get_world_size() // 4)
+    with other.manager:
+        other.manager.load(folder, other.optimizer)
+        torch.testing.assert_close(other.state(), saved, rtol=0, atol=0)
+    return moved
+
+
+@pytest.mark.few(1)
+@spread(device=(28 << 10, None), precision=("fp32", "bf16"))
+def test_stages_of_experts(four: Team, tmp_path: Path, device: int | None, precision: str) -> None:
+    config = {"precision": precision, "memory": {"device": device}}
+    for moved in four.run(staged, {"stage": 2}, config, str(tmp_path / "checkpoint")):
+        assert (moved > 0) == (device is not None)
+
+
+@pytest.mark.full
+def test_stages_of_replicas_of_experts(tmp_path: Path) -> None:
+    with Team(8) as eight:
+        config = {"precision": "fp32", "memory": {"device": 30 << 10}}
+        eight.run(staged, {"stage": 2, "replicate": 2}, config, str(tmp_path / "checkpoint"))
 
 
 class Attention(nn.Module):
@@ -279,14 +350,14 @@ def refuse(rank: int) -> None:
             chunkmem.LayoutError, match=r"blocks\.0\.1\.up is a DTensor .* a replica.*: here, \[[02], [13]\]"
         ),
     ):
-        manager.wrap(built())
+        manager.wrap(built(mesh_of()))
     whole = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
     with (
         chunkmem.ChunkManager(mesh=whole) as manager,
         pytest.raises(chunkmem.LayoutError, match=r"up is a DTensor, and each rank .* set release_after_init to true"),
         manager.init(),
     ):
-        _model = built()
+        _model = built(mesh_of())
     layer = nn.Linear(4, 4)
     layer.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), whole, [Replicate()]))
     with chunkmem.ChunkManager(mesh=whole) as manager, pytest.raises(chunkmem.LayoutError, match="Replicate"):
