@@ -185,8 +185,12 @@ class BuiltModels:
         known = self._modules.registry
         with self.tensor_parallel.taking_apart([model]):
             for ranks in several_ranks(self._ranks):
-                built = (param for param in model.parameters() if known.find(param) is None)
+                built = [param for param in model.parameters() if known.find(param) is None]
+                own = [param for param in built if id(param) in known.each_ranks]
                 send_parameters([param for param in built if id(param) not in known.each_ranks], ranks)
+                if own and ranks.replicate is not None:
+                    with contextlib.closing(ranks.column()) as column:
+                        send_parameters(own, column)
 
     @contextlib.contextmanager
     def random_numbers(self) -> Iterator[None]:

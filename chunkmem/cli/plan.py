@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan here, as a whole or not at all")
     add_count(parser, "--stages", "N", action=_Stages, help="cut the model into N stages instead")
+    parser.add_argument("--mesh", type=_refuse_mesh, help="is asked of `chunkmem estimate`: TRACE has one rank's part")
     parser.add_argument("--keep-ties", action="store_true", help="blocks that share a parameter stay in one stage")
 
 
@@ -108,6 +109,13 @@ def _cut(options: argparse.Namespace) -> CommandResult:
     cap_nbytes = None if host_nbytes is None else device_nbytes + host_nbytes
     blocks = blocks_named(options.trace)
     return cut_answer(options.trace, blocks, options.stages, cap_nbytes=cap_nbytes, keeps_ties=options.keep_ties)
+
+
+def _refuse_mesh(text: str) -> None:
+    raise ConfigError(
+        f"--mesh {shown(text)}: TRACE is of one rank, and has its chunks and local parts alone: ask `chunkmem estimate "
+        "MODEL --mesh ...`, or record a step over those ranks and plan that"
+    )
 
 
 def _share(text: str) -> float:

@@ -36,7 +36,7 @@ class Shard:
     index: int
     """Number of the chunk: different in each shard of an exchange, equal on all ranks."""
     owner: int
-    """A rank, counted within the process group."""
+    """A rank, counted within the process group; `EACH`: each rank of a replica has another chunk there."""
     flat: torch.Tensor  # 1-D, contiguous
     """This rank's memory for it: allocated, and left alone by all others, until the exchange was waited for."""
 
@@ -122,10 +122,11 @@ class Exchange(Protocol):
     def reduce(self, shards: Sequence[Shard], *, label: str) -> Work:
         """Begin to form the mean over ranks of each chunk at its owner.
 
-        What other ranks than the owner have in its memory is undefined from now on.
+        What other ranks than the owner have in its memory is undefined from now on. What is each rank's own is the sum
+        over its replica already.
 
         Args:
-            shards: in the same order on all ranks.
+            shards: in the same order on all ranks; all of them each rank's own, or none.
             label: what is exchanged, for the messages of all ranks.
 
         Raises:

@@ -48,6 +48,7 @@ from chunkmem.comm.exchange import (
 from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import ConfigError, StateError
+from chunkmem.layout.spec import EACH
 
 Overlap = Callable[[Callable[[], None]], Callable[[], None]]
 """Does what it is given after all it was given before, overlapped with computing; returns what waits for it."""
@@ -108,7 +109,7 @@ class Replicated:
     def _average(self, shards: Sequence[Shard], summed: Sequence[Shard], within: Work, label: str) -> None:
         """Have the mean over all ranks in own shards, which are `summed` within a replica in copies, or as they are."""
         within.wait()
-        own = [pair for pair in zip(shards, summed, strict=True) if pair[0].owner == self._shard.rank]
+        own = [pair for pair in zip(shards, summed, strict=True) if pair[0].owner in (self._shard.rank, EACH)]
         parts = [Shard(s.index, at % self._num_replicas, s.flat) for at, (_, s) in enumerate(own)]
         self._across.reduce(parts, label=label).wait()
         self._across.gather(parts, label=label).wait()
@@ -197,6 +198,10 @@ class ExchangeMethod(ABC):
 
     def reduce(self, shards: Sequence[Shard], *, label: str) -> Work:
         """See `Exchange`."""
+        if shards and shards[0].owner == EACH:
+            for shard in shards:
+                shard.flat.div_(self.size)
+            return PendingWork(self._ranks, label, [])
         require_exchangeable(shards, self._ranks, label, is_copied=False)
         self.traffic.count(num_reductions=1)
         if self.size == 1 or not shards:

@@ -149,6 +149,21 @@ class Ranks:
         return self.connection.names[rank]
 
     @property
+    def row(self) -> list[int]:
+        """Numbers in the whole job of the ranks over which this one's replica is sharded."""
+        size = self.shard.size
+        return [*self.connection.names[self.rank // size * size :][:size]]
+
+    def column(self) -> Ranks:
+        """Return the ranks with the same shard in other replicas, and this one; all ranks call it, and close it.
+
+        Raises:
+            RankError: a rank did not come.
+        """
+        members = self.connection.names[self.shard.rank :: self.shard.size]
+        return open_ranks(members=members, timeout_s=self.connection.timeout_s)
+
+    @property
     def is_lost(self) -> bool:
         """Whether an exchange with other ranks has failed, so that there are no more."""
         return self.connection.is_lost or any(ranks.is_lost for ranks in self.wider)

@@ -10,6 +10,7 @@ from torch import nn
 
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.exchange import Shard
+from chunkmem.layout.spec import EACH
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.runtime.chunk import Chunk
@@ -73,7 +74,9 @@ class Reduction:
             self._refuse(disputed)
         gradients.withdrawn.clear()
         gradients.take_out(is_withdrawn)
-        self._reduce_groups({managed.group for managed in is_fresh})
+        groups = {managed.group for managed in is_fresh}
+        self._reduce_groups(groups)
+        self._reduce_own(groups)
         has_any = is_fresh | is_given
         gradients.anywhere.difference_update(is_withdrawn - has_any)
         gradients.anywhere |= has_any
@@ -89,20 +92,23 @@ class Reduction:
 
     def state(self) -> bytes:
         """Return of which parameters this rank has gradients: where all ranks have alike, none need tell the others."""
-        sets, slots = self._sets(), self._gradients.groups
-        shared = [group for number, group in sorted(slots.items()) if not self.shards.is_each_ranks(number)]
+        sets, slots, is_own = self._sets(), self._gradients.groups, self.shards.is_each_ranks
+        is_one_replica = self.shards.ranks.replicate is None
+        shared = [group for number, group in sorted(slots.items()) if not (is_one_replica and is_own(number))]
         flags = [managed in some for some in sets for group in shared for managed in group.members]
         return numpy.packbits(numpy.array(flags, dtype=bool)).tobytes()
 
     def _anywhere(
         self, params: Sequence[ManagedParameter], *sets: Collection[ManagedParameter], is_agreed: bool = False
     ) -> list[set[ManagedParameter]]:
-        """Return which of `params` are in each of some sets on any rank; of what is each rank's own, on this one."""
-        own = {managed for managed in params if self.shards.is_each_ranks(managed.group)}
-        shared = [managed for managed in params if managed not in own]
-        flags = [managed in some for some in sets for managed in shared]
-        found = iter(self.shards.ranks.any_over(flags, label=_READER, is_agreed=is_agreed))
-        return [{managed for managed in shared if next(found)} | own.intersection(some) for some in sets]
+        """Return which of `params` are in each of some sets on any rank that has them."""
+        ranks, is_own = self.shards.ranks, self.shards.is_each_ranks
+        here = ranks.shard.rank
+        places = [(m, at) for m in params for at in (range(ranks.shard.size) if is_own(m.group) else (here,))]
+        # What is each rank's own has a flag for each of them.
+        flags = [managed in some and at == here for some in sets for managed, at in places]
+        found = iter(ranks.any_over(flags, label=_READER, is_agreed=is_agreed))
+        return [{managed for managed, at in places if next(found) and at == here} for _ in sets]
 
     def _refuse(self, disputed: set[ManagedParameter]) -> None:
         """Raise a `RankError`: of what has been added up, one rank's part cannot be taken out any more."""
@@ -129,6 +135,8 @@ class Reduction:
         """
         if self._agree(groups):
             self._reduce_groups(groups)
+            if self.shards.ranks.replicate is None:  # else it is not known which replicas have gradients
+                self._reduce_own(groups)
 
     def _agree(self, groups: Sequence[int]) -> bool:
         return self.shards.agree_to_reduce(groups, reader=_READER, can=not self._gradients.withdrawn)
@@ -141,23 +149,23 @@ class Reduction:
         for together in self.shards.together(groups):
             self._begin(together)
             self.finish()
-        for group in filter(self.shards.is_each_ranks, groups):
-            self._divide(group)
 
-    def _divide(self, group: int) -> None:
-        """Make a mean over ranks of what one rank alone has: the sum of all ranks' gradients has come to it."""
+    def _reduce_own(self, groups: Iterable[int]) -> None:
+        """Make means over ranks of what one rank of a replica has: the sum of the others' gradients has come to it."""
         gradients = self._gradients
-        gradients.complete(group, reader=_READER)
-        chunk = gradients.groups[group].chunk
-        self._pager.pin(chunk, reader=_READER)
-        try:
-            with runtime_mode():
-                chunk.replicas[chunk.compute_tier].flat.div_(self.shards.ranks.size)
-            gradients.reduced(group)
-        finally:
-            self._unpin([chunk])
-        for listener in self._pager.events.reduced:
-            listener(group)
+        for group in filter(self.shards.is_each_ranks, sorted(groups)):
+            gradients.complete(group, reader=_READER)
+            chunk = gradients.groups[group].chunk
+            self._pager.pin(chunk, reader=_READER)
+            try:
+                with runtime_mode():
+                    own = Shard(group, EACH, chunk.replicas[chunk.compute_tier].flat)
+                    self.shards.exchange.reduce([own], label=_READER).wait()
+                gradients.reduced(group)
+            finally:
+                self._unpin([chunk])
+            for listener in self._pager.events.reduced:
+                listener(group)
 
     def begin(self, groups: Sequence[int]) -> None:
         """Begin what `reduce_groups` does; until it is finished the gradients stay on DEVICE."""

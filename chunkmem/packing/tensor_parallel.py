@@ -124,14 +124,14 @@ class TensorParallel:
             raise LayoutError(
                 f"parameter {name} is a DTensor {param.placements} over the ranks {ranks}, and tensor parallelism of "
                 f'this manager is over {own}: make it with ChunkManager(config, mesh=mesh), whose dimension "tp" has '
-                "those ranks. Experts may be divided over all ranks that shard one model, where there is one replica"
+                f'those ranks. Experts may be divided over the ranks that shard a replica, mesh["shard"]: here, '
+                f"{self._ranks.row}"
             )
 
     def _is_over_shards(self, param: Any, ranks: Sequence[int]) -> bool:
-        """Tell whether each of the ranks that share chunks has a part of its own, as of experts."""
-        is_whole_row = self._ranks.size > 1 and self._ranks.replicate is None
+        """Tell whether each of the ranks over which a replica is sharded has a part of its own, as of experts."""
         is_divided = all(placement.is_shard() for placement in param.placements)
-        return is_whole_row and is_divided and sorted(ranks) == list(self._ranks.connection.names)
+        return self._ranks.shard.size > 1 and is_divided and sorted(ranks) == self._ranks.row
 
     def _local_of(self, param: Any, name: str) -> tuple[nn.Parameter, LocalPart]:
         part = LocalPart.of(param, name)

@@ -25,12 +25,12 @@ class HeldStage:
         self._held: tuple[int, ...] = ()
         self._num_steps = 0
         self._fits: set[nn.Module] = set()
-        """Stages that this rank has room for."""
+        """Stages that all ranks have room for."""
         self._refused: set[nn.Module] = set()
         """Stages that a rank has no room for, in this step."""
 
     def begin(self, stages: Iterable[nn.Module]) -> None:
-        """A step begins."""
+        """A step begins. Raises a `RankError` if a rank is missing."""
         runtime = self._runtime
         self._refused.clear()
         self._num_steps += 1
@@ -39,7 +39,9 @@ class HeldStage:
             room_nbytes = cap_nbytes - runtime.memory.pager.required_nbytes[Tier.DEVICE]
             chunks = runtime.modules.access.chunks
             sizes = {stage: sum(chunks[group].nbytes for group in self._groups(stage)) for stage in stages}
-            self._fits = {stage for stage, nbytes in sizes.items() if nbytes <= room_nbytes}
+            is_short = [nbytes > room_nbytes for nbytes in sizes.values()]
+            found = zip(sizes, runtime.ranks.any_over(is_short, label="room for stages"), strict=True)
+            self._fits = {stage for stage, any_is_short in found if not any_is_short}
             if self._fits:
                 runtime.forget_plans()
 
@@ -77,6 +79,5 @@ class HeldStage:
 
     def _groups(self, stage: nn.Module) -> tuple[int, ...]:
         chunks = self._runtime.modules.access.chunks
-        managed = self._runtime.registry.managed_under(stage).values()
-        groups = {one.group for one in managed if chunks[one.group].compute_tier is Tier.DEVICE}
-        return tuple(sorted(groups))
+        groups = {one.group for one in self._runtime.registry.managed_under(stage).values()}
+        return tuple(sorted(group for group in groups if chunks[group].is_exchanged))

@@ -133,10 +133,10 @@ def _require_stages(
     if len(runtime.built.added) != 1:
         raise StateError(f"pipe.repartition(): this manager has {len(runtime.built.added)} models; it is for one")
     (added,) = runtime.built.added
-    if added.kept:
+    if added.kept or runtime.registry.each_ranks:
         raise StateError(
-            "pipe.repartition(): modules were built in manager.exclude(reduce=False): each rank has parameters of its "
-            "own there, and other ranks cannot choose between them"
+            "pipe.repartition(): modules were built in manager.exclude(reduce=False), or have experts over the ranks "
+            "of a stage: each rank has parameters of its own there, and other ranks cannot choose between them"
         )
     ordinary = own_parameters(added.excluded)
     for root in added.roots:

@@ -262,7 +262,7 @@ class ShardStore:
 
         Raises what `send` does.
         """
-        by_group = {chunk.id.group: chunk for chunk in chunks}
+        by_group = {chunk.id.group: chunk for chunk in chunks if not self.is_each_ranks(chunk.id.group)}
         lists = self.together(by_group)
         if lists:
             self.ranks.connection.begin(Operation(f"{reader}: gather of {_listed(by_group.values())}"))

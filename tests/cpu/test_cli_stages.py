@@ -117,6 +117,10 @@ def test_a_cap_bounds_the_bytes_of_a_stage(trace: Path, ask: Ask) -> None:
         (("--stages", 0), "argument --stages: '0' is not a whole number"),
         (("--stages", 2, "--h2d", "1GB", "--out", "x"), "--stages cannot be given with --h2d or --out"),
         (("--stages", 2, "--host", "1GB"), "--host bounds the bytes of a stage together with --device"),
+        (
+            ("--mesh", "tp=2"),
+            "--mesh 'tp=2': TRACE is of one rank, and has its chunks and local parts alone: ask `chunk",
+        ),
         (("--device", "8MiB", "--keep-ties"), "--keep-ties is about stages; give --stages, too"),
     ],
 )

@@ -72,7 +72,7 @@ OPTIONS = {
     "check": "MODEL --batch --chunk-size --device --disk --host --optimizer --orders --precision --seed --seq --steps "
     "--json",
     "plan": "TRACE --d2h --device --disk --disk-read --disk-write --h2d --host --keep-ties --machine "
-    "--margin-use-ratio --out --stages --json",
+    "--margin-use-ratio --mesh --out --stages --json",
     "report": "RUN --against --out --perfetto --watch --json",
     "convert": "SOURCE TARGET --max-shard-size --to --trust --json",
     "verify": "CHECKPOINT --json",
