@@ -72,7 +72,7 @@ def _fetched_again_nbytes(plan: Plan, trace: Trace) -> int:
     room = plan.machine.device_nbytes
     if plan.machine.charges_non_model:
         room -= min((m.non_model_peak_nbytes for m in trace.moments), default=0)
-    return max(0, sum(trace.chunk_nbytes[chunk] for chunk in before & after) - room)
+    return max(0, trace.nbytes(before & after) - room)
 
 
 def _nbytes(trace: Trace, groups: set[int], role: Role) -> int:

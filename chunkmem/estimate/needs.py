@@ -62,10 +62,9 @@ def least_on_host(trace: Trace, *, device_nbytes: int, charges_non_model: bool) 
 
 def least_as_gateway(trace: Trace) -> int:
     """Return the smallest cap on HOST, in bytes, where a tier below takes all else: what one update touches."""
-    groups = {moment.chunk.group for moment in trace.moments if moment.kind is Kind.UPDATE}
     return max(
         max(trace.chunk_nbytes.values(), default=0),
-        max((_nbytes(trace, trace.update(group).chunks) for group in groups), default=0),
+        max((trace.nbytes(trace.update(group).chunks) for group in trace.update_moments), default=0),
     )
 
 
@@ -87,7 +86,7 @@ def _living(trace: Trace) -> Iterator[int]:
         for chunk in trace.chunk_nbytes
         if chunk.role in (Role.PARAM, Role.MASTER) and not trace.is_remote(chunk) and not trace.is_rounded(chunk)
     }
-    now = _nbytes(trace, here)
+    now = trace.nbytes(here)
     for moment in trace.moments:
         begins: Iterable[ChunkId] = ()
         if moment.kind in (Kind.HOLD, Kind.CREATE):
@@ -97,14 +96,10 @@ def _living(trace: Trace) -> Iterator[int]:
             states = set()  # they are there from now on
         new = {chunk for chunk in begins if chunk not in here}
         here |= new
-        now += _nbytes(trace, new)
+        now += trace.nbytes(new)
         yield now
         is_over = moment.kind in (Kind.RELEASE, Kind.UPDATE) and moment.chunk.role.kind.is_weights
         can_be_had = trace.is_remote(moment.chunk) or trace.is_rounded(moment.chunk)
         if (is_over and can_be_had) or moment.kind is Kind.CONSUME:
             here.discard(moment.chunk)
             now -= trace.chunk_nbytes[moment.chunk]
-
-
-def _nbytes(trace: Trace, chunks: Iterable[ChunkId]) -> int:
-    return sum(trace.chunk_nbytes[chunk] for chunk in chunks)

@@ -11,13 +11,11 @@ none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import TypeGuard
 
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Copy, Free, Update
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import Role, Tier
 
 SHADOW = "shadow buffers"
 """Name of the shadow buffers in ledgers and reports, where other rows have a role."""
@@ -25,7 +23,7 @@ SHADOW = "shadow buffers"
 
 def log_nbytes(trace: Trace, group: int) -> int:
     """Return the bytes of the shadow buffers that a speculative update takes: those of all chunks it writes."""
-    return sum(trace.chunk_nbytes[chunk] for chunk in trace.update(group).writes)
+    return trace.nbytes(trace.update(group).writes)
 
 
 def updates_ahead(trace: Trace, actions: Sequence[Sequence[Action]]) -> dict[int, int]:
@@ -39,7 +37,7 @@ def updates_ahead(trace: Trace, actions: Sequence[Sequence[Action]]) -> dict[int
 
 
 def advance_updates(
-    trace: Trace, actions: Sequence[Sequence[Action]], *, limit_nbytes: int, in_time_on: Machine | None = None
+    trace: Trace, actions: Sequence[Sequence[Action]], *, limit_nbytes: int
 ) -> tuple[tuple[Action, ...], ...]:
     """Return the program with as many updates on HOST as early as they can be; those that can be first take the log.
 
@@ -47,20 +45,13 @@ def advance_updates(
         trace: what the program is for.
         actions: a list a moment, without waits.
         limit_nbytes: of the shadow buffers.
-        in_time_on: leave those to their moments that this machine would not have done by the first of them. Issued
-            there, they come in the order in which the next forward needs them.
     """
     lists = [list(listed) for listed in actions]
     left_nbytes = limit_nbytes
-    begins = [0.0, *accumulate(moment.duration_s for moment in trace.moments)]
-    last_s = next((s for s, m in zip(begins, trace.moments, strict=False) if m.kind is Kind.UPDATE), 0.0)
-    busy_s = 0.0
     for since, at, update in sorted(_candidates(trace, actions), key=lambda found: found[:2]):
-        nbytes, end_s = log_nbytes(trace, update.group), busy_s
-        if in_time_on is not None:
-            end_s = max(busy_s, begins[since]) + update_s(trace, trace.moments[at], in_time_on)
-        if nbytes <= left_nbytes and end_s <= last_s:
-            left_nbytes, busy_s = left_nbytes - nbytes, end_s
+        nbytes = log_nbytes(trace, update.group)
+        if nbytes <= left_nbytes:
+            left_nbytes -= nbytes
             lists[at].remove(update)
             lists[since].append(update)
     return tuple(map(tuple, lists))
@@ -68,8 +59,7 @@ def advance_updates(
 
 def update_s(trace: Trace, moment: Moment, machine: Machine) -> float:
     """Return how long HOST takes to update the group of a moment."""
-    nbytes = sum(trace.chunk_nbytes[chunk] for chunk in trace.update(moment.chunk.group).chunks)
-    seconds = machine.host_update_s(nbytes, trace.update_form)
+    seconds = machine.host_update_s(trace.nbytes(trace.update(moment.chunk.group).chunks), trace.update_form)
     return moment.duration_s if seconds is None else seconds
 
 
@@ -77,28 +67,17 @@ def _candidates(trace: Trace, actions: Sequence[Sequence[Action]]) -> list[tuple
     """Return (the first list an Update could stand in, the one it stands in, the Update), for those that could move."""
     touched: dict[int, int] = {}
     """By group: the last list so far that puts something an update reads on HOST, or takes it from there."""
-    num_updates: dict[int, int] = {}
     found = []
-    for at, listed in enumerate(actions):
+    for at, (moment, listed) in enumerate(zip(trace.moments, actions, strict=True)):
         for action in listed:
             if isinstance(action, Update):
-                num_updates[action.group] = num_updates.get(action.group, 0) + 1
                 since = touched.get(action.group, 0)
-                if action.tier is Tier.HOST and since < at:
+                if action.tier is Tier.HOST and since < at and len(trace.update_moments[action.group]) == 1:
                     found.append((since, at, action))
-            elif _changes_host(action) and action.chunk in trace.update(action.chunk.group).reads:
-                touched[action.chunk.group] = at
-        _note_gradient(trace, at, touched)
-    return [(since, at, update) for since, at, update in found if num_updates[update.group] == 1]
-
-
-def _changes_host(action: Action) -> TypeGuard[Copy | Free]:
-    return (isinstance(action, Copy) and action.target is Tier.HOST) or (
-        isinstance(action, Free) and action.tier is Tier.HOST
-    )
-
-
-def _note_gradient(trace: Trace, at: int, touched: dict[int, int]) -> None:
-    moment = trace.moments[at]
-    if moment.kind in (Kind.CREATE, Kind.WRITE) and moment.chunk == ChunkId(Role.GRAD, moment.chunk.group):
-        touched[moment.chunk.group] = at + 1
+            elif isinstance(action, Copy | Free):
+                tier, group = action.target if isinstance(action, Copy) else action.tier, action.chunk.group
+                if tier is Tier.HOST and action.chunk in trace.update(group).reads:
+                    touched[group] = at
+        if moment.kind in (Kind.CREATE, Kind.WRITE) and moment.chunk.role is Role.GRAD:
+            touched[moment.chunk.group] = at + 1
+    return found

@@ -6,19 +6,25 @@ Each is simulated. The work on them is counted in units, see `chunkmem.plan.plan
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 
 from chunkmem.errors import CapacityError, PlanError, TraceError
-from chunkmem.plan.ahead import advance_updates
+from chunkmem.plan.ahead import advance_updates, log_nbytes, updates_ahead
 from chunkmem.plan.candidate import Candidate, PlanOptions, make_program
 from chunkmem.plan.choose import furthest_next_use, sweep
 from chunkmem.plan.disk import least_nbytes, offload, too_small
 from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Lane, Plan
-from chunkmem.plan.placement import FullPlacements, Placement, has_idle_states, placements
+from chunkmem.plan.placement import (
+    FullPlacements,
+    Placement,
+    has_idle_states,
+    num_updated_on_device,
+    tiers_of_updates,
+)
 from chunkmem.plan.program import Program
 from chunkmem.plan.simulate import with_waits
 from chunkmem.sizes import format_nbytes
@@ -52,29 +58,16 @@ def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Itera
 
 @dataclass(eq=False)
 class _Placed:
-    """One way to place the updates, and the candidates tried for it."""
+    """One way to place the updates."""
 
     placement: Placement
     problem: Problem
     room: list[int]
     """Bytes that the chunks in use leave free, by moment."""
-    tried: set[frozenset[int]] = field(default_factory=set)
-    """Gaps kept."""
-    quiet: int | None = None
-    """Reserve in bytes from which on nothing stalls: a larger one only costs traffic. None: none is known."""
-    is_whole: bool = False
-    """Every gap can be kept."""
+    quiet: float = inf
+    """Reserve in chunks from which on nothing stalls: a larger one only costs traffic; inf: none is known."""
     step_s: float = inf
     """Predicted seconds of a step with the fastest candidate."""
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What came of trying a candidate."""
-
-    step_s: float = inf
-    is_quiet: bool = False
-    """Nothing stalls that would be worth hiding."""
 
 
 def _is_quiet(candidate: Candidate) -> bool:
@@ -83,15 +76,6 @@ def _is_quiet(candidate: Candidate) -> bool:
     spans = (span for span in timeline.spans if span.lane is Lane.COMPUTE and not span.is_stall)
     computed_s = sum(span.end_s - span.start_s for span in spans)
     return timeline.step_s - computed_s <= _QUIET * timeline.step_s
-
-
-@dataclass(frozen=True)
-class _Made:
-    """A candidate, and what it was made from."""
-
-    candidate: Candidate
-    way: _Placed
-    program: Program
 
 
 class Candidates:
@@ -121,21 +105,25 @@ class Candidates:
         self.machine = machine
         self.options = options
         self.before = before
-        self.work = _MOMENT_WORK * len(trace.moments)
+        self.work = 0
+        """Units of work since the last piece."""
+        self.unit = _MOMENT_WORK * len(trace.moments)
         """Units to make and simulate a candidate."""
         self.is_small = len(trace.moments) <= _LARGE and not is_quick
         self.brief_reserves = (0,) if is_quick else (0, 2)
-        self.has_extremes = self.is_small
-        """Of a large step: one candidate each has been tried with the most groups resident, and with none."""
+        self.reserves = (0, 1, 2, 3, 4) if self.is_small else self.brief_reserves
+        """Chunks' worth of room that is set aside for prefetching."""
+        self.is_found = self.has_extremes = False
+        """A candidate fits; one each has been tried with the most groups resident, and with none."""
         self.placed: dict[tuple[frozenset[tuple[int, Tier]], frozenset[int]], _Placed | None] = {}
-        """By the tiers of updates and the resident groups: candidates of that placement; None: it does not fit."""
-        self.outcomes: dict[tuple[frozenset[tuple[int, Tier]], frozenset[int]], _Outcome] = {}
-        """Of candidates, by where groups are updated and the gaps that are kept: nothing else makes two of them
-        differ."""
+        """By the tiers of updates and the resident groups: what there is to decide; None: it does not fit."""
+        self.outcomes: dict[tuple[frozenset[tuple[int, Tier]], frozenset[int]], tuple[float, bool]] = {}
+        """Seconds of a step, and whether nothing stalls that would be worth hiding, by where groups are updated and the
+        gaps that are kept: nothing else makes two candidates differ."""
         self.budget = budgets(self.trace, machine, static_nbytes=options.static_nbytes)
         self.slab_nbytes = max(trace.chunk_nbytes.values(), default=0)
-        self.fastest: _Made | None = None
-        """The fastest candidate that needs no DISK; None: there is none yet."""
+        self.fastest: tuple[Candidate, Program] | None = None
+        """The fastest candidate that needs no DISK, and its program; None: there is none yet."""
         self.shortage: CapacityError | None = None
         self.least_nbytes: dict[Tier, int] = {}
         """By tier below DEVICE: with that cap, a candidate would fit that those above it have room for."""
@@ -146,89 +134,72 @@ class Candidates:
         Raises:
             CapacityError: no candidate fits.
         """
-        ratio, host_nbytes = self.options.margin_use_ratio, self.machine.host_nbytes
-        full = None
-        if host_nbytes > 0 and ratio > 0.0 and self.options.with_residents and not has_idle_states(self.trace):
-            full = FullPlacements(self.trace, self.budget, host_nbytes=host_nbytes, margin_use_ratio=ratio)
-        is_found = False
         try:
-            for work, candidate in self._pieces(full):
-                is_found = is_found or candidate is not None
+            for candidate in self._tried():
+                work, self.work = self.work, 0
+                self.is_found = self.is_found or candidate is not None
                 yield work, candidate
                 if candidate is not None and candidate.nbytes == 0 and not self._could_hide_updates(candidate):
                     return  # nothing moves: nothing can be better
-            if self.is_small:
-                yield from self._with_less()
-            if not is_found and full is not None:
-                for work, candidate in self._with_least_on_host(full):
-                    is_found = is_found or candidate is not None
-                    yield work, candidate
         finally:
             self.placed.clear()  # it may be large, and the planner lives on
-        if not is_found:
+        if not self.is_found:
             raise self._nothing_fits()
+
+    def _tried(self) -> Iterator[Candidate | None]:
+        """Yield what comes of each candidate that is tried; None: it does not fit, or another one is the same."""
+        trace, host_nbytes, ratio = self.trace, self.machine.host_nbytes, self.options.margin_use_ratio
+        counts, full = [len(trace.update_moments)], None
+        if host_nbytes and ratio > 0.0 and self.options.with_residents and not has_idle_states(trace):
+            full = FullPlacements(trace, self.budget, host_nbytes=host_nbytes, margin_use_ratio=ratio)
+            counts = [0]
+        elif host_nbytes:
+            counts = [num_updated_on_device(trace, self.budget, ratio), 0]
+        others = [Placement(tiers_of_updates(trace, count)) for count in dict.fromkeys(counts)]
+        for where in others if full is None else (full.placement(full.most), *others):
+            yield from self._by_rule(where, (0,))
+        self.has_extremes = True
+        step_s: dict[int, float] = {}
+        while full is not None and (count := full.next_count(step_s)) is not None:
+            yield from self._by_rule(full.placement(count), self.brief_reserves)
+            way = self._placed(full.placement(count))
+            step_s[count] = inf if way is None else way.step_s
+        if full is not None:
+            others.insert(0, full.placement(min(step_s, key=lambda count: step_s[count])))
+        for where in others:
+            yield from self._by_rule(where, self.reserves)
+        if self.is_small:
+            yield from self._with_less()
+        if full is not None and not self.is_found:
+            for count in full.close_to_most():
+                yield from self._by_rule(full.placement(count), self.brief_reserves)
 
     def _could_hide_updates(self, candidate: Candidate) -> bool:
         """Tell whether updates on DEVICE take so long that HOST might do some of them meanwhile."""
         if self.machine.one_processor or self.machine.host_nbytes == 0:
             return False
-        updates = [moment for moment in self.trace.moments if moment.kind is Kind.UPDATE]
-        nbytes = sum(self.trace.chunk_nbytes[c] for m in updates for c in self.trace.update(m.chunk.group).chunks)
-        given_s = sum(moment.duration_s for moment in updates) if self.machine.device_update_Bps == inf else 0.0
-        return nbytes / self.machine.device_update_Bps + given_s > CLOSE * candidate.timeline.step_s
+        trace, Bps = self.trace, self.machine.device_update_Bps
+        updates = [(group, trace.moments[at]) for group, moments in trace.update_moments.items() for at in moments]
+        nbytes = sum(trace.nbytes(trace.update(group).chunks) for group, _ in updates)
+        given_s = sum(moment.duration_s for _, moment in updates) if Bps == inf else 0.0
+        return nbytes / Bps + given_s > CLOSE * candidate.timeline.step_s
 
-    def _pieces(self, full: FullPlacements | None) -> Iterator[tuple[int, Candidate | None]]:
-        ratio = self.options.margin_use_ratio
-        tiers = placements(self.trace, self.machine, self.budget, ratio, with_half=self.is_small)
-        others = [Placement(each) for each in tiers]
-        if not self.has_extremes:
-            for where in others if full is None else (full.placement(full.most), *others):
-                if (way := self._placed(where)) is not None:
-                    yield next(self._by_rule(way, is_brief=True))
-            self.has_extremes = True
-        if full is not None:
-            yield from self._by_residents(full)
-        for where in others:
-            if (way := self._placed(where)) is not None:
-                yield from self._by_rule(way, is_brief=not self.is_small)
+    def _with_less(self) -> Iterator[Candidate]:
+        """Try the fastest candidate with fewer updates ahead, where COMPUTE waits.
 
-    def _by_residents(self, full: FullPlacements) -> Iterator[tuple[int, Candidate | None]]:
-        """Try full placements, a few candidates of each, and all of the fastest one."""
-        tried: dict[int, _Placed] = {}
-        step_s: dict[int, float] = {}
-        while (count := full.next_count(step_s)) is not None:
-            step_s[count] = inf
-            if (way := self._placed(full.placement(count))) is not None:
-                yield from self._by_rule(way, is_brief=True)
-                tried[count], step_s[count] = way, way.step_s
-        if tried and self.is_small:
-            yield from self._by_rule(min(tried.values(), key=lambda way: way.step_s), is_brief=False)
-
-    def _with_least_on_host(self, full: FullPlacements) -> Iterator[tuple[int, Candidate | None]]:
-        for count in full.close_to_most():
-            if (way := self._placed(full.placement(count))) is not None:
-                yield from self._by_rule(way, is_brief=True)
-
-    def _with_less(self) -> Iterator[tuple[int, Candidate | None]]:
-        """Try the fastest candidate with less memory than there is, where COMPUTE waits.
-
-        To keep all that fits and to update ahead all that the shadow buffers hold is best as a
-        rule, not always: copies and updates come at other times, and share HOST's memory. So what a smaller DEVICE or
-        HOST would allow is tried, too: more memory should not make a step slower.
+        To update ahead all that the shadow buffers hold is best as a rule, not always: updates share HOST's memory with
+        copies, and those that take longer than backward keep what the next forward needs first waiting. More memory
+        should not make a step slower.
         """
-        if self.fastest is None or _is_quiet(self.fastest.candidate):
+        # On one processor it is the same cores that forward, backward and updates wait for.
+        if self.fastest is None or self.machine.one_processor or _is_quiet(self.fastest[0]):
             return
-        way = self.fastest.way
-        for reserve in (1, 2, 4) if way.is_whole else ():
-            kept = sweep(way.problem, self._left(way, reserve), furthest_next_use)
-            yield self._try(way, kept, "belady", reserve)
-        if self.machine.one_processor:  # the same cores forward, backward and updates wait for
-            return
-        made = self.fastest
-        most_nbytes = self._log_nbytes(made.program)
-        for log in sorted({0, *(most_nbytes // part for part in (8, 4, 2))} - {most_nbytes}):
-            name = f"{made.candidate.plan.name}, {format_nbytes(log)} of shadow buffers"
-            yield self._timed(made.way, made.program, name, limit_nbytes=log)
+        fastest, program = self.fastest
+        used_nbytes = sum(log_nbytes(self.trace, group) for group in updates_ahead(self.trace, fastest.actions))
+        for eighths in (0, 1, 2, 3, 4, 6) if used_nbytes else ():
+            limit_nbytes = used_nbytes * eighths // 8
+            name = f"{fastest.plan.name}, {format_nbytes(limit_nbytes)} of shadow buffers"
+            yield self._timed(fastest.placement, program, name, limit_nbytes=limit_nbytes)
 
     def _placed(self, where: Placement) -> _Placed | None:
         """Return what there is to decide for a placement; None if a moment of it does not fit DEVICE."""
@@ -248,82 +219,64 @@ class Candidates:
             self.placed[key] = None
         return self.placed[key]
 
-    def _by_rule(self, way: _Placed, *, is_brief: bool) -> Iterator[tuple[int, Candidate | None]]:
-        everything = frozenset(way.problem.free_to_choose)
-        for reserve in self.brief_reserves if is_brief else (0, 1, 2, 3, 4):
-            if way.quiet is not None and reserve > way.quiet:
+    def _by_rule(self, where: Placement, reserves: Sequence[int]) -> Iterator[Candidate | None]:
+        if (way := self._placed(where)) is None:
+            return
+        for reserve in reserves:
+            if reserve > way.quiet:
                 return
-            yield self._try(way, sweep(way.problem, self._left(way, reserve), furthest_next_use), "belady", reserve)
-            if everything in way.tried:
-                way.is_whole = True
+            room = [max(0, nbytes - reserve * self.slab_nbytes) for nbytes in way.room]
+            kept = sweep(way.problem, room, furthest_next_use)
+            yield self._try(way, kept, reserve)
+            if len(kept) == len(way.problem.free_to_choose):
                 return
 
-    def _left(self, way: _Placed, reserve: int) -> list[int]:
-        """Return the room without `reserve` chunks' worth of it, which is for prefetching."""
-        return [max(0, nbytes - reserve * self.slab_nbytes) for nbytes in way.room]
-
-    def _try(self, way: _Placed, kept: frozenset[int], name: str, reserve: int) -> tuple[int, Candidate | None]:
-        """Return the work done, and the candidate that keeps these gaps, unless it was tried, or does not fit HOST."""
-        work = self.work
-        if kept in way.tried:
-            return work // 10, None
-        way.tried.add(kept)
+    def _try(self, way: _Placed, kept: frozenset[int], reserve: int) -> Candidate | None:
+        """Return the candidate that keeps these gaps, unless it was tried, or does not fit HOST."""
         # Another placement with the same updates may keep the same gaps: some as it likes, and others always.
         key = frozenset(way.problem.update_tiers.items()), kept | way.problem.always_kept
         candidate = None
         if key in self.outcomes:
-            work //= 10
+            self.work += self.unit // 10
         else:
-            work, candidate = self._make(way, kept, f"{name}, {reserve} set aside")
-            found = candidate and _Outcome(candidate.step_s, _is_quiet(candidate))
-            self.outcomes[key] = found or _Outcome()
-        way.step_s = min(way.step_s, self.outcomes[key].step_s)
-        if self.outcomes[key].is_quiet:
-            way.quiet = reserve if way.quiet is None else min(reserve, way.quiet)
-        return work, candidate
+            candidate = self._make(way, kept, f"belady, {reserve} set aside")
+            self.outcomes[key] = (inf, False) if candidate is None else (candidate.step_s, _is_quiet(candidate))
+        step_s, is_quiet = self.outcomes[key]
+        way.step_s = min(way.step_s, step_s)
+        if is_quiet:
+            way.quiet = min(reserve, way.quiet)
+        return candidate
 
-    def _make(self, way: _Placed, kept: frozenset[int], name: str) -> tuple[int, Candidate | None]:
-        """Return the work done, and the candidate that keeps these gaps, unless it does not fit HOST."""
-        work = self.work
+    def _make(self, way: _Placed, kept: frozenset[int], name: str) -> Candidate | None:
+        """Return the candidate that keeps these gaps, unless it does not fit HOST."""
         machine = self.machine
         program = make_program(way.problem, kept, self.budget, machine)
-        if program.peak_nbytes[Tier.HOST] > machine.host_nbytes:
-            if (below := machine.tiers[-1]) is not Tier.HOST:
-                return self._make_with_gateway(way, program, name, below)
-            self._note_least(Tier.HOST, program.peak_nbytes[Tier.HOST])
-            return work // 2, None
-        return self._timed(way, program, name, limit_nbytes=self._log_nbytes(program))
+        if program.peak_nbytes[Tier.HOST] <= machine.host_nbytes:
+            limit_nbytes = min(machine.shadow_nbytes, machine.host_nbytes - program.peak_nbytes[Tier.HOST])
+            return self._timed(way.placement, program, name, limit_nbytes=limit_nbytes)
+        if (below := machine.tiers[-1]) is not Tier.HOST:
+            return self._make_with_gateway(way, program, name, below)
+        self.work += self.unit // 2
+        self._note_least(Tier.HOST, program.peak_nbytes[Tier.HOST])
+        return None
 
-    def _log_nbytes(self, program: Program) -> int:
-        """Return the bytes that the shadow buffers may take."""
-        return min(self.machine.shadow_nbytes, self.machine.host_nbytes - program.peak_nbytes[Tier.HOST])
-
-    def _timed(self, way: _Placed, program: Program, name: str, *, limit_nbytes: int) -> tuple[int, Candidate]:
-        """Return the work done, and the faster of two ways to begin updates early, with so much for shadow buffers."""
-        work, machine = self.work, self.machine
+    def _timed(self, where: Placement, program: Program, name: str, *, limit_nbytes: int) -> Candidate:
+        """Return the candidate whose updates begin as early as they can, with so much for shadow buffers."""
         actions = advance_updates(self.trace, program.actions, limit_nbytes=limit_nbytes)
-        candidate = self._candidate(program, actions, way.placement, name)
-        if not machine.one_processor:  # else it is the same cores that forward, backward and updates wait for
-            in_time = advance_updates(self.trace, program.actions, limit_nbytes=limit_nbytes, in_time_on=machine)
-            if in_time != actions:
-                work *= 2
-                other = self._candidate(program, in_time, way.placement, f"{name}, updates in time")
-                candidate = min(candidate, other, key=lambda tried: tried.timeline.step_s)
-        if self.fastest is None or candidate.step_s < self.fastest.candidate.step_s:
-            self.fastest = _Made(candidate, way, program)
-        return work, candidate
+        candidate = self._candidate(program, actions, where, name)
+        if self.fastest is None or candidate.step_s < self.fastest[0].step_s:
+            self.fastest = candidate, program
+        return candidate
 
-    def _make_with_gateway(
-        self, way: _Placed, program: Program, name: str, below: Tier
-    ) -> tuple[int, Candidate | None]:
-        """Return the work done, and the fastest candidate that has what HOST has no room for on the tier below it."""
-        work, best, is_followable = 0, None, False
+    def _make_with_gateway(self, way: _Placed, program: Program, name: str, below: Tier) -> Candidate | None:
+        """Return the fastest candidate that has what HOST has no room for on the tier below it."""
+        best, is_followable = None, False
         reserves = _RESERVES if self.is_small else _FEW_RESERVES
         for reserve, states_first in product(reserves, (False, True)):
-            work += self.work
             reserve_nbytes = reserve * self.slab_nbytes
             found = offload(self.trace, program, self.machine, reserve_nbytes=reserve_nbytes, states_first=states_first)
             if found is None:
+                self.work += self.unit // 2
                 continue
             is_followable = True
             if found.peak_nbytes[below] > self.machine.cap_nbytes[below]:
@@ -335,12 +288,13 @@ class Candidates:
                 best = candidate
         if not is_followable:
             self._note_least(Tier.HOST, least_nbytes(self.trace, program))
-        return work, best
+        return best
 
     def _candidate(
-        self, program: Program, actions: Sequence[Sequence[Action]], placement: Placement, name: str
+        self, program: Program, actions: tuple[tuple[Action, ...], ...], placement: Placement, name: str
     ) -> Candidate:
         before = self.before
+        self.work += self.unit
         if before and (before.actions, before.plan.start, before.placement) == (actions, program.start, placement):
             return replace(before, plan=replace(before.plan, name=name))
         plan = Plan(self.given.digest, self.machine, program.start, actions, placement.update_tiers, name)

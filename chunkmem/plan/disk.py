@@ -15,31 +15,21 @@ Decided in ADR 40.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from chunkmem.errors import CapacityError
 from chunkmem.plan.choose import Order, furthest_next_use, sweep
-from chunkmem.plan.gaps import Gap, Problem, Use, gaps_of, required_nbytes
-from chunkmem.plan.intervals import Stays, find_stays, free_room, linger, prefetch
+from chunkmem.plan.gaps import Life, Problem, Use, problem_of
+from chunkmem.plan.intervals import find_stays, free_room, linger, prefetch
 from chunkmem.plan.machine import Machine, cap_key
-from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Update
-from chunkmem.plan.program import Program
+from chunkmem.plan.model import Action, Copy, Free, Update
+from chunkmem.plan.program import Emitter, Program, needs
 from chunkmem.sizes import format_nbytes
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import PLACE, TIERS, ChunkId, Tier
 
 _LEAD = 1.5
 """Chunks are read this many times earlier than they would have to be, against jitter."""
-
-
-@dataclass
-class _Life:
-    """Of one chunk on a tier, as a program has it."""
-
-    uses: list[Use] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    """Slots in which its content, which no tier above has, is given up."""
 
 
 def least_nbytes(trace: Trace, program: Program, *, tier: Tier = Tier.HOST) -> int:
@@ -94,7 +84,7 @@ def offload(
     free = free_room(problem, stays, budget)
     prefetch(problem, stays, free, machine, lead=_LEAD)
     linger(problem, stays, free, machine)
-    return _Rewriter(problem, stays, program, slots).run()
+    return Emitter(problem, stays, program, slots).run()
 
 
 def _states_first(problem: Problem) -> Order:
@@ -116,54 +106,33 @@ def _slots(program: Program, tier: Tier) -> list[range]:
     """Return the slots of each moment: one for each action that needs chunks on a tier, or one."""
     slots, first = [], 0
     for actions in program.actions:
-        num = max(1, sum(_needs(action, tier) for action in actions))
+        num = max(1, sum(needs(action, tier) for action in actions))
         slots.append(range(first, first + num))
         first += num
     return slots
 
 
-def _needs(action: Action, tier: Tier) -> bool:
-    if isinstance(action, Copy):
-        return tier in (action.source, action.target)
-    return isinstance(action, Update) and action.tier is tier
-
-
 def _problem(trace: Trace, program: Program, slots: Sequence[range], tier: Tier) -> Problem:
-    lives = _lives(trace, program, slots, tier)
-    chunks = tuple(sorted(lives, key=lambda chunk: (chunk.group, chunk.role)))
-    nbytes = tuple(trace.chunk_nbytes[chunk] for chunk in chunks)
     # A moment's actions are issued, and then it runs.
     durations_s = [0.0] * slots[-1].stop if slots else []
     for moment, own in zip(trace.moments, slots, strict=True):
         durations_s[own[-1]] = moment.duration_s
-    n = len(durations_s)
-    gaps: list[Gap] = []
-    first_gap = []
-    for at, chunk in enumerate(chunks):
-        first_gap.append(len(gaps))
-        life = lives[chunk]
-        gaps += gaps_of(at, life.uses, (), life.ends, n) if life.uses else ()
-    uses = tuple(tuple(lives[chunk].uses) for chunk in chunks)
-    tiers: Mapping[int, Tier] = {}
-    required = required_nbytes(n, nbytes, uses, ())
-    return Problem(
-        trace, tiers, chunks, nbytes, uses, tuple(gaps), tuple(first_gap), required, tuple(durations_s), tier=tier
-    )
+    return problem_of(trace, {}, _lives(trace, program, slots, tier), tuple(durations_s), tier=tier)
 
 
-def _lives(trace: Trace, program: Program, slots: Sequence[range], tier: Tier) -> dict[ChunkId, _Life]:
+def _lives(trace: Trace, program: Program, slots: Sequence[range], tier: Tier) -> dict[ChunkId, Life]:
     """Read off a program when it needs which chunk on a tier."""
-    lives: dict[ChunkId, _Life] = {}
+    lives: dict[ChunkId, Life] = {}
     where = defaultdict[ChunkId, set[Tier]](set)
     """The tiers that have the content of a chunk, by the program."""
     for placed in program.start:
         if placed.tier is tier:
-            lives[placed.chunk] = _Life()
+            lives[placed.chunk] = Life()
         if placed.newest:
             where[placed.chunk].add(placed.tier)
 
     def use(chunk: ChunkId, at: int, *, creates: bool = False, writes: bool = False) -> None:
-        uses = lives.setdefault(chunk, _Life()).uses
+        uses = lives.setdefault(chunk, Life()).uses
         if uses and uses[-1].start == at:
             uses[-1].writes |= writes
         else:
@@ -174,10 +143,10 @@ def _lives(trace: Trace, program: Program, slots: Sequence[range], tier: Tier) -
     for moment, actions, own in zip(trace.moments, program.actions, slots, strict=True):
         at = own[0] - 1
         for action in actions:
-            at += _needs(action, tier)
+            at += needs(action, tier)
             if isinstance(action, Copy):
                 is_save = action.target is tier
-                if _needs(action, tier):
+                if needs(action, tier):
                     use(action.chunk, at, creates=is_save, writes=is_save)
                 where[action.chunk].add(action.target)
             elif isinstance(action, Free):
@@ -205,106 +174,3 @@ def _lives(trace: Trace, program: Program, slots: Sequence[range], tier: Tier) -
 
 def _is_updated_on_device(moment: Moment, actions: Sequence[Action]) -> bool:
     return moment.kind is Kind.UPDATE and Update(moment.chunk.group, Tier.DEVICE) in actions
-
-
-class _Rewriter:
-    """Puts what the lower tier does into a program's actions."""
-
-    def __init__(self, problem: Problem, stays: Stays, program: Program, slots: Sequence[range]) -> None:
-        self.problem = problem
-        self.upper, self.lower = problem.tier, problem.below
-        self.trace = problem.trace
-        self.program = program
-        self.slots = slots
-        n = len(problem.durations_s)
-        self.leaving, self.ending, self.fetching = stays.by_moment(n)
-        there = {placed.chunk for placed in program.start if placed.tier is self.upper}
-        crossing = {stay.chunk for stay in stays.passing if stay.freed >= n or stay.issued < 0}
-        staying = {problem.chunks[at] for at in stays.resident | crossing}
-        self.on = {self.upper: there & staying, self.lower: (there - staying) | (there & self._homes(stays))}
-        self._count()
-
-    def _homes(self, stays: Stays) -> set[ChunkId]:
-        """Return the chunks that nothing writes, and that do not stay: the lower tier has a copy all the time."""
-        problem = self.problem
-        return {
-            problem.chunks[at]
-            for at, chain in enumerate(problem.uses)
-            if at not in stays.resident and not any(use.writes for use in chain)
-        }
-
-    def run(self) -> Program:
-        """Return the program."""
-        for at in range(len(self.slots)):  # a first iteration only to see what is where when the next one begins
-            self._list(at)
-        others = (placed for placed in self.program.start if placed.tier is not self.upper)
-        start = {*others, *(Placed(chunk, tier, True) for tier, chunks in self.on.items() for chunk in chunks)}
-        self._count()
-        actions = tuple(tuple(self._list(at)) for at in range(len(self.slots)))
-        return Program(frozenset(start), actions, {**self.program.peak_nbytes, **self.peaks})
-
-    def _list(self, at: int) -> list[Action]:
-        """Return the actions of a moment."""
-        out = list[Action]()
-        first, *later = self.slots[at]
-        self._begin(first, out)
-        for action in self.program.actions[at]:
-            self._act(action, out)
-            if _needs(action, self.upper) and later:
-                self._begin(later.pop(0), out)
-        moment = self.trace.moments[at]
-        if moment.kind is Kind.CONSUME:
-            for tier in self.on:
-                self._leave(moment.chunk, tier, [])
-        return out
-
-    def _begin(self, slot: int, out: list[Action]) -> None:
-        chunks = self.problem.chunks
-        for stay in self.leaving.get(slot, ()):
-            chunk = chunks[stay.chunk]
-            if chunk in self.on[self.upper]:
-                self._enter(chunk, self.lower, out)
-                out.append(Copy(chunk, self.upper, self.lower))
-        for stay in self.ending.get(slot, ()):
-            self._leave(chunks[stay.chunk], self.upper, out)
-        for stay in self.fetching.get(slot, ()):
-            chunk = chunks[stay.chunk]
-            if chunk in self.on[self.lower] and chunk not in self.on[self.upper]:
-                self._enter(chunk, self.upper, out)
-                out.append(Copy(chunk, self.lower, self.upper))
-
-    def _act(self, action: Action, out: list[Action]) -> None:
-        if isinstance(action, Alloc) and action.tier is self.upper:
-            self._enter(action.chunk, self.upper, out)
-            return
-        if isinstance(action, Free) and action.tier is self.upper:
-            self._leave(action.chunk, self.upper, out)
-            self._leave(action.chunk, self.lower, out)
-            return
-        if isinstance(action, Copy) and action.target is self.upper:
-            self._enter(action.chunk, self.upper, out)
-            self._leave(action.chunk, self.lower, out)
-        elif isinstance(action, Update) and action.tier is self.upper:
-            update = self.trace.update(action.group)
-            for chunk in update.chunks:
-                self._enter(chunk, self.upper, out)
-            for chunk in update.writes:
-                self._leave(chunk, self.lower, out)
-        out.append(action)
-
-    def _count(self) -> None:
-        self.nbytes = {tier: sum(self.trace.chunk_nbytes[chunk] for chunk in on) for tier, on in self.on.items()}
-        self.peaks = dict(self.nbytes)
-
-    def _enter(self, chunk: ChunkId, tier: Tier, out: list[Action]) -> None:
-        if chunk not in self.on[tier]:
-            self.on[tier].add(chunk)
-            self.nbytes[tier] += self.trace.chunk_nbytes[chunk]
-            self.peaks[tier] = max(self.peaks[tier], self.nbytes[tier])
-            out.append(Alloc(chunk, tier))
-
-    def _leave(self, chunk: ChunkId, tier: Tier, out: list[Action]) -> None:
-        if chunk in self.on[tier]:
-            self.on[tier].remove(chunk)
-            self.nbytes[tier] -= self.trace.chunk_nbytes[chunk]
-            out.append(Free(chunk, tier))

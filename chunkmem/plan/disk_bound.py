@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from chunkmem.plan.gaps import budgets
 from chunkmem.plan.machine import Machine
-from chunkmem.trace.model import Kind, Trace
+from chunkmem.trace.model import Trace
 from chunkmem.types import ChunkId
 
 
@@ -31,17 +31,15 @@ def disk_bound(trace: Trace, machine: Machine) -> DiskBound:
     if not machine.disk_nbytes:
         return DiskBound()
     room_nbytes = machine.host_nbytes + max(0, min(budgets(trace, machine), default=0))
-    updated = {moment.chunk.group for moment in trace.moments if moment.kind is Kind.UPDATE}
     used = {moment.chunk for moment in trace.moments if moment.chunk.role.kind.is_weights}
     changed: set[ChunkId] = set()
-    for group in updated:
+    for group in trace.update_moments:
         update = trace.update(group)
         used.update(update.reads)
         changed.update(update.writes)
 
     def least_nbytes(chunks: Iterable[ChunkId]) -> int:
-        lasting = (chunk for chunk in chunks if _lasts(chunk, trace))
-        return max(0, sum(trace.chunk_nbytes[chunk] for chunk in lasting) - room_nbytes)
+        return max(0, trace.nbytes(chunk for chunk in chunks if _lasts(chunk, trace)) - room_nbytes)
 
     return DiskBound(least_nbytes(used), least_nbytes(changed))
 

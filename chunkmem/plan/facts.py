@@ -23,8 +23,6 @@ class PlanFacts:
     """By speculative update, in order: bytes of each slab in its shadow buffer."""
     copies_before: tuple[Mapping[Lane, int], ...]
     """By moment, and at the end: copies, and updates on HOST, issued on each lane before it."""
-    update_moments: Mapping[int, tuple[int, ...]]
-    """By group: the moments in which it is updated, sorted."""
     untouched: frozenset[ChunkId]
     """Chunks that the plan leaves where they are."""
 
@@ -46,7 +44,6 @@ class PlanFacts:
     def of(cls, plan: Plan, trace: Trace, lanes: tuple[Lane, ...]) -> PlanFacts:
         """Read a plan whose copies are on `lanes`."""
         issued, copies_before = dict.fromkeys((*lanes, Lane.HOST_UPDATE), 0), []
-        updates: dict[int, list[int]] = {}
         ahead = updates_ahead(trace, plan.actions)
         num_ahead = Counter(ahead.values())
         for at, (moment, actions) in enumerate(zip(trace.moments, plan.actions, strict=True)):
@@ -57,12 +54,10 @@ class PlanFacts:
             issued[Lane.HOST_UPDATE] += num_ahead[at]
             if moment.kind is Kind.UPDATE:
                 issued[Lane.HOST_UPDATE] += plan.update_tiers[moment.chunk.group] is Tier.HOST
-                updates.setdefault(moment.chunk.group, []).append(at)
         return cls(
             peak_nbytes(plan, trace),
             tuple(tuple(trace.chunk_nbytes[chunk] for chunk in trace.update(group).writes) for group in ahead),
             (*copies_before, issued),
-            {group: tuple(moments) for group, moments in updates.items()},
             _untouched(plan, trace),
         )
 
@@ -70,8 +65,7 @@ class PlanFacts:
 def _untouched(plan: Plan, trace: Trace) -> frozenset[ChunkId]:
     touched = {moment.chunk for moment in trace.moments}
     touched |= {action.chunk for actions in plan.actions for action in actions if not isinstance(action, Wait | Update)}
-    for moment in trace.moments:
-        if moment.kind is Kind.UPDATE:
-            touched.update(trace.update(moment.chunk.group).chunks)
+    for group in trace.update_moments:
+        touched.update(trace.update(group).chunks)
     # Weights that can be rounded again would be dropped where nobody wants them.
     return frozenset(chunk for chunk in trace.chunk_nbytes if not trace.is_rounded(chunk)) - touched

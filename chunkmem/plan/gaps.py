@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.machine import Machine
@@ -44,6 +45,17 @@ class Use:
     """It begins new content."""
     writes: bool = False
     """It changes the content, so the copy below is no longer the newest."""
+
+
+@dataclass
+class Life:
+    """Of one chunk on a tier."""
+
+    uses: list[Use] = field(default_factory=list)
+    renewed: list[int] = field(default_factory=list)
+    """Moments at which the tier below writes a new version."""
+    ends: list[int] = field(default_factory=list)
+    """Moments at which the tier below needs the content, or it is used up where no tier above has it."""
 
 
 @dataclass(slots=True)
@@ -116,12 +128,13 @@ def budgets(trace: Trace, machine: Machine, *, static_nbytes: int | None = None)
         return [machine.device_nbytes] * len(trace.moments)
     left = [machine.device_nbytes - moment.non_model_peak_nbytes for moment in trace.moments]
     if static_nbytes is not None and machine.host_nbytes:
-        share = max(static_nbytes, max(_held_nbytes(trace), default=0))
+        share = max(static_nbytes, max(held_nbytes(trace), default=0))
         left = [min(share, nbytes) for nbytes in left]
     return left
 
 
-def _held_nbytes(trace: Trace) -> list[int]:
+def held_nbytes(trace: Trace) -> list[int]:
+    """Return the bytes of chunks that are held, or written, in each moment."""
     total = 0
     held = []
     for moment in trace.moments:
@@ -148,7 +161,10 @@ def require_fit(problem: Problem, budget: Sequence[int], machine: Machine) -> No
     Raises:
         CapacityError: one has not; with the smallest cap on DEVICE that all have.
     """
-    needed_nbytes = _living(problem) if machine.host_nbytes == 0 else problem.required
+    living = [gap for gap in problem.gaps if gap.after is After.LIVES]
+    needed_nbytes = problem.required
+    if machine.host_nbytes == 0:
+        needed_nbytes = _required_nbytes(len(budget), problem.nbytes, problem.uses, living)
     short = [need - have for need, have in zip(needed_nbytes, budget, strict=True)]
     worst = max(range(len(short)), key=lambda i: (short[i], -i), default=None)
     if worst is None or short[worst] <= 0:
@@ -165,17 +181,6 @@ def require_fit(problem: Problem, budget: Sequence[int], machine: Machine) -> No
         needed_nbytes=needed,
         cap_nbytes=machine.device_nbytes,
     )
-
-
-def _living(problem: Problem) -> list[int]:
-    """Return the bytes of chunks that are in use in each moment, or have content for a later use."""
-    n = len(problem.required)
-    living = list(problem.required)
-    for gap in problem.gaps:
-        if gap.after is After.LIVES:
-            for moment in range(gap.start, gap.stop):
-                living[moment % n] += problem.nbytes[gap.chunk]
-    return living
 
 
 def find_gaps(
@@ -196,42 +201,52 @@ def find_gaps(
     Raises:
         PlanError: the trace updates a group that `update_tiers` has no tier for.
     """
-    chunks = tuple(sorted(trace.chunk_nbytes, key=lambda chunk: (chunk.group, chunk.role)))
-    index = {chunk: at for at, chunk in enumerate(chunks)}
+    durations_s = tuple(moment.duration_s for moment in trace.moments)
+    lives = _read_lives(trace, update_tiers, one_tier=one_tier)
+    return problem_of(trace, update_tiers, lives, durations_s, resident_groups=resident_groups)
+
+
+def problem_of(
+    trace: Trace,
+    update_tiers: Mapping[int, Tier],
+    lives: Mapping[ChunkId, Life],
+    durations_s: tuple[float, ...],
+    *,
+    tier: Tier = Tier.DEVICE,
+    resident_groups: Collection[int] = frozenset(),
+) -> Problem:
+    """Return what there is to decide for chunks with these lives on a tier, in moments of these durations."""
+    chunks = tuple(sorted(lives, key=lambda chunk: (chunk.group, chunk.role)))
     nbytes = tuple(trace.chunk_nbytes[chunk] for chunk in chunks)
-    uses, renewed, needed = _read_uses(trace, update_tiers, index, one_tier=one_tier)
+    uses = tuple(tuple(lives[chunk].uses) for chunk in chunks)
     gaps: list[Gap] = []
     first_gap = []
-    for own, chain in enumerate(uses):
+    for own, chunk in enumerate(chunks):
         first_gap.append(len(gaps))
-        gaps += gaps_of(own, chain, renewed[own], needed[own], len(trace.moments))
+        gaps += _gaps_of(own, lives[chunk], len(durations_s))
     always_kept = frozenset(
         at for at, gap in enumerate(gaps) if chunks[gap.chunk].group in resident_groups and may_be_kept(gap)
     )
-    required = required_nbytes(len(trace.moments), nbytes, uses, [gaps[at] for at in always_kept])
+    required = _required_nbytes(len(durations_s), nbytes, uses, [gaps[at] for at in always_kept])
     return Problem(
-        trace, update_tiers, chunks, nbytes, tuple(map(tuple, uses)), tuple(gaps), tuple(first_gap), required,
-        tuple(moment.duration_s for moment in trace.moments), always_kept,
+        trace, update_tiers, chunks, nbytes, uses, tuple(gaps), tuple(first_gap), required, durations_s, always_kept,
+        tier,
     )  # fmt: skip
 
 
-def _read_uses(
-    trace: Trace, update_tiers: Mapping[int, Tier], index: Mapping[ChunkId, int], *, one_tier: bool
-) -> tuple[list[list[Use]], list[list[int]], list[list[int]]]:
-    """Return for each chunk its uses on DEVICE, and the moments at which the tier below writes a new version of it, and
-    at which that has what DEVICE wrote. `index` has the place of each chunk; the rest is as for `find_gaps`."""
-    uses: list[list[Use]] = [[] for _ in index]
-    renewed: list[list[int]] = [[] for _ in index]
-    needed: list[list[int]] = [[] for _ in index]
+def _read_lives(trace: Trace, update_tiers: Mapping[int, Tier], *, one_tier: bool) -> dict[ChunkId, Life]:
+    """Return the life of each chunk on DEVICE; the arguments are those of `find_gaps`."""
+    lives = {chunk: Life() for chunk in trace.chunk_nbytes}
     for at, moment in enumerate(trace.moments):
-        own = index[moment.chunk]
+        life = lives[moment.chunk]
+        uses = life.uses
         if moment.kind is Kind.HOLD:
             comes = arrives(moment.chunk, trace)
-            uses[own].append(Use(at, -1, creates=comes, writes=comes))
+            uses.append(Use(at, -1, creates=comes, writes=comes))
         elif moment.kind is Kind.RELEASE:
-            uses[own][-1].stop = at
+            uses[-1].stop = at
         elif moment.kind in (Kind.CREATE, Kind.WRITE):
-            uses[own].append(Use(at, at + 1, creates=moment.kind is Kind.CREATE, writes=True))
+            uses.append(Use(at, at + 1, creates=moment.kind is Kind.CREATE, writes=True))
         elif moment.kind is Kind.UPDATE:
             group = moment.chunk.group
             if group not in update_tiers:
@@ -241,23 +256,23 @@ def _read_uses(
                 reads_only = chunk not in update.writes
                 if update_tiers[group] is Tier.DEVICE:
                     creates = trace.is_rounded(chunk)
-                    uses[index[chunk]].append(Use(at, at + 1, creates=creates, writes=not reads_only))
+                    lives[chunk].uses.append(Use(at, at + 1, creates=creates, writes=not reads_only))
                 else:
-                    (needed if reads_only else renewed)[index[chunk]].append(at)
+                    (lives[chunk].ends if reads_only else lives[chunk].renewed).append(at)
         elif moment.kind is Kind.CONSUME:
             # Until then the content is there, on DEVICE where the update was there, else on HOST. Nobody but backward
             # reads activations: where they are used up as soon as it has, they need not be written back before.
-            last = uses[own][-1] if uses[own] else None
+            last = uses[-1] if uses else None
             is_read_last = last is not None and moment.chunk.role.kind.is_of_call and at - last.stop <= 1
             stays = one_tier or trace.is_remote(moment.chunk) or is_read_last
             if last is not None and (stays or trace.moments[last.start].kind is Kind.UPDATE):
                 last.stop = at + 1
             else:
-                needed[own].append(at)
-    for chain in uses if one_tier else ():
-        if not chain:
-            chain.append(Use(0, len(trace.moments)))
-    return uses, renewed, needed
+                life.ends.append(at)
+    for life in lives.values() if one_tier else ():
+        if not life.uses:
+            life.uses.append(Use(0, len(trace.moments)))
+    return lives
 
 
 def may_be_kept(gap: Gap) -> bool:
@@ -265,16 +280,9 @@ def may_be_kept(gap: Gap) -> bool:
     return gap.after is After.LIVES and gap.start < gap.stop and gap.needed_below is None
 
 
-def gaps_of(chunk: int, chain: Sequence[Use], renewed: Sequence[int], needed: Sequence[int], n: int) -> list[Gap]:
-    """Return the gap after each use of a chunk.
-
-    Args:
-        chunk: its index.
-        chain: its uses, in order.
-        renewed: moments at which the tier below writes a new version.
-        needed: moments at which the tier below has to have the content.
-        n: moments of the trace.
-    """
+def _gaps_of(chunk: int, life: Life, n: int) -> list[Gap]:
+    """Return the gap after each use of a chunk, which is given by its index, in a step of `n` moments."""
+    chain = life.uses
     found = []
     # The version a gap carries begins with the last write at or before the use; before the first, in the last
     # iteration.
@@ -282,9 +290,9 @@ def gaps_of(chunk: int, chain: Sequence[Use], renewed: Sequence[int], needed: Se
     for at, use in enumerate(chain):
         following = chain[(at + 1) % len(chain)]
         stop = following.start + (n if at + 1 == len(chain) else 0)
-        inside = [m + iteration for m in renewed for iteration in (0, n) if use.stop <= m + iteration < stop]
+        inside = [m + iteration for m in life.renewed for iteration in (0, n) if use.stop <= m + iteration < stop]
         needed_below = next(
-            (m + iteration for iteration in (0, n) for m in needed if use.stop <= m + iteration < stop), None
+            (m + iteration for iteration in (0, n) for m in life.ends if use.stop <= m + iteration < stop), None
         )
         after = After.DIES if following.creates else After.RENEWED if inside else After.LIVES
         if use.writes:
@@ -300,25 +308,20 @@ def gaps_of(chunk: int, chain: Sequence[Use], renewed: Sequence[int], needed: Se
     return found
 
 
-def required_nbytes(
-    n: int, nbytes: Sequence[int], uses: Sequence[Sequence[Use]], always_kept: Iterable[Gap]
+def _required_nbytes(
+    n: int, nbytes: Sequence[int], uses: Sequence[Sequence[Use]], kept: Iterable[Gap]
 ) -> tuple[int, ...]:
-    """Return, for each of `n` moments, the bytes of chunks in use, and of those in gaps that are always kept."""
+    """Return, for each of `n` moments, the bytes of chunks in use, and of those in gaps that are kept."""
     change = [0] * (n + 1)
     for size, chain in zip(nbytes, uses, strict=True):
         for use in chain:
             change[use.start] += size
             change[use.stop] -= size
-    for gap in always_kept:
+    for gap in kept:
         size = nbytes[gap.chunk]
         change[gap.start] += size
         change[min(gap.stop, n)] -= size
         if gap.stop > n:
             change[0] += size
             change[gap.stop - n] -= size
-    total = 0
-    required = []
-    for step in change[:n]:
-        total += step
-        required.append(total)
-    return tuple(required)
+    return tuple(accumulate(change[:n]))

@@ -138,16 +138,19 @@ class Stays:
     resident: frozenset[int]
     """Chunks that never leave."""
 
-    def by_moment(self, n: int) -> tuple[ByMoment, ByMoment, ByMoment]:
-        """Return, of a step of `n` moments, which of those that pass are copied away, end and are fetched in each."""
-        leaving, ending, fetching = ByMoment(list), ByMoment(list), ByMoment(list)
+    def by_moment(self, n: int) -> tuple[ByMoment, ByMoment, ByMoment, ByMoment]:
+        """Return, of a step of `n` moments, which of those that pass begin new content, are copied away, end and are
+        fetched in each."""
+        creating, leaving, ending, fetching = ByMoment(list), ByMoment(list), ByMoment(list), ByMoment(list)
         for stay in self.passing:
             if stay.target is not None:
                 leaving[stay.stop % n].append(stay)
             ending[stay.freed % n].append(stay)
             if stay.source is not None:
                 fetching[stay.issued % n].append(stay)
-        return leaving, ending, fetching
+            else:
+                creating[stay.start].append(stay)
+        return creating, leaving, ending, fetching
 
 
 def find_stays(problem: Problem, kept: frozenset[int]) -> Stays:
@@ -199,27 +202,6 @@ def _chain_of_stays(problem: Problem, chunk: int, gaps: Sequence[Gap], joined: S
 
 def _between(first: int, last: int, count: int) -> Iterable[int]:
     return range(first, last + 1) if first <= last else (*range(first, count), *range(last + 1))
-
-
-def occupancy(problem: Problem, stays: Stays) -> list[int]:
-    """Return the chunk bytes on DEVICE in each moment, each stay from its first use on."""
-    n = len(problem.durations_s)
-    change = [0] * (n + 1)
-    for stay in stays.passing:
-        _add(change, stay.start, stay.stop, problem.nbytes[stay.chunk], n)
-    base = sum(problem.nbytes[chunk] for chunk in stays.resident)
-    return [base + nbytes for nbytes in accumulate(change[:n])]
-
-
-def _add(change: list[int], start: int, stop: int, nbytes: int, n: int) -> None:
-    if stop <= n:
-        change[start] += nbytes
-        change[stop] -= nbytes
-    else:
-        change[start] += nbytes
-        change[n] -= nbytes
-        change[0] += nbytes
-        change[stop - n] -= nbytes
 
 
 def prefetch(problem: Problem, stays: Stays, free: Room, machine: Machine, *, lead: float) -> None:
@@ -284,10 +266,10 @@ def _is_short_up_to(free: Room, start: int, nbytes: int, at: int) -> bool:
 
 def free_room(problem: Problem, stays: Stays, budget: Sequence[int]) -> Room:
     """Return the bytes that stays leave of `budget`, from when their slabs are taken to when they are freed."""
-    free = Room([have - taken for have, taken in zip(budget, occupancy(problem, stays), strict=True)])
+    resident_nbytes = sum(problem.nbytes[chunk] for chunk in stays.resident)
+    free = Room([have - resident_nbytes for have in budget])
     for stay in stays.passing:
-        free.take(stay.issued, stay.start, problem.nbytes[stay.chunk])
-        free.take(stay.stop, stay.freed, problem.nbytes[stay.chunk])
+        free.take(stay.issued, stay.freed, problem.nbytes[stay.chunk])
     return free
 
 
@@ -344,33 +326,3 @@ def _latest_starts(
             )  # a link that cannot keep up does not push need back for ever
             starts[at] = limit_s - iteration * iteration_s
     return starts
-
-
-def keep_slabs(problem: Problem, kept: frozenset[int], stays: Stays, free: Room) -> Stays:
-    """Let chunks whose content dies keep their slab until the next content begins, where room is left over. Changes
-    `free`."""
-    spare = set()
-    dying = [
-        at
-        for at, g in enumerate(problem.gaps)
-        if g.after is After.DIES
-        and g.needed_below is None
-        and g.start < g.stop
-        and not problem.trace.is_remote(problem.chunks[g.chunk])
-        and is_reused(problem.chunks[g.chunk], Tier.DEVICE)
-    ]
-    for at in sorted(dying, key=lambda at: (problem.gaps[at].stop - problem.gaps[at].start, at)):
-        gap = problem.gaps[at]
-        nbytes = problem.nbytes[gap.chunk]
-        if free.last_short(gap.start, gap.stop, nbytes) is None:
-            spare.add(at)
-            free.take(gap.start, gap.stop, nbytes)
-    if not spare:
-        return stays
-    issued = {(stay.chunk, stay.start): stay.issued for stay in stays.passing if stay.source is not None}
-    freed = {(stay.chunk, stay.stop): stay.freed for stay in stays.passing}
-    joined = find_stays(problem, kept | spare)
-    for stay in joined.passing:
-        stay.freed = freed.get((stay.chunk, stay.stop), stay.stop)
-        stay.issued = issued.get((stay.chunk, stay.start), stay.issued)
-    return joined

@@ -15,14 +15,13 @@ Decided in ADR 27.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import mode
 
-from chunkmem.plan.gaps import find_gaps
-from chunkmem.plan.machine import Machine
-from chunkmem.trace.model import Kind, Trace
+from chunkmem.plan.gaps import find_gaps, held_nbytes
+from chunkmem.trace.model import Trace
 from chunkmem.types import ChunkId, Role, Tier
 
 _PASSING_CHUNKS = 3
@@ -31,35 +30,6 @@ _STRIDES = 32
 """Between the most and the fewest resident groups that are tried."""
 _MOST_TRIED = 10
 """Numbers of resident groups."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupBytes:
-    """One group's bytes: `model` is what forward and backward touch (PARAM + GRAD), `states` what the update adds."""
-
-    group: int
-    model_nbytes: int
-    states_nbytes: int
-
-
-def place_states(groups: Sequence[GroupBytes], *, cap_nbytes: int, margin_use_ratio: float) -> frozenset[int]:
-    """Return the groups whose states live on DEVICE; the others are updated on HOST.
-
-    All of them if everything fits. Otherwise the states share `margin_use_ratio` of what PARAM and GRAD of all groups
-    leave of the cap, in group order. A ratio of 0 keeps every state on HOST.
-    """
-    if margin_use_ratio == 0.0:
-        return frozenset()
-    left = cap_nbytes - sum(g.model_nbytes for g in groups)
-    if left >= sum(g.states_nbytes for g in groups):
-        return frozenset(g.group for g in groups)
-    budget = int(left * margin_use_ratio)
-    chosen = set()
-    for g in groups:
-        if g.states_nbytes <= budget:
-            budget -= g.states_nbytes
-            chosen.add(g.group)
-    return frozenset(chosen)
 
 
 @dataclass(frozen=True)
@@ -73,8 +43,7 @@ class Placement:
 
 def has_idle_states(trace: Trace) -> bool:
     """Tell whether there are optimizer states that this step does not update: steps of another kind do."""
-    updated = {moment.chunk.group for moment in trace.moments if moment.kind is Kind.UPDATE}
-    return any(chunk.role.is_state and chunk.group not in updated for chunk in trace.chunk_nbytes)
+    return any(chunk.role.is_state and chunk.group not in trace.update_moments for chunk in trace.chunk_nbytes)
 
 
 class FullPlacements:
@@ -91,7 +60,7 @@ class FullPlacements:
         """
         self._trace = trace
         self._budget = budget
-        self._updated = sorted({moment.chunk.group for moment in trace.moments if moment.kind is Kind.UPDATE})
+        self._updated = list(trace.update_moments)
         own = {c.group for c in trace.chunk_nbytes if not c.role.kind.is_of_call} - trace.remote_groups
         # Weights that nothing updates only pass, unless HOST is too small for them: keeping them spares least.
         self._order = [*self._updated, *sorted(own - set(self._updated))]
@@ -104,9 +73,7 @@ class FullPlacements:
 
     def placement(self, count: int) -> Placement:
         """Return the one in which the first `count` groups are resident."""
-        resident = frozenset(self._order[:count])
-        tiers = {group: Tier.DEVICE if group in resident else Tier.HOST for group in self._updated}
-        return Placement(tiers, resident)
+        return Placement(tiers_of_updates(self._trace, count), frozenset(self._order[:count]))
 
     def next_count(self, step_s: Mapping[int, float]) -> int | None:
         """Return how many resident groups to try next, if steps take so long by number; None: no other is worth it.
@@ -173,6 +140,11 @@ class FullPlacements:
         return sum(sizes.values()) - twice
 
 
+def tiers_of_updates(trace: Trace, count: int) -> dict[int, Tier]:
+    """Return the tier of each group's update if the first `count` are on DEVICE."""
+    return {group: Tier.DEVICE if at < count else Tier.HOST for at, group in enumerate(trace.update_moments)}
+
+
 @dataclass(frozen=True, slots=True)
 class GroupNeed:
     """What one group takes of DEVICE, in bytes."""
@@ -218,48 +190,23 @@ def _aside_nbytes(sizes: Sequence[int]) -> int:
     return _PASSING_CHUNKS * mode(sizes) if sizes else 0
 
 
-def placements(
-    trace: Trace, machine: Machine, budget: Sequence[int], margin_use_ratio: float, *, with_half: bool
-) -> Iterator[dict[int, Tier]]:
-    """Yield tiers for the updates: as many on DEVICE as allowed, half of them if that is asked for, none."""
-    groups = sorted({moment.chunk.group for moment in trace.moments if moment.kind is Kind.UPDATE})
-    if machine.host_nbytes == 0:
-        yield dict.fromkeys(groups, Tier.DEVICE)
-        return
-    sizes = [_group_bytes(trace, group) for group in groups]
-    own = {chunk: n for chunk, n in trace.chunk_nbytes.items() if not trace.is_remote(chunk)}
-    updated = set(groups)
-    others = sum(n for chunk, n in own.items() if chunk.group not in updated) + _remote_nbytes(trace)
-    allowed = place_states(sizes, cap_nbytes=min(budget, default=0) - others, margin_use_ratio=margin_use_ratio)
-    tried = []
-    for count in (len(allowed), len(allowed) // 2, 0) if with_half else (len(allowed), 0):
-        on_device = set(sorted(allowed)[:count])
-        if on_device not in tried:
-            tried.append(on_device)
-            yield {group: Tier.DEVICE if group in on_device else Tier.HOST for group in groups}
+def num_updated_on_device(trace: Trace, budget: Sequence[int], margin_use_ratio: float) -> int:
+    """Return how many groups, the first ones, have their states on DEVICE if no group is resident.
 
-
-def _remote_nbytes(trace: Trace) -> int:
-    """Return the most bytes that chunks of other ranks take on DEVICE at a time."""
-    now = peak = 0
-    there: set[ChunkId] = set()
-    for moment in trace.moments if trace.remote_groups else ():
-        chunk = moment.chunk
-        if trace.is_remote(chunk) and moment.kind in (Kind.HOLD, Kind.CREATE) and chunk not in there:
-            there.add(chunk)
-            now += trace.chunk_nbytes[chunk]
-        elif chunk in there and moment.kind is (Kind.RELEASE if chunk.role.kind.is_weights else Kind.CONSUME):
-            there.remove(chunk)
-            now -= trace.chunk_nbytes[chunk]
-        peak = max(peak, now)
-    return peak
+    All of them if everything fits. Otherwise states share `margin_use_ratio` of what all other chunks leave of the
+    moment with least room. A ratio of 0 keeps every state on HOST.
+    """
+    states = [
+        trace.nbytes(chunk for chunk in trace.update(group).chunks if chunk.role.kind.is_of_update)
+        for group in trace.update_moments
+    ]
+    others_nbytes = trace.nbytes(chunk for chunk in trace.chunk_nbytes if not trace.is_remote(chunk)) - sum(states)
+    remote_nbytes = max(held_nbytes(trace)) if trace.remote_groups else 0
+    left_nbytes = min(budget, default=0) - others_nbytes - remote_nbytes
+    if 0 < sum(states) <= left_nbytes and margin_use_ratio > 0:
+        return len(states)
+    return most_resident(states, left_nbytes=left_nbytes, margin_use_ratio=margin_use_ratio)
 
 
 def _states_nbytes(trace: Trace, group: int) -> int:
-    return sum(trace.chunk_nbytes[chunk] for chunk in trace.update(group).chunks if chunk.role.is_state)
-
-
-def _group_bytes(trace: Trace, group: int) -> GroupBytes:
-    chunks = trace.update(group).chunks
-    model = sum(trace.chunk_nbytes[c] for c in chunks if not c.role.kind.is_of_update)
-    return GroupBytes(group, model, sum(trace.chunk_nbytes[c] for c in chunks) - model)
+    return trace.nbytes(chunk for chunk in trace.update(group).chunks if chunk.role.is_state)

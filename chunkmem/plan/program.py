@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from chunkmem.plan.gaps import Problem
 from chunkmem.plan.intervals import Stays
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Round, Update
-from chunkmem.trace.model import Kind
-from chunkmem.types import ChunkId, Tier, neighbor
+from chunkmem.plan.semantics import arrives
+from chunkmem.trace.model import Kind, Trace
+from chunkmem.types import ChunkId, Tier
 
-BELOW = neighbor(Tier.DEVICE)
-"""Tier of chunks that are not on DEVICE."""
-
-_CHANGING = frozenset({Kind.CREATE, Kind.WRITE, Kind.UPDATE, Kind.CONSUME})
+_WRITING = frozenset({Kind.CREATE, Kind.WRITE})
+_CHANGING = _WRITING | {Kind.CONSUME}
 """Kinds of moments that change the content of the tier below."""
 
 
@@ -26,11 +25,11 @@ class Program:
     start: frozenset[Placed]
     actions: tuple[tuple[Action, ...], ...]
     peak_nbytes: Mapping[Tier, int]
-    """By tier below DEVICE that holds chunks: peak bytes."""
+    """By tier that holds chunks: peak bytes of a program for it and the one below."""
 
 
 def emit(problem: Problem, stays: Stays, *, home_residents: bool, rounds: bool = False) -> Program:
-    """Write the actions down.
+    """Write down what is done on DEVICE and the tier below.
 
     Chunks that DEVICE never writes have their home on the tier below: a copy that is always there, so leaving DEVICE is
     free. With `home_residents`, also those that never leave; it costs room there, and spares copies when another plan
@@ -38,146 +37,188 @@ def emit(problem: Problem, stays: Stays, *, home_residents: bool, rounds: bool =
     the gradient takes their place. With `rounds` they are there while they are fetched only, and are rounded again each
     time.
     """
-    return _Emitter(problem, stays, home_residents=home_residents, rounds=rounds).run()
+    moments = problem.trace.moments
+    updates = tuple(
+        (Update(moment.chunk.group, problem.update_tiers[moment.chunk.group]),) if moment.kind is Kind.UPDATE else ()
+        for moment in moments
+    )
+    everything = frozenset(Placed(chunk, problem.tier, True) for chunk in problem.chunks)
+    slots = [range(at, at + 1) for at in range(len(moments))]
+    emitter = Emitter(problem, stays, Program(everything, updates, {}), slots, home_residents=home_residents)
+    emitter.round_below(always=rounds)
+    return emitter.run()
 
 
-class _Emitter:
-    def __init__(self, problem: Problem, stays: Stays, *, home_residents: bool, rounds: bool) -> None:
-        self.problem = problem
-        self.stays = stays
-        n = self.n = len(problem.trace.moments)
-        self.index = {chunk: at for at, chunk in enumerate(problem.chunks)}
-        self.leaving, self.ending, self.fetching = stays.by_moment(n)
-        self.creating = {stay.start: stay for stay in stays.passing if stay.source is None}
-        self.homes = {
-            chunk
-            for chunk, chain in enumerate(problem.uses)
-            if not any(use.writes for use in chain) and (home_residents or chunk not in stays.resident or not chain)
+def needs(action: Action, tier: Tier) -> bool:
+    """Tell whether an action reads or writes chunks on a tier."""
+    if isinstance(action, Copy):
+        return tier in (action.source, action.target)
+    return isinstance(action, Update) and action.tier is tier
+
+
+class Emitter:
+    """Puts what passes between a tier and the one below it into a program for the tiers above it."""
+
+    def __init__(
+        self, problem: Problem, stays: Stays, above: Program, slots: Sequence[range], *, home_residents: bool = False
+    ) -> None:
+        """Begin.
+
+        Args:
+            problem: of the tier.
+            stays: of chunks there.
+            above: the program, in which all is on this tier that is not above it.
+            slots: by moment of the trace, those of `problem`: one at least, and one for each action that needs chunks
+                on the tier.
+            home_residents: see `emit`.
+        """
+        self.problem, self.trace, self.above, self.slots = problem, problem.trace, above, slots
+        self.upper, self.lower = problem.tier, problem.below
+        n = len(problem.durations_s)
+        self.creating, self.leaving, self.ending, self.fetching = stays.by_moment(n)
+        self.rounding: dict[int, ChunkId] = {}
+        """By moment whose update rounds weights below that are fetched: their chunk."""
+        self.last_fetches: dict[int, list[ChunkId]] = defaultdict(list)
+        """By slot: such weights that are fetched for the last time."""
+        self.rounded: frozenset[ChunkId] = frozenset()
+        """Those that are rounded for each fetch."""
+        there = {placed.chunk for placed in above.start if placed.tier is self.upper}
+        crossing = {stay.chunk for stay in stays.passing if stay.freed >= n or stay.issued < 0}
+        staying = there & {problem.chunks[at] for at in stays.resident | crossing}
+        homes = {
+            problem.chunks[at]
+            for at, chain in enumerate(problem.uses)
+            if (home_residents or at not in stays.resident) and not any(use.writes for use in chain)
         }
-        self.rounding, self.last_fetches = self._rounded_below()
-        self.homes -= set(self.rounding.values())
-        self.rounded = set(self.rounding.values()) if rounds else set[int]()
-        """Chunks that are rounded for each fetch."""
-        self.dropping = {(at + 1) % n: chunk for at, chunk in self.rounding.items() if chunk in self.rounded}
-        """By moment: the chunk that is freed below DEVICE in the moment's list, after its update."""
-        self.below = set(self.homes)
-        self.below_nbytes = sum(problem.nbytes[chunk] for chunk in self.homes)
-        self.below_peak_nbytes = self.below_nbytes
+        self.dead = _dead_at_start(self.trace)
+        self.on = {self.upper: staying, self.lower: (there - staying - self.dead) | (there & homes)}
+        self._count()
 
-    def _rounded_below(self) -> tuple[dict[int, int], dict[int, list[int]]]:
-        """Return which chunk an update below begins again, by moment, and which ones are fetched for the last time."""
-        problem, n = self.problem, self.n
-        fetches: dict[int, list[int]] = defaultdict(list)
+    def round_below(self, *, always: bool) -> None:
+        """Have weights that an update below rounds there no longer than they are fetched; see `emit`."""
+        fetches: dict[ChunkId, list[int]] = defaultdict(list)
         for at, stays in self.fetching.items():
             for stay in stays:
-                fetches[stay.chunk].append(at)
-        rounding: dict[int, int] = {}
-        last_fetches: dict[int, list[int]] = defaultdict(list)
-        for at, moment in enumerate(problem.trace.moments):
-            chunk = self.index[moment.chunk]
-            is_below = moment.kind is Kind.UPDATE and problem.update_tiers[moment.chunk.group] is BELOW
-            if is_below and problem.trace.is_rounded(moment.chunk) and chunk in fetches:
-                rounding[at] = chunk
-                last_fetches[max(fetches[chunk], key=lambda fetch: (fetch - at - 1) % n)].append(chunk)
-        return rounding, last_fetches
+                fetches[self.problem.chunks[stay.chunk]].append(at)
+        for group, moments in self.trace.update_moments.items():
+            for at in moments:
+                chunk = self.trace.moments[at].chunk
+                is_below = self.problem.update_tiers[group] is self.lower
+                if is_below and self.trace.is_rounded(chunk) and chunk in fetches:
+                    self.rounding[at] = chunk
+                    last = max(fetches[chunk], key=lambda fetch: (fetch - at - 1) % len(self.slots))
+                    self.last_fetches[last].append(chunk)
+        self.on[self.lower] -= set(self.rounding.values())
+        self.rounded = frozenset(self.rounding.values() if always else ())
+        self._count()
 
     def run(self) -> Program:
-        busy = self._busy()
-        for at in busy:  # a first iteration only to see what is below when the next one begins
+        """Return the program."""
+        events = self.creating.keys() | self.leaving.keys() | self.ending.keys() | self.fetching.keys()
+        events |= {(at + 1) % len(self.slots) for at in self.rounding}
+        rows = enumerate(zip(self.trace.moments, self.above.actions, self.slots, strict=True))
+        busy = [
+            at for at, (moment, own, slots) in rows if own or moment.kind in _CHANGING or events.intersection(slots)
+        ]
+        for at in busy:  # a first iteration only to see what is where when the next one begins
             self._list(at)
-        start = frozenset(self._placed_on_device()) | {Placed(self.problem.chunks[c], BELOW, True) for c in self.below}
-        self.below_peak_nbytes = self.below_nbytes
-        actions: list[tuple[Action, ...]] = [()] * self.n
+        others = (placed for placed in self.above.start if placed.tier is not self.upper)
+        here = (Placed(chunk, tier, chunk not in self.dead) for tier, chunks in self.on.items() for chunk in chunks)
+        start = frozenset({*others, *here})
+        self._count()
+        actions: list[tuple[Action, ...]] = [()] * len(self.slots)
         for at in busy:
             actions[at] = tuple(self._list(at))
-        return Program(start, tuple(actions), {BELOW: self.below_peak_nbytes})
-
-    def _busy(self) -> list[int]:
-        """Return the moments that may have actions: in the others a chunk is held or released, and stays."""
-        by_stays = (
-            self.dropping.keys()
-            | self.leaving.keys()
-            | self.ending.keys()
-            | self.creating.keys()
-            | self.fetching.keys()
-        )
-        moments = self.problem.trace.moments
-        return sorted(by_stays.union(at for at, moment in enumerate(moments) if moment.kind in _CHANGING))
-
-    def _placed_on_device(self) -> set[Placed]:
-        chunks = set(self.stays.resident)
-        chunks |= {stay.chunk for stay in self.stays.passing if stay.freed >= self.n or stay.issued < 0}
-        dead = self._dead_at_start()
-        return {Placed(self.problem.chunks[c], Tier.DEVICE, self.problem.chunks[c] not in dead) for c in chunks}
-
-    def _dead_at_start(self) -> set[ChunkId]:
-        """Chunks without content when an iteration begins: the iteration has consumed it."""
-        dead: set[ChunkId] = set()
-        for moment in self.problem.trace.moments:
-            if moment.kind is Kind.CONSUME:
-                dead.add(moment.chunk)
-            elif moment.kind in (Kind.CREATE, Kind.WRITE):
-                dead.discard(moment.chunk)
-        return dead
+        return Program(start, tuple(actions), {**self.above.peak_nbytes, **self.peaks})
 
     def _list(self, at: int) -> list[Action]:
+        """Return the actions of a moment."""
+        out = list[Action]()
+        moment = self.trace.moments[at]
+        before = self.rounding.get((at - 1) % len(self.slots))
+        if before is not None and before in self.rounded:
+            self._leave(before, self.lower, out)
+        first, *later = self.slots[at]
+        self._begin(first, out)
+        if self.upper is Tier.DEVICE and moment.kind in _WRITING:  # the tier below has it no more
+            self._leave(moment.chunk, self.lower, out)
+        for action in self.above.actions[at]:
+            self._act(action, out)
+            if later and needs(action, self.upper):
+                self._begin(later.pop(0), out)
+        if moment.kind is Kind.CONSUME:
+            for tier in self.on:
+                if tier is not Tier.DEVICE:
+                    self._leave(moment.chunk, tier, [])
+        return out
+
+    def _begin(self, slot: int, out: list[Action]) -> None:
         chunks = self.problem.chunks
-        moment = self.problem.trace.moments[at]
-        actions: list[Action] = []
-        if self.dropping.get(at) in self.below:
-            self._leave(self.dropping[at])
-            actions.append(Free(chunks[self.dropping[at]], BELOW))
-        for stay in self.leaving.get(at, ()):
-            if stay.chunk not in self.below:
-                self._enter(stay.chunk)
-                actions.append(Alloc(chunks[stay.chunk], BELOW))
-            actions.append(Copy(chunks[stay.chunk], Tier.DEVICE, BELOW))
-        for stay in self.ending.get(at, ()):
-            actions.append(Free(chunks[stay.chunk], Tier.DEVICE))
-        if at in self.creating:
-            actions.append(Alloc(moment.chunk, Tier.DEVICE))
-        for stay in self.fetching.get(at, ()):
-            if stay.chunk in self.rounded:
-                self._enter(stay.chunk)
-                actions += (Alloc(chunks[stay.chunk], BELOW), Round(chunks[stay.chunk]))
-            actions += (Alloc(chunks[stay.chunk], Tier.DEVICE), Copy(chunks[stay.chunk], BELOW, Tier.DEVICE))
-            if stay.chunk in self.rounded:
-                self._leave(stay.chunk)
-                actions.append(Free(chunks[stay.chunk], BELOW))
-        for last in self.last_fetches.get(at, ()):
-            if (
-                last in self.below and last not in self.rounded
-            ):  # not so in the first iteration that is only followed to see
-                self._leave(last)
-                actions.append(Free(chunks[last], BELOW))
-        # After the fetches: what this moment writes may only now have come from below.
-        for own in self._written_on_device(at):
-            if own in self.below:
-                self._leave(own)
-                actions.append(Free(chunks[own], BELOW))
-        if at in self.rounding and self.rounding[at] not in self.below:
-            self._enter(self.rounding[at])
-            actions.append(Alloc(moment.chunk, BELOW))
-        if moment.kind is Kind.UPDATE:
-            actions.append(Update(moment.chunk.group, self.problem.update_tiers[moment.chunk.group]))
-        elif moment.kind is Kind.CONSUME and self.index[moment.chunk] in self.below:
-            self._leave(self.index[moment.chunk])
-        return actions
+        for stay in self.leaving.get(slot, ()):
+            chunk = chunks[stay.chunk]
+            if chunk in self.on[self.upper]:
+                self._enter(chunk, self.lower, out)
+                out.append(Copy(chunk, self.upper, self.lower))
+        for stay in self.ending.get(slot, ()):
+            self._leave(chunks[stay.chunk], self.upper, out)
+        for stay in self.creating.get(slot, ()) if self.upper is Tier.DEVICE else ():
+            self._enter(chunks[stay.chunk], self.upper, out)
+        for stay in self.fetching.get(slot, ()):
+            chunk = chunks[stay.chunk]
+            if chunk in self.rounded:
+                self._enter(chunk, self.lower, out)
+                out.append(Round(chunk))
+            if chunk in self.on[self.lower] and chunk not in self.on[self.upper]:
+                self._enter(chunk, self.upper, out)
+                out.append(Copy(chunk, self.lower, self.upper))
+            if chunk in self.rounded:
+                self._leave(chunk, self.lower, out)
+        for chunk in self.last_fetches.get(slot, ()):
+            self._leave(chunk, self.lower, out)
 
-    def _written_on_device(self, at: int) -> list[int]:
-        moment = self.problem.trace.moments[at]
-        if moment.kind in (Kind.CREATE, Kind.WRITE):
-            return [self.index[moment.chunk]]
-        group = moment.chunk.group
-        if moment.kind is Kind.UPDATE and self.problem.update_tiers[group] is Tier.DEVICE:
-            return [self.index[chunk] for chunk in self.problem.trace.update(group).writes]
-        return []
+    def _act(self, action: Action, out: list[Action]) -> None:
+        if isinstance(action, Alloc) and action.tier is self.upper:
+            self._enter(action.chunk, self.upper, out)
+            return
+        if isinstance(action, Free) and action.tier is self.upper:
+            self._leave(action.chunk, self.upper, out)
+            self._leave(action.chunk, self.lower, out)
+            return
+        if isinstance(action, Copy) and action.target is self.upper:
+            self._enter(action.chunk, self.upper, out)
+            self._leave(action.chunk, self.lower, out)
+        elif isinstance(action, Update) and action.tier in self.on:
+            update = self.trace.update(action.group)
+            for chunk in update.chunks:
+                self._enter(chunk, action.tier, out)
+            for chunk in update.writes if action.tier is self.upper else ():
+                self._leave(chunk, self.lower, out)
+        out.append(action)
 
-    def _enter(self, chunk: int) -> None:
-        self.below.add(chunk)
-        self.below_nbytes += self.problem.nbytes[chunk]
-        self.below_peak_nbytes = max(self.below_peak_nbytes, self.below_nbytes)
+    def _count(self) -> None:
+        self.nbytes = {tier: self.trace.nbytes(on) for tier, on in self.on.items()}
+        self.peaks = dict(self.nbytes)
 
-    def _leave(self, chunk: int) -> None:
-        self.below.remove(chunk)
-        self.below_nbytes -= self.problem.nbytes[chunk]
+    def _enter(self, chunk: ChunkId, tier: Tier, out: list[Action]) -> None:
+        if chunk not in self.on[tier]:
+            self.on[tier].add(chunk)
+            self.nbytes[tier] += self.trace.chunk_nbytes[chunk]
+            self.peaks[tier] = max(self.peaks[tier], self.nbytes[tier])
+            out.append(Alloc(chunk, tier))
+
+    def _leave(self, chunk: ChunkId, tier: Tier, out: list[Action]) -> None:
+        if chunk in self.on[tier]:
+            self.on[tier].remove(chunk)
+            self.nbytes[tier] -= self.trace.chunk_nbytes[chunk]
+            out.append(Free(chunk, tier))
+
+
+def _dead_at_start(trace: Trace) -> set[ChunkId]:
+    """Return the chunks without content when an iteration begins: it has consumed it, or each exchange brings it."""
+    dead = {chunk for chunk in trace.chunk_nbytes if arrives(chunk, trace)}
+    for moment in trace.moments:
+        if moment.kind is Kind.CONSUME:
+            dead.add(moment.chunk)
+        elif moment.kind in _WRITING:
+            dead.discard(moment.chunk)
+    return dead

@@ -95,45 +95,42 @@ def choose_regions(
     if search.found is None:
         assert search.shortage is not None
         raise search.shortage
-    fits_s = search.known.get(search.fits, inf)
-    return RegionChoice(search.best, search.found, fits_s, search.num_plans)
+    return RegionChoice(search.best, search.found, search.known.get(search.fits, inf), search.num_plans)
 
 
+@dataclass
 class _Search:
-    """Judges choices, and remembers the fastest."""
+    """Judges choices, and remembers the fastest; what it is given is told by `choose_regions`."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        machine: Machine,
-        sizes: Sizes,
-        options: PlanOptions,
-        fits: frozenset[int],
-        spare_nbytes: int,
-    ) -> None:
-        self._trace, self._machine, self._sizes, self._options = trace, machine, sizes, options
-        self.fits, self._spare_nbytes = fits, spare_nbytes
-        self._every = frozenset(range(len(trace.regions)))
+    trace: Trace
+    machine: Machine
+    sizes: Sizes
+    options: PlanOptions
+    fits: frozenset[int]
+    spare_nbytes: int
+    found: Candidate | None = None
+    """Plan of `best`; None: there is none yet."""
+    shortage: CapacityError | None = None
+    """Error of the choice with the smallest cap, among those that do not fit."""
+    num_plans: int = 0
+    work: int = 0
+    """Done so far, in the planner's units."""
+
+    def __post_init__(self) -> None:
+        self.best = self.fits
+        """The fastest choice so far."""
         self.known: dict[frozenset[int], float] = {}
         """Seconds of a step by choice; inf: it does not fit, or computing alone takes longer than the best step."""
-        self.best = fits
-        """The fastest choice so far."""
-        self.found: Candidate | None = None
-        """Plan of `best`; None: there is none yet."""
-        self.shortage: CapacityError | None = None
-        """Error of the choice with the smallest cap, among those that do not fit."""
-        self.num_plans = 0
-        self._work = 0
-        """Done so far, in the planner's units."""
 
     def run(self) -> None:
         """Look for the fastest choice."""
-        self.known[self._every] = self._try(self._every, most=1)
+        every = frozenset(range(len(self.trace.regions)))
+        self.known[every] = self._try(every, most=1)
         if self.found is not None and self.found.timeline.stall_s <= _QUIET * self.found.timeline.step_s:
             return
-        for kept in dict.fromkeys((self.fits, frozenset[int](), self._every)):
+        for kept in dict.fromkeys((self.fits, frozenset[int](), every)):
             self.known[kept] = self._try(kept)
-        order = _by_density(self._trace, self._sizes(self._every))
+        order = _by_density(self.trace, self.sizes(every))
         count = self._scan((), order)
         for first in dict.fromkeys((count, count // 2, 0)):
             self._scan(order[:first], sorted(order[first:]), is_spread=True)
@@ -161,14 +158,14 @@ class _Search:
 
     def _seconds(self, kept: frozenset[int]) -> float:
         """Return how long a step takes; inf if that is not known, and there is no time left to judge it."""
-        if kept not in self.known and self._work < MOST_WORK:
+        if kept not in self.known and self.work < MOST_WORK:
             self.known[kept] = self._try(kept)
         return self.known.get(kept, inf)
 
     def _try(self, kept: frozenset[int], *, most: int | None = None) -> float:
         """Return how long a step takes, by a plan for each placement, but no more than `most`."""
-        trace, step_s, num_plans = with_kept(self._trace, self._sizes(kept)), inf, self.num_plans
-        self._work += _EDIT_WORK * len(trace.moments)
+        trace, step_s, num_plans = with_kept(self.trace, self.sizes(kept)), inf, self.num_plans
+        self.work += _EDIT_WORK * len(trace.moments)
         least_s = sum(moment.duration_s for moment in trace.moments if moment.kind is not Kind.UPDATE)
         if self.found is not None and kept != self.best and least_s >= self.found.step_s:
             return inf
@@ -176,8 +173,8 @@ class _Search:
         try:
             if kept != self.fits:
                 self._require_spare(trace)
-            for work, candidate in Candidates(trace, self._machine, self._options, is_quick=True).pieces():
-                self._work += work
+            for work, candidate in Candidates(trace, self.machine, self.options, is_quick=True).pieces():
+                self.work += work
                 if candidate is None:
                     continue
                 self.num_plans += 1
@@ -192,8 +189,8 @@ class _Search:
         return step_s
 
     def _require_spare(self, trace: Trace) -> None:
-        charges, cap_nbytes = self._machine.charges_non_model, self._machine.device_nbytes
-        least_nbytes = max(in_use_nbytes(trace, charges_non_model=charges)) + self._spare_nbytes
+        charges, cap_nbytes = self.machine.charges_non_model, self.machine.device_nbytes
+        least_nbytes = max(in_use_nbytes(trace, charges_non_model=charges)) + self.spare_nbytes
         if least_nbytes > cap_nbytes:
             text = f"DEVICE needs {least_nbytes} bytes and has {cap_nbytes}"
             raise CapacityError(text, needed_nbytes=least_nbytes, cap_nbytes=cap_nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from chunkmem.errors import PlanError
 from chunkmem.plan.machine import cap_key
@@ -43,37 +44,33 @@ def resync(
         PlanError: there is no way, as a held replica would have to go, or as no order of copies stays within the caps;
             says which chunk is in the way.
     """
-    way = _Way(now, wanted, held, chunk_nbytes, free_nbytes, peak_nbytes)
-    way.keep_duplicates, way.rounded = keep_duplicates, rounded
+    way = _Way(
+        State.of(now, chunk_nbytes), Residency(dict(wanted.newest)), held, chunk_nbytes, dict(free_nbytes), peak_nbytes,
+        keep_duplicates, rounded,
+    )  # fmt: skip
     way.find()
     return way.actions
 
 
+@dataclass
 class _Way:
-    def __init__(
-        self,
-        now: Residency,
-        wanted: Residency,
-        held: frozenset[tuple[ChunkId, Tier]],
-        chunk_nbytes: Mapping[ChunkId, int],
-        free_nbytes: Mapping[Tier, int],
-        peak_nbytes: Mapping[Tier, int],
-    ) -> None:
-        self.now = State.of(now, chunk_nbytes)
-        self.wanted = Residency(dict(wanted.newest))
-        self.held = held
-        self.chunk_nbytes = chunk_nbytes
-        self.free_nbytes = dict(free_nbytes)
-        self.caps = {t: n + sum(chunk_nbytes[c] for c, at in now.newest if at is t) for t, n in free_nbytes.items()}
-        self.peak_nbytes = peak_nbytes
-        self.known = {chunk for chunk, _ in wanted.newest}
+    """What `resync` is given, and the actions so far; `now`, `wanted` and `free_nbytes` change."""
+
+    now: State
+    wanted: Residency
+    held: frozenset[tuple[ChunkId, Tier]]
+    chunk_nbytes: Mapping[ChunkId, int]
+    free_nbytes: dict[Tier, int]
+    peak_nbytes: Mapping[Tier, int]
+    keep_duplicates: bool
+    rounded: frozenset[ChunkId]
+
+    def __post_init__(self) -> None:
+        self.caps = {tier: free + self.now.used_nbytes[PLACE[tier]] for tier, free in self.free_nbytes.items()}
+        self.known = {chunk for chunk, _ in self.wanted.newest}
         self.actions: list[Action] = []
-        self.keep_duplicates = False
-        self.rounded: frozenset[ChunkId] = frozenset()
         self._given_up: set[tuple[ChunkId, Tier]] = set()
         """Replicas that were freed to be copied again: once each, so that the search ends."""
-        self._gone_round: set[tuple[ChunkId, Tier]] = set()
-        """Replicas for which others were moved to the other tier for a while: once each, so that the search ends."""
 
     def find(self) -> None:
         content = {chunk for chunk, _ in self.now.present() if self.now.has_content(chunk)}
@@ -86,7 +83,7 @@ class _Way:
         while missing := self._missing(content):
             # DEVICE makes room first: HOST is where chunks are when nothing else is known.
             copied = [self._bring(chunk, tier) for chunk, tier in missing]
-            if not any(copied) and not self._free_a_spare({t for _, t in missing}) and not self._go_round(missing):
+            if not any(copied) and not self._free_a_spare({t for _, t in missing}):
                 raise self._obstacle(*missing[0])
         for (chunk, tier), _ in sorted(self.wanted.newest.items(), key=lambda item: _order(item[0][0])):
             if tier is Tier.DEVICE and not self._alloc(chunk, tier):
@@ -127,31 +124,6 @@ class _Way:
             if is_spare and key not in self.held and key not in self._given_up:
                 self._given_up.add(key)
                 self._free(chunk, tier)
-                return True
-        return False
-
-    def _go_round(self, missing: list[tuple[ChunkId, Tier]]) -> bool:
-        """Let small chunks pass to the other tier for a while, so that their room and what is left hold a large one."""
-        for key in missing:
-            chunk, tier = key
-            if key in self._gone_round or self.now.on(chunk, tier) != ABSENT:
-                continue
-            self._gone_round.add(key)
-            lacking = self.chunk_nbytes[chunk] - self.free_nbytes[tier]
-            next_to = self._neighbor(tier)
-            room = self.free_nbytes[next_to]
-            moved = []
-            here = [c for c, t in self.now.present() if t is tier and (c, t) not in self.held and c is not chunk]
-            for other in sorted(here, key=lambda c: (self.chunk_nbytes[c], _order(c))):
-                nbytes = self.chunk_nbytes[other]
-                if lacking > 0 and nbytes <= room and self.now.on(other, next_to) == ABSENT:
-                    moved.append(other)
-                    lacking, room = lacking - nbytes, room - nbytes
-            if lacking <= 0:
-                for other in moved:
-                    self._copy(other, tier, next_to)
-                    if self.now.on(other, tier) != ABSENT:  # it is wanted there, and comes back
-                        self._free(other, tier)
                 return True
         return False
 

@@ -45,11 +45,6 @@ class Reader:
         self._is_updated = False
         self._ahead: dict[int, tuple[int, ...]] = {}
         """By group with a speculative update under way: the replicas that the update reads."""
-        self._update_moments: dict[int, list[int]] = {}
-        """By group: the moments that update it."""
-        for at, moment in enumerate(trace.moments):
-            if moment.kind is Kind.UPDATE:
-                self._update_moments.setdefault(moment.chunk.group, []).append(at)
         self._log_nbytes = 0
         self._exchanges: dict[int, tuple[int, tuple[int, ...]]] = {}
         """By replica that is being exchanged: the number of the exchange, and the replicas it writes."""
@@ -209,7 +204,7 @@ class Reader:
     def _update_ahead(self, update: Update) -> None:
         """Begin a group's update before its moment; see [Note: Speculative updates]."""
         moments, here = self._trace.moments, self._position.index
-        at = self._update_moments.get(update.group, [])
+        at = self._trace.update_moments.get(update.group, ())
         if update.tier is not Tier.HOST or len(at) != 1 or at[0] < here:
             moment = moments[here]
             updates = f"group {moment.chunk.group}" if moment.kind is Kind.UPDATE else "nothing"
@@ -267,7 +262,7 @@ class Reader:
                 host_nbytes=self._trace.touched_nbytes(moment.chunk.group),
             )
             return
-        nbytes, Bps = sum(self._trace.chunk_nbytes[chunk] for chunk in update.chunks), machine.device_update_Bps
+        nbytes, Bps = self._trace.nbytes(update.chunks), machine.device_update_Bps
         duration_s = nbytes / Bps if isfinite(Bps) else moment.duration_s
         self._issue(COMPUTE, tuple(reads), tuple(writes), duration_s, moment.chunk)
 

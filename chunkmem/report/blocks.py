@@ -115,8 +115,8 @@ def _charge(
 ) -> None:
     """Add the bytes of a group's chunks to the layers that have them."""
     chunks = trace.update(group).chunks
-    total_nbytes = sum(trace.chunk_nbytes[chunk] for chunk in chunks)
-    of_weights = sum(trace.chunk_nbytes[chunk] for chunk in chunks if chunk.role.kind.is_weights)
+    total_nbytes = trace.nbytes(chunks)
+    of_weights = trace.nbytes(chunk for chunk in chunks if chunk.role.kind.is_weights)
     parts = {name: total_nbytes * share // sum(shares.values()) for name, share in shares.items()}
     first = next(iter(parts))
     parts[first] += total_nbytes - sum(parts.values())  # what rounding leaves

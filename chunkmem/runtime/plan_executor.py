@@ -164,7 +164,7 @@ class PlanExecutor(PlanActions):
         return sorted(known, key=known.__getitem__) if len(known) == len(moments) else ()
 
     def _update_moment(self, group: int) -> int | None:
-        return next((at for at in self._facts.update_moments.get(group, ()) if at >= self._cursor), None)
+        return next((at for at in self.trace.update_moments.get(group, ()) if at >= self._cursor), None)
 
     # Iterations.
 

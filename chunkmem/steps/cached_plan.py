@@ -156,7 +156,7 @@ class CachedPlan:
         needed_nbytes = sum(chunk.nbytes for chunk in staying)
         needed_nbytes += 2 * sum(chunk.nbytes for key, chunk in chunks.items() if key.role.kind.is_of_step)
         if machine.charges_non_model:
-            needed_nbytes += max(moment.non_model_peak_nbytes for moment in trace.moments)
+            needed_nbytes += trace.non_model_peak_nbytes
         return needed_nbytes <= machine.device_nbytes
 
     def stop(self) -> None:

@@ -154,7 +154,6 @@ def has_room(trace: Trace, machine: Machine) -> bool:
 
 def stays(trace: Trace, machine: Machine) -> bool:
     """Tell whether all chunks of a step fit DEVICE, and gradients twice."""
-    grads_nbytes = sum(nbytes for chunk, nbytes in trace.chunk_nbytes.items() if chunk.role is Role.GRAD)
-    others = (moment.non_model_peak_nbytes for moment in trace.moments)
-    others_nbytes = max(others, default=0) if machine.charges_non_model else 0
+    grads_nbytes = trace.nbytes(chunk for chunk in trace.chunk_nbytes if chunk.role is Role.GRAD)
+    others_nbytes = trace.non_model_peak_nbytes if machine.charges_non_model else 0
     return sum(trace.chunk_nbytes.values()) + grads_nbytes + others_nbytes <= machine.device_nbytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated
@@ -259,7 +259,20 @@ class Trace(
     def touched_nbytes(self, group: int) -> int:
         """Return the bytes that an update of `group` reads and writes."""
         update = self.update(group)
-        return sum(self.chunk_nbytes[chunk] for chunks in (update.reads, update.writes) for chunk in chunks)
+        return self.nbytes(update.reads) + self.nbytes(update.writes)
+
+    def nbytes(self, chunks: Iterable[ChunkId]) -> int:
+        """Return the bytes of some chunks."""
+        return sum(self.chunk_nbytes[chunk] for chunk in chunks)
+
+    @cached_property
+    def update_moments(self) -> Mapping[int, tuple[int, ...]]:
+        """By group that the step updates, in the order of their numbers: the moments in which it is updated."""
+        found: dict[int, tuple[int, ...]] = {}
+        for at, moment in enumerate(self.moments):
+            if moment.kind is Kind.UPDATE:
+                found[moment.chunk.group] = (*found.get(moment.chunk.group, ()), at)
+        return dict(sorted(found.items()))
 
     @cached_property
     def _updates(self) -> dict[int, GroupUpdate]:
