@@ -12,7 +12,7 @@ from chunkmem.estimate.question import device_need
 from chunkmem.report.regions import region_data
 from chunkmem.report.text import REGION_COLUMNS, region_rows
 from chunkmem.sizes import format_nbytes
-from chunkmem.types import Role, Tier
+from chunkmem.types import TIERS, Role, Tier
 
 if TYPE_CHECKING:
     from chunkmem.errors import CapacityError
@@ -149,11 +149,10 @@ def without_plan(question: Question, other_nbytes: int | None, shortage: Capacit
         "limit": None,
         "planned": False,
         "step_s": None,
-        "device": {"cap_nbytes": question.device_nbytes},
-        "host": {"cap_nbytes": question.host_nbytes, "planned_nbytes": None},
-        "disk": {"cap_nbytes": question.disk_nbytes or None, "planned_nbytes": None},
+        **_caps(question),
     }
-    data[shortage.tier.value]["planned_nbytes"] = shortage.needed_nbytes
+    for tier in (*TIERS[1:], shortage.tier):
+        data[tier.value]["planned_nbytes"] = shortage.needed_nbytes if tier is shortage.tier else None
     line = (
         f"fits, but {shortage.tier.name} has {format_nbytes(shortage.cap_nbytes)}, and a plan needs "
         f"{format_nbytes(shortage.needed_nbytes)} ({shortage.needed_nbytes} bytes) at least: every access is served on "
@@ -173,9 +172,7 @@ def no(question: Question, other_nbytes: int | None, shortage: CapacityError, ch
         "cap_nbytes": shortage.cap_nbytes,
         "change": described[0],
         "changes": described,
-        "device": {"cap_nbytes": question.device_nbytes},
-        "host": {"cap_nbytes": question.host_nbytes},
-        "disk": {"cap_nbytes": question.disk_nbytes or None},
+        **_caps(question),
     }
     where = f" (most at {need.moment})" if limit == "device" else ""
     lines = [
@@ -186,6 +183,10 @@ def no(question: Question, other_nbytes: int | None, shortage: CapacityError, ch
     if len(changes) > 1:
         lines.append(f"or one of: {'; '.join(map(_shown, changes[1:]))}")
     return CommandResult(data, "\n".join([_subject_text(question, other_nbytes), "", *lines]), fits=False)
+
+
+def _caps(question: Question) -> dict[str, Any]:
+    return {tier.value: {"cap_nbytes": getattr(question, f"{tier.value}_nbytes") or None} for tier in TIERS}
 
 
 _ASSUMED = ("link_Bps", "eager_share", "duplex_Bps", "host_memory_Bps", "memory_Bps", "disk_read_Bps", "disk_write_Bps",

@@ -63,20 +63,17 @@ def disk_data(finding: Finding) -> dict[str, Any] | None:
     """Return what ``--json`` prints about DISK; None if there is none."""
     if not finding.question.disk_nbytes:
         return None
-    busy_s, moved = {Lane.DISK_READ: 0.0, Lane.DISK_WRITE: 0.0}, finding.timeline.moved_nbytes
-    for span in finding.timeline.spans:
-        if span.lane in busy_s and not span.is_stall:
-            busy_s[span.lane] += span.end_s - span.start_s
-    # Reading or writing takes most of a step, and no less than any lower bound.
-    binds = max(busy_s.values()) >= max(_DISK_SHARE * finding.timeline.step_s, finding.lower_bounds.step_s)
+    timeline = finding.timeline
+    read_s, write_s = map(timeline.busy_s, (Lane.DISK_READ, Lane.DISK_WRITE))
     return {
-        "peak_nbytes": finding.timeline.peak_nbytes[Tier.DISK],
+        "peak_nbytes": timeline.peak_nbytes[Tier.DISK],
         "cap_nbytes": finding.question.disk_nbytes,
-        "read_nbytes": moved[Lane.DISK_READ],
-        "written_nbytes": moved[Lane.DISK_WRITE],
-        "read_s": busy_s[Lane.DISK_READ],
-        "write_s": busy_s[Lane.DISK_WRITE],
-        "binds": binds,
+        "read_nbytes": timeline.moved_nbytes[Lane.DISK_READ],
+        "written_nbytes": timeline.moved_nbytes[Lane.DISK_WRITE],
+        "read_s": read_s,
+        "write_s": write_s,
+        # Reading or writing takes most of a step, and no less than any lower bound.
+        "binds": max(read_s, write_s) >= max(_DISK_SHARE * timeline.step_s, finding.lower_bounds.step_s),
     }
 
 

@@ -165,8 +165,7 @@ class Result:
     @property
     def compute_s(self) -> float:
         """Time that DEVICE computes: its moments, and the updates there."""
-        spans = self.timeline.spans
-        return sum(span.end_s - span.start_s for span in spans if span.lane is Lane.COMPUTE and not span.is_stall)
+        return self.timeline.busy_s(Lane.COMPUTE)
 
     @property
     def host_update_s(self) -> float:

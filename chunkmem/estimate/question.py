@@ -362,14 +362,11 @@ def require_room(question: Question) -> None:
     if not host_nbytes:
         return  # everything finds room, or only a plan tells
     rehearsal, shards = question.rehearsal, question.mesh.shard
+    below = {Tier.HOST: host_nbytes, Tier.DISK: question.disk_nbytes}
     # Ranks with equally many bytes differ in what lies where, so a few are looked at.
     for rank in rehearsal.fullest_ranks(shards)[:_NUM_TRIED]:
-        ledgers = [
-            Ledger(Tier.DEVICE, question.room_nbytes, question.device_nbytes),
-            Ledger(Tier.HOST, host_nbytes, host_nbytes),
-        ]
-        if question.disk_nbytes:
-            ledgers.append(Ledger(Tier.DISK, question.disk_nbytes, question.disk_nbytes))
+        device = Ledger(Tier.DEVICE, question.room_nbytes, question.device_nbytes)
+        ledgers = [device, *(Ledger(tier, nbytes, nbytes) for tier, nbytes in below.items() if nbytes)]
         try:
             stage = RankStage(
                 rehearsal.step,
@@ -384,14 +381,13 @@ def require_room(question: Question) -> None:
             stage.step()  # with the states that the first one has made
         except CapacityError as error:
             # All tiers together are too small. More of DISK will do, unless HOST is smaller than what it has at a time.
-            tier, cap_nbytes = Tier.HOST, host_nbytes
-            if question.disk_nbytes and least_as_gateway(_steps(question).first.trace) <= host_nbytes:
-                tier, cap_nbytes = Tier.DISK, question.disk_nbytes
+            is_gateway = question.disk_nbytes and least_as_gateway(_steps(question).first.trace) <= host_nbytes
+            tier = Tier.DISK if is_gateway else Tier.HOST
             where = f"rank {rank}: " if shards > 1 else ""
             raise CapacityError(
                 f"{where}{error}",
-                needed_nbytes=cap_nbytes + error.needed_nbytes - error.cap_nbytes,
-                cap_nbytes=cap_nbytes,
+                needed_nbytes=below[tier] + error.needed_nbytes - error.cap_nbytes,
+                cap_nbytes=below[tier],
                 tier=tier,
             ) from error
 

@@ -73,9 +73,7 @@ class _Placed:
 def _is_quiet(candidate: Candidate) -> bool:
     """Tell whether COMPUTE waits for so little that it is not worth hiding: for copies, or for updates on HOST."""
     timeline = candidate.timeline
-    spans = (span for span in timeline.spans if span.lane is Lane.COMPUTE and not span.is_stall)
-    computed_s = sum(span.end_s - span.start_s for span in spans)
-    return timeline.step_s - computed_s <= _QUIET * timeline.step_s
+    return timeline.step_s - timeline.busy_s(Lane.COMPUTE) <= _QUIET * timeline.step_s
 
 
 class Candidates:

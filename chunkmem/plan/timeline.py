@@ -120,6 +120,10 @@ class Timeline(
         """Bytes of chunks that were exchanged with other ranks."""
         return sum(span.nbytes for span in self.spans if span.lane is Lane.COLLECTIVE)
 
+    def busy_s(self, lane: Lane) -> float:
+        """Return the time that a lane works: COMPUTE, on its moments and the updates there."""
+        return sum(span.end_s - span.start_s for span in self.spans if span.lane is lane and not span.is_stall)
+
     @cached_property
     def stall_s(self) -> float:
         """Time that computing waited for copies."""

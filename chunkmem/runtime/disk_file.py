@@ -19,6 +19,7 @@ import errno
 import mmap
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -102,10 +103,11 @@ class AlignedBuffer:
 class DiskFile:
     """A file without a name, read and written at any offset by any thread."""
 
-    def __init__(self, directory: str | Path, *, nbytes: int, calls: SystemCalls, opened: str | None = None) -> None:
-        """Make it in `directory`, which is made if it is not there, with room for `nbytes`, which are not taken yet.
+    has_others = False
+    """Other processes may have it open, too, and use it."""
 
-        With `opened`, the `path` of such a file that another process has just made, it is that file.
+    def __init__(self, directory: str | Path, *, nbytes: int, calls: SystemCalls = SYSTEM_CALLS) -> None:
+        """Make it in `directory`, which is made if it is not there, with room for `nbytes`, which are not taken yet.
 
         Raises:
             ConfigError: `directory` is none, cannot be made or written to, or its file system has less room.
@@ -116,17 +118,13 @@ class DiskFile:
         self._reserves = True
         """The file system can; until it has said no."""
         self._pid = os.getpid()
-        self._opened = opened
-        self._has_others = opened is not None
-        """Other processes may have it open, too, and use it."""
         self.alignment = _ALIGNMENTS[0]
         """Slabs begin at multiples of it."""
         self.is_direct = True
         try:
-            if opened is None:
-                with contextlib.suppress(FileExistsError):  # a file, which opening it says
-                    self.directory.mkdir(parents=True, exist_ok=True)
-                self.require_room(nbytes, f"memory.disk.capacity: {format_nbytes(nbytes)} are asked for")
+            with contextlib.suppress(FileExistsError):  # a file, which opening it says
+                self.directory.mkdir(parents=True, exist_ok=True)
+            self.require_room(nbytes, f"memory.disk.capacity: {format_nbytes(nbytes)} are asked for")
             self._descriptor: int | None = self._open()
         except TierIOError:
             raise
@@ -145,18 +143,6 @@ class DiskFile:
     def unit_nbytes(self) -> int:
         """Of which addresses, offsets and lengths are multiples; 1 with the page cache, which takes any."""
         return self.alignment if self.is_direct else 1
-
-    @property
-    def path(self) -> str:
-        """Where other processes of this machine open it, as long as this one has it."""
-        self._has_others = True
-        return f"/proc/{os.getpid()}/fd/{self.require_open()}"
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        """The same for all processes that have the same file."""
-        found = os.fstat(self.require_open())
-        return found.st_dev, found.st_ino
 
     def straight_nbytes(self, address: int, offset: int, nbytes: int) -> int:
         """Return how many of these bytes can be moved between `address` and the file: the others need a buffer."""
@@ -197,8 +183,8 @@ class DiskFile:
     def free_nbytes(self) -> int | None:
         """Return how much the file system has left for this process; None: it does not say."""
         with contextlib.suppress(OSError):
-            found = os.statvfs(self.directory)
-            return found.f_bavail * found.f_frsize if found.f_blocks else None
+            found = shutil.disk_usage(self.directory)
+            return found.free if found.total else None
         return None
 
     def close(self) -> None:
@@ -209,7 +195,7 @@ class DiskFile:
         """
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            if os.getpid() == self._pid and not self._has_others:
+            if os.getpid() == self._pid and not self.has_others:
                 with contextlib.suppress(OSError):  # a forked child has it open, too, and would keep the room
                     os.ftruncate(descriptor, 0)
             try:
@@ -230,7 +216,7 @@ class DiskFile:
 
     def _open(self) -> int:
         try:
-            descriptor = self._open_unnamed(os.O_DIRECT)
+            descriptor = self.open_with(os.O_DIRECT)
             if self._align(descriptor):
                 return descriptor
             self._calls.close(descriptor)
@@ -238,12 +224,11 @@ class DiskFile:
             if error.errno != errno.EINVAL:
                 raise
         self.is_direct = False
-        return self._open_unnamed(os.O_DSYNC)
+        return self.open_with(os.O_DSYNC)
 
-    def _open_unnamed(self, flags: int) -> int:
+    def open_with(self, flags: int) -> int:
+        """Return the descriptor of a file without a name."""
         flags |= os.O_RDWR | os.O_CLOEXEC
-        if self._opened is not None:
-            return self._calls.open(self._opened, flags, _MODE)
         try:
             return self._calls.open(str(self.directory), flags | os.O_TMPFILE | os.O_EXCL, _MODE)
         except OSError as error:
@@ -301,11 +286,12 @@ class DiskFile:
                 moved -= moved % self.unit_nbytes
             num_stuck = 0 if moved else num_stuck + 1
             if not is_possible or num_stuck > _MAX_STUCK:
-                what = (
-                    f"ended after {done + moved} of {total} bytes; the file was cut off, or its file system lost a part"
+                raise self.error(
+                    f"{doing} {format_nbytes(total)}",
+                    offset,
+                    f"ended after {done + moved} of {total} bytes; the file was cut off, or its file system lost a "
+                    "part of it: memory.disk.path can name another disk",
                 )
-                next_step = f"{what} of it: memory.disk.path can name another disk"
-                raise self.error(f"{doing} {format_nbytes(total)}", offset, next_step)
             done += moved
 
     # Errors.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 
 import torch
@@ -69,7 +69,7 @@ def measure_disk(
         TierIOError: the disk failed, or is full.
     """
     slice_s, end_s = budget_s / (len(_CANDIDATES) + 1), time.perf_counter() + budget_s
-    best: DiskSpeed | None = None
+    best, best_s = None, inf
     with contextlib.closing(DiskFile(directory, nbytes=capacity_nbytes, calls=calls)) as file, runtime_mode():
         memory = _memory_for(file)
         for block_nbytes, depth in _CANDIDATES:
@@ -80,12 +80,15 @@ def measure_disk(
                 if best is None:
                     memory = _suitable(transfers, memory, slice_s)
                 slab = _slab(transfers, memory.nbytes)
-                write, read = (_move_s(move, memory, slice_s / 2) for move in (slab.write, slab.read))
+                write_s, read_s = (
+                    median_s(partial(time_s, partial(move, memory)), slice_s / 2, least=2, most=16, warms_up=False)
+                    for move in (slab.write, slab.read)
+                )
                 small = partial(slab.read, torch.empty(_SMALL_NBYTES, dtype=torch.uint8))
                 latency_s = median_s(partial(time_s, small), 0.0, least=_NUM_SMALL)
-            found = DiskSpeed(memory.nbytes / read, memory.nbytes / write, latency_s, block_nbytes, depth)
-            if best is None or _round_trip_s(found) < _CLEARLY * _round_trip_s(best):
-                best = found
+            if write_s + read_s < _CLEARLY * best_s:
+                best_s = write_s + read_s
+                best = DiskSpeed(memory.nbytes / read_s, memory.nbytes / write_s, latency_s, block_nbytes, depth)
     assert best is not None
     return best
 
@@ -132,16 +135,6 @@ def _suitable(transfers: DiskTransfers, memory: torch.Tensor, slice_s: float) ->
     return memory[:nbytes]
 
 
-def _move_s(move: Callable[[torch.Tensor], object], memory: torch.Tensor, budget_s: float) -> float:
-    """Return the seconds that `memory` takes to or from the disk."""
-    return median_s(partial(time_s, partial(move, memory)), budget_s, least=2, most=16, warms_up=False)
-
-
-def _round_trip_s(speed: DiskSpeed) -> float:
-    """Return the seconds a byte takes to the disk and back."""
-    return 1 / speed.read_Bps + 1 / speed.write_Bps
-
-
 # Keeping.
 
 
@@ -163,8 +156,6 @@ def file_system(directory: Path) -> str:
 
 def _device(directory: Path) -> str:
     """Return the number of the device that a directory is on, or will be when it is made."""
-    for each in (directory.absolute(), *directory.absolute().parents):
-        with contextlib.suppress(OSError):
-            number = os.stat(each).st_dev
-            return f"{os.major(number)}:{os.minor(number)}"
-    return ""
+    folder = directory.absolute()
+    number = next(os.stat(each).st_dev for each in (folder, *folder.parents) if os.path.exists(each))
+    return f"{os.major(number)}:{os.minor(number)}"

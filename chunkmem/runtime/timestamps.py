@@ -91,7 +91,7 @@ class HostClock:
     is_free = True
 
     def timestamp(self) -> Timestamp:
-        return HostTimestamp(time.perf_counter())
+        return HostTimestamp.now()
 
 
 class TimingEvent(Protocol):

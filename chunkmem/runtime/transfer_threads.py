@@ -32,14 +32,14 @@ class _Transfer(Generic[Scratch]):
     """Blocks that somebody waits for."""
 
     move: Callable[[int, Scratch], object]
-    num_blocks: int
-    num_begun: int = 0
+    blocks: deque[int]
+    """That no thread has begun."""
     num_running: int = 0
     failure: BaseException | None = None
 
     def is_over(self) -> bool:
         """Tell whether nothing runs and nothing is left."""
-        return self.num_begun == self.num_blocks and not self.num_running
+        return not self.blocks and not self.num_running
 
 
 class TransferThreads(Generic[Scratch]):
@@ -68,7 +68,7 @@ class TransferThreads(Generic[Scratch]):
             StateError: the threads are stopped.
             BaseException: the first that a call raised; blocks that were not begun then never are.
         """
-        transfer = _Transfer(move, num_blocks)
+        transfer = _Transfer(move, deque(range(num_blocks)))
         failure: BaseException | None = None
         is_over = False
         while not is_over:
@@ -124,7 +124,7 @@ class TransferThreads(Generic[Scratch]):
 
     def _cancel(self, transfer: _Transfer[Scratch]) -> None:
         """Begin no more blocks."""
-        transfer.num_blocks = transfer.num_begun
+        transfer.blocks.clear()
         with contextlib.suppress(ValueError):
             self._waiting.remove(transfer)
 
@@ -156,8 +156,8 @@ class TransferThreads(Generic[Scratch]):
             if not self._waiting:
                 return None
             transfer = self._waiting.popleft()
-            transfer.num_begun += 1
             transfer.num_running += 1
-            if transfer.num_begun < transfer.num_blocks:
+            block = transfer.blocks.popleft()
+            if transfer.blocks:
                 self._waiting.append(transfer)
-            return transfer, transfer.num_begun - 1
+            return transfer, block

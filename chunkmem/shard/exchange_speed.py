@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from math import inf
 
 from chunkmem.errors import CapacityError
@@ -39,8 +40,9 @@ def measure_exchanges(shards: ShardStore, pager: Pager, groups: Sequence[int], *
         RankError: a rank is missing, or somewhere else.
     """
     gradients = _without_content(shards, pager, groups)
-    with pager.measuring(), _held(shards, groups) as is_held, _created(pager, gradients) as are_created:
-        is_short, is_short_of_gradients = shards.ranks.any_over([not is_held, not are_created], label=_READER)
+    with pager.measuring(), ExitStack() as held:
+        takes = partial(_hold, held, shards, groups), partial(_create, held, pager, gradients)
+        is_short, is_short_of_gradients = shards.ranks.any_over([*map(_lacks_room, takes)], label=_READER)
         tasks: list[Callable[[], object]] = []
         if not is_short:
             tasks.append(lambda: _gather(shards, groups))
@@ -65,38 +67,32 @@ def _without_content(shards: ShardStore, pager: Pager, groups: Sequence[int]) ->
     return [chunk for chunk, is_used in zip(chunks, in_use, strict=True) if not is_used]
 
 
-@contextmanager
-def _held(shards: ShardStore, groups: Sequence[int]) -> Iterator[bool]:
-    """Hold groups; tell whether there is room for them."""
-    with ExitStack() as stack:
-        try:
-            shards.hold(groups, reader=_READER)
-            stack.callback(shards.release, groups)
-            has_room = True
-        except CapacityError:
-            has_room = False
-        yield has_room
+def _lacks_room(take: Callable[[], object]) -> bool:
+    try:
+        take()
+    except CapacityError:
+        return True
+    return False
 
 
-@contextmanager
-def _created(pager: Pager, chunks: Sequence[Chunk]) -> Iterator[bool]:
-    """Pin chunks, with zeros in them, that have no content again afterwards; tell whether there is room for them."""
+def _hold(held: ExitStack, shards: ShardStore, groups: Sequence[int]) -> None:
+    """Hold groups until the end of `held`."""
+    shards.hold(groups, reader=_READER)
+    held.callback(shards.release, groups)
+
+
+def _create(held: ExitStack, pager: Pager, chunks: Sequence[Chunk]) -> None:
+    """Pin chunks, with zeros in them, that have no content again at the end of `held`."""
 
     def end(chunk: Chunk) -> None:
         pager.consume(chunk)
         pager.discard_remote(chunk)
 
-    with ExitStack() as stack:
-        try:
-            for chunk in chunks:
-                pager.create(chunk, Tier.DEVICE, reader=_READER, zero=True, is_of_step=False)
-                stack.callback(end, chunk)
-                pager.pin(chunk, reader=_READER)
-                stack.callback(pager.unpin, chunk)
-            has_room = True
-        except CapacityError:
-            has_room = False
-        yield has_room
+    for chunk in chunks:
+        pager.create(chunk, Tier.DEVICE, reader=_READER, zero=True, is_of_step=False)
+        held.callback(end, chunk)
+        pager.pin(chunk, reader=_READER)
+        held.callback(pager.unpin, chunk)
 
 
 def _gather(shards: ShardStore, groups: Sequence[int]) -> None:

@@ -182,8 +182,8 @@ class FaultyDisk(SystemCalls):
         return found
 
 
-class ThrottledDisk(SystemCalls):
-    """The system's calls, no faster than a disk that reads and writes so many bytes a second, each on its own.
+class ThrottledDisk(FaultyDisk):
+    """One without faults, no faster than a disk that reads and writes so many bytes a second, each on its own.
 
     Raises:
         StateError: a speed is not positive, or `latency_s` negative.
@@ -196,30 +196,20 @@ class ThrottledDisk(SystemCalls):
             raise StateError(
                 f"nothing would end on a disk of {read_Bps} and {write_Bps} bytes/s and {latency_s} s latency"
             )
-        super().__init__()
+        super().__init__(calls=calls)
         self._reading, self._writing = _Rate(read_Bps, latency_s), _Rate(write_Bps, latency_s)
-        self._calls = calls
-
-    def open(self, path: str, flags: int, mode: int) -> int:
-        return self._calls.open(path, flags, mode)
 
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         end_s = self._reading.end_s(sum(map(len, buffers)))
-        moved = self._calls.preadv(descriptor, buffers, offset)
+        moved = super().preadv(descriptor, buffers, offset)
         _sleep_until(end_s)
         return moved
 
     def pwritev(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         end_s = self._writing.end_s(sum(map(len, buffers)))
-        moved = self._calls.pwritev(descriptor, buffers, offset)
+        moved = super().pwritev(descriptor, buffers, offset)
         _sleep_until(end_s)
         return moved
-
-    def fallocate(self, descriptor: int, offset: int, nbytes: int) -> None:
-        self._calls.fallocate(descriptor, offset, nbytes)
-
-    def close(self, descriptor: int) -> None:
-        self._calls.close(descriptor)
 
 
 class _Rate:

@@ -23,9 +23,8 @@ from typing import Any
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.contrib.frozen_cache.shared_index import HEADER_NBYTES
 from chunkmem.contrib.frozen_cache.shared_levels import SharedDisk, SharedLevels, disk_errors, share_of
-from chunkmem.contrib.frozen_cache.shared_memory import SharedFile
+from chunkmem.contrib.frozen_cache.shared_memory import SharedDiskFile, SharedFile
 from chunkmem.errors import ConfigError, StateError
-from chunkmem.runtime.disk_file import SYSTEM_CALLS, DiskFile
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -56,10 +55,10 @@ class _Copy:
     """The most bytes of the file on DISK."""
     files: list[SharedFile] = field(default_factory=list)
     """For values, for the index, and to lock."""
-    disk: DiskFile | None = None
+    disk: SharedDiskFile | None = None
 
     @property
-    def all(self) -> list[SharedFile | DiskFile]:
+    def all(self) -> list[SharedFile | SharedDiskFile]:
         return [*self.files, *([] if self.disk is None else [self.disk])]
 
     @classmethod
@@ -73,7 +72,7 @@ class _Copy:
         copy = cls(wanted.most_disk_nbytes)
         if wanted.folder is not None:
             with disk_errors():
-                copy.disk = DiskFile(wanted.folder, nbytes=copy.disk_nbytes, calls=SYSTEM_CALLS)
+                copy.disk = SharedDiskFile(wanted.folder, nbytes=copy.disk_nbytes)
         try:
             copy.files += (SharedFile() for _ in range(3))
             for file, nbytes in zip(copy.files, (wanted.host_nbytes, HEADER_NBYTES), strict=False):
@@ -97,7 +96,7 @@ class _Copy:
         try:
             copy.files += map(SharedFile, paths[:3])
             if wanted.folder is not None:
-                copy.disk = DiskFile(wanted.folder, nbytes=0, calls=SYSTEM_CALLS, opened=paths[3])
+                copy.disk = SharedDiskFile(wanted.folder, nbytes=0, opened=paths[3])
         except BaseException:
             copy.close()
             raise

@@ -8,9 +8,11 @@ import mmap
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from threading import Lock
 
 from chunkmem.errors import RankError, StateError
+from chunkmem.runtime.disk_file import DiskFile
 
 _SHORTEST_S, _LONGEST_S = 20e-6, 2e-3
 """Of a pause before a lock is tried again."""
@@ -40,8 +42,7 @@ class SharedFile:
     @property
     def identity(self) -> tuple[int, int]:
         """The same for all processes that have the same file."""
-        found = os.fstat(self.descriptor)
-        return found.st_dev, found.st_ino
+        return _identity_of(self.descriptor)
 
     def resize(self, nbytes: int) -> None:
         """Have so many bytes, of which only those that are written to take memory; what is new is 0."""
@@ -58,6 +59,38 @@ class SharedFile:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+class SharedDiskFile(DiskFile):
+    """A file on a disk that the ranks of a machine open as they do a `SharedFile`."""
+
+    def __init__(self, directory: Path, *, nbytes: int, opened: str | None = None) -> None:
+        """Make it, see `DiskFile`; or open the one at the `path` that another process has said."""
+        self._opened = opened
+        self.has_others = opened is not None
+        super().__init__(directory, nbytes=0 if opened else nbytes)
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this machine open it, as long as this one has it."""
+        self.has_others = True
+        return f"/proc/{os.getpid()}/fd/{self.require_open()}"
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """The same for all processes that have the same file."""
+        return _identity_of(self.require_open())
+
+    def open_with(self, flags: int) -> int:
+        """Open that of the other process, if there is one."""
+        if self._opened is None:
+            return super().open_with(flags)
+        return os.open(self._opened, flags | os.O_RDWR | os.O_CLOEXEC)
+
+
+def _identity_of(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
 
 
 class ProcessLock:
