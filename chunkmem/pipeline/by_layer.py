@@ -22,7 +22,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any
@@ -35,8 +34,9 @@ from chunkmem.errors import ConfigError, LayoutError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.borders import cast_floats
 from chunkmem.nn.call_state import CallState
-from chunkmem.nn.recompute import recomputed
-from chunkmem.nn.values import Structure
+from chunkmem.nn.random_sources import global_sources
+from chunkmem.nn.recompute import recomputing
+from chunkmem.nn.values import Structure, is_flat
 from chunkmem.pipeline.arguments import Item, LossItem, arguments_of, call_with
 from chunkmem.pipeline.call_times import CallTimes
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
@@ -105,6 +105,7 @@ class ByLayerPipeline(Pipeline):
         self._is_running = False
         self._pending: tuple[weakref.ref[JoinedBatch], _Batch] | None = None
         """What `pipe(x)` has returned, with the batch that its backward may come to."""
+        self._rng = global_sources()
         self._random = RandomStreams(runtime.memory.compute.generators())
 
     def __repr__(self) -> str:
@@ -394,15 +395,15 @@ class ByLayerPipeline(Pipeline):
         is_heard = not self._runtime.controller.residence.is_on
         if at < batch.frozen.num or not (is_heard or regions.recomputes(policy, place)):
             return item.run(arguments)
-        if is_heard or not all(isinstance(each, torch.Tensor) for each in arguments):
-            structure, tensors = Structure.of(arguments)
-            again: Callable[..., Any] = partial(call_with, item.again, structure)
-        else:
-            again, tensors = item.again, list(arguments)
+        again: Callable[..., Any] = item.again
+        given: Sequence[Any] = arguments
+        if is_heard or not is_flat(arguments):
+            structure, given = Structure.of(arguments)
+            again = partial(call_with, item.again, structure)
         if not is_heard:
-            with contextmanager(recomputed)(again, tensors, {}, name=item.name, rng=("python", "numpy")):
+            with recomputing(again, given, {}, name=item.name, rng=self._rng):
                 return item.again(*arguments)
-        is_recomputed = regions.enter(item.name, policy, again, tuple(tensors), {}, start=regions.now(), number=place)
+        is_recomputed = regions.enter(item.name, policy, again, tuple(given), {}, start=regions.now(), number=place)
         try:
             return item(*arguments) if is_recomputed and item.again is item else item.run(arguments)
         finally:
