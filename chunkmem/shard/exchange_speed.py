@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import inf
 
 from chunkmem.errors import CapacityError
@@ -39,7 +40,8 @@ def measure_exchanges(shards: ShardStore, pager: Pager, groups: Sequence[int], *
         RankError: a rank is missing, or somewhere else.
     """
     gradients = _without_content(shards, pager, groups)
-    with pager.measuring(), _held(shards, groups) as is_held, _created(pager, gradients) as are_created:
+    hold, create = partial(_hold, shards, groups), partial(_create, pager, gradients)
+    with pager.measuring(), _room(hold) as is_held, _room(create) as are_created:
         is_short, is_short_of_gradients = shards.ranks.any_over([not is_held, not are_created], label=_READER)
         tasks: list[Callable[[], object]] = []
         if not is_short:
@@ -66,37 +68,34 @@ def _without_content(shards: ShardStore, pager: Pager, groups: Sequence[int]) ->
 
 
 @contextmanager
-def _held(shards: ShardStore, groups: Sequence[int]) -> Iterator[bool]:
-    """Hold groups; tell whether there is room for them."""
+def _room(take: Callable[[ExitStack], None]) -> Iterator[bool]:
+    """Take memory, and give it back; tell whether there is room for it."""
     with ExitStack() as stack:
         try:
-            shards.hold(groups, reader=_READER)
-            stack.callback(shards.release, groups)
+            take(stack)
             has_room = True
         except CapacityError:
             has_room = False
         yield has_room
 
 
-@contextmanager
-def _created(pager: Pager, chunks: Sequence[Chunk]) -> Iterator[bool]:
-    """Pin chunks, with zeros in them, that have no content again afterwards; tell whether there is room for them."""
+def _hold(shards: ShardStore, groups: Sequence[int], stack: ExitStack) -> None:
+    shards.hold(groups, reader=_READER)
+    stack.callback(shards.release, groups)
+
+
+def _create(pager: Pager, chunks: Sequence[Chunk], stack: ExitStack) -> None:
+    """Pin chunks, with zeros in them, that have no content again afterwards."""
 
     def end(chunk: Chunk) -> None:
         pager.consume(chunk)
         pager.discard_remote(chunk)
 
-    with ExitStack() as stack:
-        try:
-            for chunk in chunks:
-                pager.create(chunk, Tier.DEVICE, reader=_READER, zero=True, is_of_step=False)
-                stack.callback(end, chunk)
-                pager.pin(chunk, reader=_READER)
-                stack.callback(pager.unpin, chunk)
-            has_room = True
-        except CapacityError:
-            has_room = False
-        yield has_room
+    for chunk in chunks:
+        pager.create(chunk, Tier.DEVICE, reader=_READER, zero=True, is_of_step=False)
+        stack.callback(end, chunk)
+        pager.pin(chunk, reader=_READER)
+        stack.callback(pager.unpin, chunk)
 
 
 def _gather(shards: ShardStore, groups: Sequence[int]) -> None:
