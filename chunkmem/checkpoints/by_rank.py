@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 from collections.abc import Iterable, Mapping
 from typing import IO, Any, cast
 
@@ -68,8 +67,7 @@ def divide(state: dict[str, Any], names: OwnNames, ranks: Ranks) -> dict[str, An
     if ranks.size == 1:
         return state
     shared, own = _divided(state, names)
-    digests, number = ranks.texts_of_all(json.dumps([bool(own), _digest(state.get(EXTRA))]), label="comparing extra=")
-    found = [json.loads(each) for each in digests]
+    found, number = ranks.values_of_all((bool(own), _digest(state.get(EXTRA))), label="comparing extra=")
     first = found[0][1]
     if number > 0 and found[number][1] not in ("", first):
         own[EXTRA] = state[EXTRA]

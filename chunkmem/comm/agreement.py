@@ -15,15 +15,14 @@ Decided in ADR 17.
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from chunkmem.comm.failure_detector import named
+from chunkmem.comm.failure_detector import by_text, named
 
 _NOTHING = 1 << 62
 """Larger than any hash, rank or flag."""
@@ -88,7 +87,7 @@ class Statement:
     label: str
     error: str
     """Text of the error that the rank has raised before; empty: none."""
-    facts: Sequence[str]
+    facts: frozenset[str]
 
 
 def numbers_of(operation: Operation, rank: int, *, facts: str, has_joined: bool) -> list[int]:
@@ -243,15 +242,10 @@ def row_from_first(
     mine.copy_(rows[0])
 
 
-def packed(operation: Operation, raised: str, facts: Collection[str]) -> bytes:
-    """Return a rank's statement as bytes."""
+def stated(operation: Operation, raised: str, facts: Collection[str]) -> Statement:
+    """Return what a rank says when the ranks differ."""
     label = f"{operation.label} ({operation.detail})" if operation.detail else operation.label
-    return json.dumps(asdict(Statement(label, raised, sorted(facts)))).encode()
-
-
-def unpacked(statements: Sequence[bytes]) -> list[Statement]:
-    """Return what `packed` was made of, by rank."""
-    return [Statement(**json.loads(statement)) for statement in statements]
+    return Statement(label, raised, frozenset(facts))
 
 
 def difference(statements: Sequence[Statement], numbers: Sequence[int]) -> tuple[str, tuple[int, ...]]:
@@ -261,28 +255,17 @@ def difference(statements: Sequence[Statement], numbers: Sequence[int]) -> tuple
         statements: by rank.
         numbers: what messages call each rank.
     """
-    places = _places({rank: each.label for rank, each in enumerate(statements)}, numbers)
+    labels = by_text({rank: each.label for rank, each in enumerate(statements)}, numbers)
+    places = ", ".join(f"{who} in '{label}'" for label, who in labels.items())
     raised = {rank: each.error for rank, each in enumerate(statements) if each.error}
-    errors = "".join(f"; {named(ranks, numbers)} raised {error} before" for error, ranks in _by_text(raised).items())
+    errors = "".join(f"; {who} raised {error} before" for error, who in by_text(raised, numbers).items())
     where = f"the ranks are in different places: {places}{errors}; {_NEXT}"
-    facts = [set(each.facts) for each in statements]
-    some = sorted(fact for fact in set().union(*facts) if any(fact not in known for known in facts))
+    facts = [each.facts for each in statements]
+    some = sorted(frozenset().union(*facts) - facts[0].intersection(*facts))
     if some:
         with_it = [rank for rank, known in enumerate(facts) if some[0] in known]
         without = [rank for rank, known in enumerate(facts) if some[0] not in known]
         more = f" (and {len(some) - 1} more)" if len(some) > 1 else ""
-        is_elsewhere = len({each.label for each in statements}) > 1
         said = f"{some[0]} on {named(with_it, numbers)} and not on {named(without, numbers)}{more}"
-        where = f"{said}; {where}" if is_elsewhere else f"{said}{errors}; do the same on every rank"
+        where = f"{said}; {where}" if len(labels) > 1 else f"{said}{errors}; do the same on every rank"
     return where, tuple(numbers[rank] for rank in raised)
-
-
-def _places(labels: Mapping[int, str], numbers: Sequence[int]) -> str:
-    return ", ".join(f"{named(ranks, numbers)} in '{label}'" for label, ranks in _by_text(labels).items())
-
-
-def _by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        found.setdefault(text, []).append(rank)
-    return found

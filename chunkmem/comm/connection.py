@@ -24,11 +24,10 @@ from chunkmem.comm.agreement import (
     farther,
     numbers_of,
     over_ranks,
-    packed,
     row_from_first,
     rows_of_ranks,
     rows_to_first,
-    unpacked,
+    stated,
     verdict,
 )
 from chunkmem.comm.failure_detector import (
@@ -55,8 +54,6 @@ _LINGER_SHARE = 0.1
 """Share of the failure detection for lingering."""
 _MANY = 32
 """Ranks of a group above which gloo is told to ask the store seldom."""
-_HEAD_NBYTES = 8
-"""Bytes of the length of a row, in front of it."""
 
 
 class Connection:
@@ -213,6 +210,10 @@ class Connection:
         """Return the smallest number that a rank passes, below 2**31, once all are here; raises what `begin` does."""
         return self._agreed(Operation(label, count=count)).least
 
+    def are_alike(self, label: str, state: bytes) -> bool:
+        """Tell whether all ranks pass the same, once all are here; raises what `begin` does."""
+        return self._agreed(Operation(label, state=state)).is_alike
+
     def wait_for_others(self, label: str, *, count: int = 0, state: bytes = b"") -> Any:
         """Return what the others are about to do, which this rank has to join in; None if they all wait here, too.
 
@@ -260,8 +261,8 @@ class Connection:
 
     def _agreed(self, operation: Operation) -> Verdict:
         values = numbers_of(operation, self.rank, facts=self._facts_digest, has_joined=self._has_joined)
-        stated = torch.tensor(values, dtype=torch.int64, device="cpu")
-        found = verdict(self.over_ranks(stated, torch.minimum, operation.label).tolist())
+        mine = torch.tensor(values, dtype=torch.int64, device="cpu")
+        found = verdict(self.over_ranks(mine, torch.minimum, operation.label).tolist())
         if not found.is_same:
             raise self._disagreement(operation)
         if self._raised:  # and has gone on
@@ -269,7 +270,7 @@ class Connection:
         return found
 
     def _disagreement(self, operation: Operation) -> RankError:
-        statements = unpacked(self.all_bytes(packed(operation, self._raised, self._facts), operation.label))
+        statements = self.of_all(stated(operation, self._raised, self._facts), operation.label)
         message, ranks = difference(statements, self.names)
         self._failure = RankError(message, ranks)
         return self._failure
@@ -360,12 +361,14 @@ class Connection:
                 self._open_numbers(label).broadcast([tensor], options).wait()
         return tensor
 
-    def all_bytes(self, data: bytes, label: str) -> list[bytes]:
-        return _cut(self.exchange(_padded(data, self._longest(data, label)), label))
+    def of_all(self, value: _T, label: str) -> list[_T]:
+        """Return what each rank passes, as `pickle` copies it."""
+        return list(map(_value, self.exchange(self._row(value, label), label)))
 
-    def _longest(self, data: bytes, label: str) -> int:
-        """Return the most bytes that a rank passes."""
-        return int(self.over_ranks(torch.tensor(len(data), device="cpu"), torch.maximum, label))
+    def _row(self, value: object, label: str) -> torch.Tensor:
+        """Return a value as bytes, on all ranks as many as the longest takes."""
+        data = pickle.dumps(value)
+        return _padded(data, int(self.over_ranks(torch.tensor(len(data), device="cpu"), torch.maximum, label)))
 
     def count_alike(self, text: str, label: str) -> int:
         """Return how many ranks pass this text; a rank calls it once for a label."""
@@ -377,21 +380,22 @@ class Connection:
         with self.waiting(label):
             return self._store.add(key, 0)
 
-    def gather(self, data: bytes, label: str) -> list[bytes]:
-        """Return what all ranks pass, on rank 0; elsewhere nothing."""
-        mine = _padded(data, self._longest(data, label))
+    def gather(self, value: _T, label: str) -> list[_T]:
+        """Return what each rank passes, on rank 0; elsewhere nothing."""
+        mine, numbers = self._row(value, label), self._open_numbers(label)
+        with self.waiting(label):
+            return list(map(_value, rows_to_first(numbers, self.rank, self.size, mine)))
+
+    def scatter(self, values: Sequence[_T], label: str) -> _T:
+        """Return this rank's part of what rank 0 passes."""
+        parts = list(map(pickle.dumps, values))
+        length = int(self.broadcast(torch.tensor(max(map(len, parts), default=0), device="cpu"), 0, label))
+        rows, mine = [_padded(part, length) for part in parts], torch.empty(length, dtype=torch.uint8, device="cpu")
         numbers = self._open_numbers(label)
         with self.waiting(label):
-            return _cut(rows_to_first(numbers, self.rank, self.size, mine))
-
-    def scatter(self, parts: Sequence[bytes], label: str) -> bytes:
-        """Return this rank's part of what rank 0 passes."""
-        length = int(self.broadcast(torch.tensor(max(map(len, parts), default=0), device="cpu"), 0, label))
-        rows = [_padded(part, length) for part in parts]
-        mine, numbers = torch.empty_like(_padded(b"", length)), self._open_numbers(label)
-        with self.waiting(label):
             row_from_first(numbers, self.rank, self.size, rows, mine)
-        return _cut([mine])[0]
+        found: _T = _value(mine)
+        return found
 
     def over_ranks(
         self, mine: torch.Tensor, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], label: str
@@ -433,18 +437,12 @@ def _few_requests(store: Store, timeout: timedelta) -> Iterator[None]:
 
 
 def _padded(data: bytes, length: int) -> torch.Tensor:
-    """Return bytes as a row for `_cut`: how many they are, then they, then zeros up to `length` bytes."""
-    head = len(data).to_bytes(_HEAD_NBYTES, "little")
-    return torch.frombuffer(bytearray(head + data.ljust(length, b"\0")), dtype=torch.uint8)
+    """Return a pickle as a row of so many bytes for `_value`: what follows a pickle is not read."""
+    return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
 
 
-def _cut(rows: Sequence[torch.Tensor]) -> list[bytes]:
-    def content(row: Any) -> bytes:
-        length = int.from_bytes(row[:_HEAD_NBYTES].tobytes(), "little")
-        found: bytes = row[_HEAD_NBYTES : _HEAD_NBYTES + length].tobytes()
-        return found
-
-    return [content(row.numpy()) for row in rows]
+def _value(row: torch.Tensor) -> Any:
+    return pickle.loads(row.numpy().data)
 
 
 def group_of(process_group: Any) -> dist.ProcessGroup | None:

@@ -288,6 +288,14 @@ def named(ranks: Sequence[int], numbers: Sequence[int]) -> str:
     return f"rank {words[0]}" if len(words) == 1 else f"ranks {', '.join(words[:-1])} and {words[-1]}"
 
 
+def by_text(texts: Mapping[int, str], numbers: Sequence[int]) -> dict[str, str]:
+    """Return, by text, which ranks have it, by their numbers."""
+    found: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        found.setdefault(text, []).append(rank)
+    return {text: named(ranks, numbers) for text, ranks in found.items()}
+
+
 def said_by_torch(error: Exception) -> str:
     """Return what an error says in one line; torch's own are RuntimeErrors, which goes without saying."""
     return said(error).removeprefix("RuntimeError: ")

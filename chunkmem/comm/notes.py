@@ -21,13 +21,11 @@ _SIGN_SHARE = 0.25
 class Notes:
     """Those of one occasion, by name. Nobody has to be there when one is left."""
 
-    def __init__(
-        self, store: Store | None, rank: int, size: int, *, timeout_s: float, is_lost: Callable[[], bool]
-    ) -> None:
+    def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float, is_lost: Callable[[], bool]) -> None:
         """Have none.
 
         Args:
-            store: of this occasion alone; None: there is one rank, which waits for nobody.
+            store: of this occasion alone.
             rank: this one.
             size: number of ranks.
             timeout_s: to wait for a note of a rank that gives no sign of life.
@@ -46,7 +44,7 @@ class Notes:
 
         def give_signs() -> None:
             count = 0
-            while store is not None and not over.wait(_SIGN_SHARE * self._timeout_s):
+            while not over.wait(_SIGN_SHARE * self._timeout_s):
                 count += 1
                 try:
                     store.set(_sign_of(self.rank), str(count))
@@ -67,11 +65,10 @@ class Notes:
         Raises:
             RankError: the store is gone, and with it the first rank.
         """
-        if self._store is not None:
-            try:
-                self._store.set(name, f"={text}")  # a store may not keep what is empty
-            except RuntimeError as error:
-                raise _store_error(name, error) from None
+        try:
+            self._store.set(name, f"={text}")  # a store may not keep what is empty
+        except RuntimeError as error:
+            raise _store_error(name, error) from None
 
     def wait_for(self, name: str, *, of: int, limit_s: float | None = None) -> str:
         """Return the text of a note, when it is there.
@@ -84,7 +81,6 @@ class Notes:
         Raises:
             RankError: it did not come, nor a sign, or ranks have lost each other.
         """
-        assert self._store is not None
         limit_s = self._timeout_s if limit_s is None else limit_s
         deadline_s, sign = time.monotonic() + limit_s, b""
         while True:

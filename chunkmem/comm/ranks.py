@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import pickle
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.connection import Connection, group_of, within
-from chunkmem.comm.failure_detector import named
+from chunkmem.comm.failure_detector import by_text
 from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.mesh import Mesh
 from chunkmem.comm.notes import Notes
@@ -37,8 +36,7 @@ def open_ranks(
     timeout_s: float,
 ) -> Ranks:
     """Find the others: those of `mesh`, or all of `process_group`. For arguments and errors see `Connection`."""
-    rows = () if mesh is None else mesh.rows
-    found = members or tuple(rank for row in rows for rank in row)
+    found = members or (() if mesh is None else tuple(chain(*mesh.rows)))
     return Ranks(Connection(process_group, members=found, timeout_s=timeout_s), mesh)
 
 
@@ -127,8 +125,8 @@ class Ranks:
         if not self.wider:
             return self
         if self._everyone is None:
-            found, _ = self.texts_of_all(str(self.name(self.rank)), label="looking for all ranks")
-            self._everyone = open_ranks(members=tuple(map(int, found)), timeout_s=self.connection.timeout_s)
+            found, _ = self.values_of_all(self.name(self.rank), label="looking for all ranks")
+            self._everyone = open_ranks(members=tuple(found), timeout_s=self.connection.timeout_s)
         return self._everyone
 
     def notes(self, name: str) -> Notes:
@@ -137,11 +135,9 @@ class Ranks:
         Args:
             name: the same on all ranks, and new.
         """
-        timeout_s = self.connection.timeout_s
         group = None if self.are_one else group_of(self.connection.process_group)
-        if group is None:
-            return Notes(None, 0, 1, timeout_s=timeout_s, is_lost=lambda: False)
-        store = within(group.get_group_store(), name)
+        store = dist.HashStore() if group is None else within(group.get_group_store(), name)  # type: ignore[attr-defined]
+        timeout_s = self.connection.timeout_s
         return Notes(store, self.rank, self.size, timeout_s=timeout_s, is_lost=lambda: self.is_lost)
 
     def name(self, rank: int) -> int:
@@ -172,9 +168,8 @@ class Ranks:
         """Return the ranks of a group that have other ranks to train their part with; count those on this machine."""
         others = open_ranks(group, timeout_s=self.connection.timeout_s)
         here = socket.gethostname()
-        found = others._all_bytes(f"{self.num_local} {here}".encode(), "looking for ranks on the same machine")
-        pairs = [text.decode().split(" ", 1) for text in found]
-        self.num_local = sum(int(num) for num, host in pairs if host == here)
+        pairs = others._of_all((self.num_local, here), "looking for ranks on the same machine")
+        self.num_local = sum(num for num, host in pairs if host == here)
         return others
 
     def _divide(self, mesh: Mesh) -> None:
@@ -225,21 +220,14 @@ class Ranks:
         """
         if self.size == 1:
             return
-        self.connection.begin(Operation(label))
-        told = hashlib.blake2b(json.dumps(dict(digests)).encode(), digest_size=7).digest()
-        code = int.from_bytes(told, "big")
-        codes = torch.tensor([code, -code], dtype=torch.int64, device="cpu")
-        smallest, minus_largest = self.connection.over_ranks(codes, torch.minimum, label).tolist()
-        if smallest == -minus_largest:
+        if self.connection.are_alike(label, repr(dict(digests)).encode()):
             return
-        everybodys = [json.loads(each) for each in self.connection.all_bytes(json.dumps(dict(digests)).encode(), label)]
+        everybodys = self.connection.of_all(dict(digests), label)
         for name in digests:
-            ranks_of: dict[str, list[int]] = {}
-            for rank, each in enumerate(everybodys):
-                ranks_of.setdefault(each.get(name, "nothing"), []).append(rank)
+            texts = {rank: each.get(name, "nothing") for rank, each in enumerate(everybodys)}
+            ranks_of = by_text(texts, self.connection.names)
             if len(ranks_of) > 1:
-                named_by_text = ((text, named(ranks, self.connection.names)) for text, ranks in ranks_of.items())
-                found = ", ".join(f"{text} on {ranks}" for text, ranks in named_by_text)
+                found = ", ".join(f"{text} on {ranks}" for text, ranks in ranks_of.items())
                 raise ConfigError(f"{name} differs between ranks: {found}; start all ranks with the same of it")
 
     def sum_over(self, values: Sequence[float], *, label: str = "summing numbers") -> tuple[float, ...]:
@@ -255,10 +243,10 @@ class Ranks:
         Raises:
             RankError: a rank did not come.
         """
-        first, *rows = self._all_values(values, label)[: self.size if self.replicate is None else self.shard.size]
-        for row in rows:
-            first += row
-        found = tuple(first.tolist())
+        self.connection.begin(Operation(label, f"{len(values)} numbers"))
+        every = self.connection.exchange(torch.tensor(values, dtype=torch.float64, device="cpu"), label)
+        num = self.size if self.replicate is None else self.shard.size
+        found = tuple(reduce(torch.add, every[:num]).tolist())
         for others in self.wider:
             found = others.sum_over(found, label=label)
         return found
@@ -280,8 +268,7 @@ class Ranks:
     def max_over(self, values: Sequence[float], *, label: str = "comparing numbers") -> tuple[float, ...]:
         """Return the largest over ranks, NaN if one is NaN. Arguments and errors are those of `sum_over`."""
         own = torch.tensor(values, dtype=torch.float64, device="cpu")
-        if self.size > 1:
-            self.connection.begin(Operation(label, f"{len(values)} numbers"))
+        self.connection.begin(Operation(label, f"{len(values)} numbers"))
         return tuple(self.connection.over_ranks(own, torch.maximum, label).tolist())
 
     def any_over(self, flags: Sequence[bool], *, label: str, is_agreed: bool = False) -> list[bool]:
@@ -323,8 +310,8 @@ class Ranks:
         if self.size == 1:
             return dict(own)
         together: dict[_K, _T] = {}
-        for each in self._all_bytes(pickle.dumps(dict(own)), label):
-            together.update(pickle.loads(each))
+        for each in self._of_all(dict(own), label):
+            together |= each
         return together
 
     def any_text(self, text: str, *, label: str) -> str:
@@ -333,26 +320,26 @@ class Ranks:
         Raises:
             RankError: a rank did not come.
         """
-        found = text
-        if self.size > 1:
-            first = self.connection.least(label, self.rank if text else self.size)
-            found = self.connection.send_object(text, label, first) if first < self.size else ""
+        first = self.connection.least(label, self.rank if text else self.size)
+        found = self.connection.send_object(text, label, first) if first < self.size else ""
         for others in self.wider:
             found = others.any_text(found, label=label)
         return found
 
-    def texts_of_all(self, text: str, *, label: str) -> tuple[list[str], int]:
-        """Return what each rank passes, those of other stages and parts included, and which of them this rank is.
+    def values_of_all(self, value: _T, *, label: str) -> tuple[list[_T], int]:
+        """Return what each rank passes, as `pickle` copies it, and which of them this rank is.
+
+        Those of other stages and parts are included.
 
         Raises:
             RankError: a rank did not come.
         """
-        texts, own = [each.decode() for each in self._all_bytes(text.encode(), label)], self.rank
+        values, own = self._of_all(value, label), self.rank
         for others in self.wider:
-            rows = [json.loads(each) for each in others._all_bytes(json.dumps(texts).encode(), label)]
+            rows = others._of_all(values, label)
             own += sum(map(len, rows[: others.rank]))
-            texts = [each for row in rows for each in row]
-        return texts, own
+            values = list(chain(*rows))
+        return values, own
 
     def gather_to_first(self, value: _T, *, label: str) -> list[_T] | None:
         """Return, on rank 0, what each rank passes, as `pickle` copies it.
@@ -363,8 +350,8 @@ class Ranks:
         if self.size == 1:
             return [value]
         self.connection.begin(Operation(label))
-        rows = self.connection.gather(pickle.dumps(value), label)
-        return [pickle.loads(row) for row in rows] if self.rank == 0 else None
+        rows = self.connection.gather(value, label)
+        return rows if self.rank == 0 else None
 
     def scatter_from_first(self, values: Sequence[_T] | None, *, label: str) -> _T:
         """Return what rank 0 passes for this one, as `pickle` copies it; others pass None.
@@ -376,8 +363,7 @@ class Ranks:
             assert values is not None
             return values[0]
         self.connection.begin(Operation(label))
-        value: _T = pickle.loads(self.connection.scatter([pickle.dumps(each) for each in values or ()], label))
-        return value
+        return self.connection.scatter(values or (), label)
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor], *, label: str) -> None:
         """Overwrite tensors with what rank 0 has in them.
@@ -407,18 +393,12 @@ class Ranks:
         Raises:
             RankError: a rank did not come.
         """
-        if self.size > 1:
-            self.connection.begin(Operation(label))
+        self.connection.begin(Operation(label))
 
-    def _all_values(self, values: Sequence[float], label: str) -> list[torch.Tensor]:
-        if self.size > 1:
-            self.connection.begin(Operation(label, f"{len(values)} numbers"))
-        return self.connection.exchange(torch.tensor(values, dtype=torch.float64, device="cpu"), label)
-
-    def _all_bytes(self, data: bytes, label: str) -> list[bytes]:
-        if self.size > 1:
-            self.connection.begin(Operation(label))
-        return self.connection.all_bytes(data, label)
+    def _of_all(self, value: _T, label: str) -> list[_T]:
+        """Return what each rank passes, as `pickle` copies it, once all are here."""
+        self.connection.begin(Operation(label))
+        return self.connection.of_all(value, label)
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

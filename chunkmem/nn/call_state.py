@@ -118,23 +118,25 @@ class CallState:
                     f"{name} cannot be recomputed: {known.name} ({_shape(known.tensor)}) was written to in place after "
                     "the forward that read it; give it a copy"
                 )
-        now = [content_of(container) for container, _ in self._containers]
-        scratch = copies_of(self._copies)
+        now, scratch = self._now(), copies_of(self._copies)
         try:
-            self._fill(replaced(content, scratch) for _, content in self._containers)
+            self._fill(now, (replaced(content, scratch) for _, content in self._containers))
             yield
         finally:
-            self._fill(now)
+            self._fill(self._now(), now)
 
-    def _fill(self, contents: Iterable[Any]) -> None:
-        """Have the containers contain that, where it is something else."""
-        for (container, _), content in zip(self._containers, contents, strict=True):
-            if not is_same(content_of(container), content):
+    def _now(self) -> list[Any]:
+        return [content_of(container) for container, _ in self._containers]
+
+    def _fill(self, now: Iterable[Any], contents: Iterable[Any]) -> None:
+        """Have the containers contain that, where it is something else now."""
+        for (container, _), found, content in zip(self._containers, now, contents, strict=True):
+            if not is_same(found, content):
                 fill(container, content)
 
     def put_back(self) -> list[str]:
         """Have everything be as it was before the call, for good; return the names of what cannot be."""
-        self._fill(content for _, content in self._containers)
+        self._fill(self._now(), (content for _, content in self._containers))
         for key, copy in self._copies.items():
             with torch.no_grad():
                 self._buffers[key].tensor.copy_(copy)
@@ -162,7 +164,9 @@ class CallState:
         if value is None or isinstance(value, _OPAQUE) or id(value) in self._seen:
             return
         self._seen.add(id(value))
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, nn.Module):
+            self._visit_module(value, name)
+        elif isinstance(value, torch.Tensor):
             if not isinstance(value, nn.Parameter):
                 self._tensors[id(value)] = _Known(value, _version(value), name)
         elif isinstance(value, Generator):
@@ -170,8 +174,6 @@ class CallState:
         elif isinstance(value, np.ndarray):
             if value.nbytes <= _SMALL_NBYTES and not value.dtype.hasobject:
                 self._keep(value)
-        elif isinstance(value, nn.Module):
-            self._visit_module(value, name)
         elif isinstance(value, (FunctionType, MethodType, partial)):
             self._visit_callable(value, name, depth=depth)
         elif isinstance(value, (list, tuple, set, frozenset, deque, dict)):
@@ -266,6 +268,8 @@ def is_state(value: object) -> TypeGuard[torch.Tensor]:
 
 def copies_of(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Copy tensors; those that share memory share that of their copies."""
+    if not tensors:
+        return {}
     by_memory: dict[int, dict[int, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         by_memory.setdefault(storage_id(tensor) or -key, {})[key] = tensor

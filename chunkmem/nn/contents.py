@@ -40,9 +40,11 @@ class Weights:
         self._parameters = parameters
 
     def read(self) -> list[Any]:
+        found: list[Any] = []
         with torch._C.DisableTorchFunctionSubclass():
-            pairs = ((param, param is not None and param.requires_grad) for param in dict.values(self._parameters))
-            return [each for pair in pairs for each in pair]
+            for param in dict.values(self._parameters):
+                found += param, param is not None and param.requires_grad
+        return found
 
     def fill(self, content: Sequence[Any]) -> None:
         now = self.read()
@@ -65,7 +67,9 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 def content_of(container: Any) -> Any:
     """Return what is in a container: a dict, a list in its order, or a copy of an array."""
-    if isinstance(container, Slots | Weights):
+    if isinstance(container, dict):
+        return dict(container)
+    if isinstance(container, (Slots, Weights)):
         return container.read()
     if isinstance(container, np.ndarray):
         return container.copy()
@@ -74,7 +78,7 @@ def content_of(container: Any) -> Any:
             return [container.cell_contents]
         except ValueError:
             return [_EMPTY]
-    return dict(container) if isinstance(container, dict) else list(container)
+    return list(container)
 
 
 def is_same(one: Any, other: Any) -> bool:

@@ -34,17 +34,15 @@ def _call_again(
 ) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """Return a function of tensors that makes a call again, and those tensors: it keeps none of them itself."""
     # What is in lists and dicts is no input. A tensor comes once: a call may ask whether two arguments are one.
-    arguments, tensors = Structure.of(
-        (tuple(args), *kwargs.values()), is_leaf=lambda value: not isinstance(value, tuple)
-    )
-    keys = tuple(kwargs)
+    arguments, tensors = Structure.of((*args, *kwargs.values()), is_leaf=lambda value: not isinstance(value, tuple))
+    keys, num = tuple(kwargs), len(args)
     inputs = copies_of({index: tensor for index, tensor in enumerate(tensors) if is_state(tensor)})  # statistics, too
 
     def call_again(*given: torch.Tensor) -> Any:
         copies = copies_of(inputs)
         on_copies(copies.values())
-        positional, *values = arguments.filled([copies.get(index, tensor) for index, tensor in enumerate(given)])
-        return function(*positional, **dict(zip(keys, values, strict=True)))
+        values = arguments.filled([copies.get(index, tensor) for index, tensor in enumerate(given)])
+        return function(*values[:num], **dict(zip(keys, values[num:], strict=True)))
 
     return call_again, tensors
 
@@ -86,19 +84,10 @@ def recomputed(
         named.clear()  # the arguments are kept by torch alone
         first, again = contexts()
 
-        @contextlib.contextmanager
-        def now() -> Iterator[None]:
-            with first:
-                yield
-            state.settle(name, has_copy=has_copy)
-            states.settle()
-
-        @contextlib.contextmanager
-        def later() -> Iterator[None]:
-            with state.restored(name), states.restored(), again():
-                yield
-
-        return now(), _EachTime(later)
+        return (
+            _first_run(first, state, states, name=name, has_copy=has_copy),
+            _EachTime(partial(_further_run, state, states, again, name=name)),
+        )
 
     # Positional tensors are what torch saves, under the hooks around the call, and compares the versions of.
     generator: Generator[None, None, None] = torch.utils.checkpoint._checkpoint_without_reentrant_generator(
@@ -107,13 +96,38 @@ def recomputed(
     return generator
 
 
+@contextlib.contextmanager
+def _first_run(
+    first: AbstractContextManager[Any],
+    state: CallState,
+    states: RandomStates,
+    *,
+    name: str,
+    has_copy: Callable[[torch.Tensor], bool],
+) -> Iterator[None]:
+    with first:
+        yield
+    state.settle(name, has_copy=has_copy)
+    states.settle()
+
+
+@contextlib.contextmanager
+def _further_run(state: CallState, states: RandomStates, again: MakeContext, *, name: str) -> Iterator[None]:
+    with state.restored(name), states.restored(), again():
+        yield
+
+
+recomputing = contextlib.contextmanager(recomputed)
+"""The same as a context manager."""
+
+
 def _run(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str, **options: Any
 ) -> Any:
     """Call `function`, with `options` of `recomputed`, and return its result."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    with contextlib.contextmanager(recomputed)(function, args, kwargs, name=name, **options):
+    with recomputing(function, args, kwargs, name=name, **options):
         return function(*args, **kwargs)
 
 

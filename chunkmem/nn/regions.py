@@ -30,6 +30,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from chunkmem.errors import CapacityError, TierIOError
 from chunkmem.nn.live_chunks import LiveChunks
+from chunkmem.nn.random_sources import global_sources
 from chunkmem.nn.recompute import recomputed
 from chunkmem.nn.region_calls import CallRecord, RegionCall
 from chunkmem.nn.region_chunks import RegionChunks
@@ -79,6 +80,7 @@ class RegionActivations(OwnHooks):
         self._turn = turn
         self._saved = saved
         self._hooks = (self._pack, self._unpack)
+        self._rng = global_sources()
         self._open: RegionCall | None = None
         """Runs now."""
         self._depth = 0
@@ -174,7 +176,7 @@ class RegionActivations(OwnHooks):
                 args,
                 kwargs,
                 name=name,
-                rng=("python", "numpy"),
+                rng=self._rng,
                 contexts=lambda: (nullcontext(), again),
                 on_copies=self._give,
                 has_copy=self.inputs.has_copy,

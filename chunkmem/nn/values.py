@@ -16,6 +16,8 @@ MODULE_FIELDS = frozenset(vars(nn.Module()))
 _OBJECT_DEPTH = 2
 """Objects of other people's classes are looked into so deep: a cache with an object for each layer."""
 _OPAQUE = (nn.Module, type, ModuleType, FunctionType)
+_LEAVES = (torch.Tensor, int, float, str, NoneType)
+"""What holds no other values."""
 _PLAIN = frozenset((bool, int, float, str, NoneType, partial))
 """Types of most attributes of modules that are no tensors, and hold none."""
 
@@ -52,14 +54,15 @@ class _Slot:
 class Structure:
     """A value without its tensors, in tuples, lists and dicts. The same tensor twice is one."""
 
-    def __init__(self, leaves: list[Any], spec: TreeSpec) -> None:
+    def __init__(self, leaves: list[Any], spec: TreeSpec | None) -> None:
+        """Have leaves in a tree; None: in a tuple, as most arguments are."""
         self._leaves = leaves
         self._spec = spec
 
     @classmethod
     def of(cls, value: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> tuple[Structure, list[torch.Tensor]]:
         """Return that of a value, and its tensors; `is_leaf` tells of what is not taken apart."""
-        leaves, spec = tree_flatten(value, is_leaf=is_leaf)
+        leaves, spec = (value, None) if is_flat(value) else tree_flatten(value, is_leaf=is_leaf)
         known = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
         slots = {key: _Slot(index) for index, key in enumerate(known)}
         return cls([slots.get(id(leaf), leaf) for leaf in leaves], spec), list(known.values())
@@ -72,7 +75,12 @@ class Structure:
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the value with these tensors."""
         leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self._leaves]
-        return tree_unflatten(leaves, self._spec)
+        return tuple(leaves) if self._spec is None else tree_unflatten(leaves, self._spec)
+
+
+def is_flat(value: object) -> bool:
+    """Tell whether a value is a tuple of tensors and plain values."""
+    return type(value) is tuple and all(isinstance(each, _LEAVES) for each in value)
 
 
 def storage_id(tensor: torch.Tensor) -> int:

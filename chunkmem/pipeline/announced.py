@@ -13,44 +13,34 @@ from dataclasses import replace
 
 import torch
 
-from chunkmem.comm.neighbours import Message, Neighbours, Waiting
-from chunkmem.comm.ranks import Ranks
+from chunkmem.comm.neighbours import Message, Neighbours
 from chunkmem.pipeline.forms import BorderForm
 
 _FIRST_TAG = 1 << 28
 """First tag of these messages: above the tags of activations, below those of tied parameters."""
 
 
-class AnnouncedForms:
-    """Sends and receives what is about to be sent and received."""
+class AnnouncedForms(Neighbours):
+    """Sends and receives, in RAM, what is about to be sent and received."""
 
-    def __init__(self, ranks: Ranks, *, waiting: Waiting) -> None:
-        """Exchange with `ranks`, one of each stage."""
-        self._neighbours = Neighbours(ranks, torch.device("cpu"), waiting=waiting)
-
-    def send(self, form: BorderForm, message: Message) -> None:
+    def send_form(self, form: BorderForm, message: Message) -> None:
         """Say what is sent next; `message` is that. Raises a `RankError` if the peer is missing."""
         content = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8)
         length = torch.tensor([len(content)], dtype=torch.int64, device="cpu")
         for number, tensor in enumerate((length, content)):
-            self._neighbours.send([tensor], _ahead(message, number))
+            self.send([tensor], _ahead(message, number))
 
-    def receive(self, message: Message) -> BorderForm:
+    def receive_form(self, message: Message) -> BorderForm:
         """Return what is received next, when its sender has said it. Raises what `send` does."""
-        length = torch.empty(1, dtype=torch.int64, device="cpu")
-        self._receive(length, _ahead(message, 0))
-        content = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-        self._receive(content, _ahead(message, 1))
-        form: BorderForm = pickle.loads(bytes(content.tolist()))
+        found = torch.empty(1, dtype=torch.int64, device="cpu")
+        for number in range(2):
+            if number:
+                found = torch.empty(int(found), dtype=torch.uint8, device="cpu")
+            ahead = _ahead(message, number)
+            self.receive([found], ahead)
+            self.wait(ahead.tag)
+        form: BorderForm = pickle.loads(found.numpy().data)
         return form
-
-    def settle(self) -> None:
-        """Wait until all has been sent. Raises what `send` does."""
-        self._neighbours.settle()
-
-    def _receive(self, tensor: torch.Tensor, message: Message) -> None:
-        self._neighbours.receive([tensor], message)
-        self._neighbours.wait(message.tag)
 
 
 def _ahead(message: Message, number: int) -> Message:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from chunkmem.errors import StateError
 from chunkmem.nn.borders import cast_floats
@@ -108,18 +107,11 @@ class Item(nn.Module):
         return self._run(arguments, Given(arguments))
 
     def forward(self, *arguments: Any) -> Any:
-        copies: dict[int, torch.Tensor] = {}
-        copied = tree_map_only(torch.Tensor, lambda tensor: _copy(tensor, copies), arguments)
-        return self._run(copied, Given(arguments, copies))
+        structure, tensors = Structure.of(arguments)
+        copies = {id(tensor): tensor.clone() for tensor in tensors}
+        return self._run(structure.filled(list(copies.values())), Given(arguments, copies))
 
     def _run(self, arguments: tuple[Any, ...], given: Given) -> Any:
         result = self.module(*arguments)
         self._writes = given.is_written(self.name) or bool(self._writes)
         return result
-
-
-def _copy(tensor: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Copy a tensor; the same one twice is one copy."""
-    if id(tensor) not in known:
-        known[id(tensor)] = tensor.clone()
-    return known[id(tensor)]

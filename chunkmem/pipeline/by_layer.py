@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -35,17 +35,18 @@ from chunkmem.errors import ConfigError, LayoutError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.borders import cast_floats
 from chunkmem.nn.call_state import CallState
-from chunkmem.nn.recompute import recomputed
-from chunkmem.nn.values import Structure
+from chunkmem.nn.random_sources import RandomStates, global_sources
+from chunkmem.nn.recompute import recomputing
+from chunkmem.nn.values import Structure, is_flat
 from chunkmem.pipeline.arguments import Item, LossItem, arguments_of, call_with
 from chunkmem.pipeline.call_times import CallTimes
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.frozen import FrozenBlocks, FrozenPrefix
-from chunkmem.pipeline.joined import Gradients, JoinedBatch, UnchangedWeights
+from chunkmem.pipeline.joined import JoinedBatch, unchanged_weights
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.options import PipelineOptions
-from chunkmem.pipeline.outputs import BlockOutput
-from chunkmem.pipeline.random_streams import MicroBatchStreams, RandomStreams, foreign_states, states_of
+from chunkmem.pipeline.outputs import BlockOutput, Gradients
+from chunkmem.pipeline.random_streams import MicroBatchStreams, RandomStreams, states_of
 from chunkmem.pipeline.width import Pipeline
 from chunkmem.sizes import shown
 
@@ -105,6 +106,7 @@ class ByLayerPipeline(Pipeline):
         self._is_running = False
         self._pending: tuple[weakref.ref[JoinedBatch], _Batch] | None = None
         """What `pipe(x)` has returned, with the batch that its backward may come to."""
+        self._rng = global_sources()
         self._random = RandomStreams(runtime.memory.compute.generators())
 
     def __repr__(self) -> str:
@@ -131,30 +133,20 @@ class ByLayerPipeline(Pipeline):
         runtime.updater.in_backward.require_none("pipe.step()")
         if not torch.is_grad_enabled():
             raise StateError("pipe.step() computes gradients; under torch.no_grad() call the model itself")
-        access = runtime.modules.access
         with runtime.modules.turn.taken():
-            if self._is_running:
-                raise StateError("pipe.step() inside of pipe.step(): end the one before the next begins")
             with runtime.ranks.telling():
                 self._require_over("pipe.step()")
                 parts = split(inputs, target, num=self._options.micro_batches)
                 batch = _Batch(parts, self._prefix.begin(parts, ids))
-            self._is_running, others = True, access.num_calls
-            try:
-                with self._statistics.mini_batch(), self.times.step(batch.parts):
-                    self._root(batch)(lambda: self._forward(batch))
-                    loss = self._loss(batch)
-                    with runtime.backward(), runtime.sharding.units.one_backward():
-                        scale = 1.0 if runtime.scaler is None else runtime.scaler.loss_scale
-                        for output in batch.outputs[len(self._items) - 1].values():
-                            output.begin_backward(scale)
-                        self._backward(batch)
-            except BaseException:
-                runtime.controller.excuse_iteration()
-                raise
-            finally:
-                self._is_running, access.num_calls = False, others
-                self._drop(batch)
+            with self._running(batch, "pipe.step()"), self._statistics.mini_batch(), self.times.step(batch.parts):
+                self._root(batch)(lambda: self._forward(batch))
+                loss = self._loss(batch)
+                with runtime.backward(), runtime.sharding.units.one_backward():
+                    scale = 1.0 if runtime.scaler is None else runtime.scaler.loss_scale
+                    for output in batch.outputs[len(self._items) - 1].values():
+                        output.begin_backward(scale)
+                    self._backward(batch)
+            self._drop(batch)
         self.end_step()
         return loss
 
@@ -179,55 +171,54 @@ class ByLayerPipeline(Pipeline):
             if self._options.deferred_batch_norm or self._options.cache is not None:
                 asked = "deferred_batch_norm" if self._options.deferred_batch_norm else "a cache"
                 raise ConfigError(f"pipe(x) with gradients and {asked}: call pipe.step(x, y)")
-        access = self._runtime.modules.access
         with self._runtime.modules.turn.taken():
-            if self._is_running:
-                raise StateError("pipe(x) inside of pipe.step() or of a backward: end the one before the next begins")
             with self._runtime.ranks.telling():
                 self._require_over("pipe(x)")
                 whole = split(joined.inputs, None, num=self._options.micro_batches)
             parts = [replace(part, divisor=None) for part in whole]
             frozen = FrozenBlocks() if joined.wants_gradients or not is_training else self._prefix.begin(parts, None)
-            batch, others = _Batch(parts, frozen), access.num_calls
-            weights = UnchangedWeights(item.unit for item in self._items)
-            try:
+            batch, require_same = _Batch(parts, frozen), unchanged_weights(item.unit for item in self._items)
+            with self._running(batch, "pipe(x)"):
                 self._root(batch)(lambda: self._forward(batch))
                 last = batch.outputs[len(self._items) - 1]
                 values, lengths = [last[at].kept() for at in range(len(parts))], [part.num_samples for part in parts]
                 is_trained = any(output.requires_grad for output in last.values())
-                backward = partial(self._backward_of, batch, weights) if is_trained else None
+                backward = partial(self._backward_of, batch, require_same) if is_trained else None
                 outputs = joined.outputs(values, lengths, backward)
-            except BaseException:
-                self._runtime.controller.excuse_iteration()
-                self._drop(batch)
-                raise
-            finally:
-                access.num_calls = others
             if is_trained:
                 self._pending = weakref.ref(joined), batch
             else:
                 self._drop(batch)
         return outputs
 
-    def _backward_of(self, batch: _Batch, weights: UnchangedWeights, gradients: Sequence[Gradients]) -> None:
+    def _backward_of(self, batch: _Batch, require_same: Callable[[], None], gradients: Sequence[Gradients]) -> None:
         """Run the backward of a batch, given those of its outputs by micro-batch."""
-        access = self._runtime.modules.access
-        last = batch.outputs[len(self._items) - 1]
-        with self._runtime.modules.turn.taken():
-            others, self._is_running = access.num_calls, True
-            try:
-                weights.require_same()
-                for number, given in enumerate(gradients):
-                    last[number].take(given)
-                with self._runtime.ranks.telling(), self._runtime.sharding.units.one_backward():
-                    self._backward(batch)
-            except BaseException:
-                self._runtime.controller.excuse_iteration()
-                raise
-            finally:
-                self._is_running, access.num_calls, self._pending = False, others, None
-                self._drop(batch)
+        self._pending, last = None, batch.outputs[len(self._items) - 1]
+        with self._runtime.modules.turn.taken(), self._running(batch, "a backward of pipe(x)"):
+            require_same()
+            for number, given in enumerate(gradients):
+                last[number].take(given)
+            with self._runtime.ranks.telling(), self._runtime.sharding.units.one_backward():
+                self._backward(batch)
+            self._drop(batch)
         self.end_step()
+
+    @contextmanager
+    def _running(self, batch: _Batch, call: str) -> Iterator[None]:
+        """Surround the forward or backward of a batch, of which no other one may run; free what an interrupted one has
+        left."""
+        if self._is_running:
+            raise StateError(f"{call} inside of pipe.step() or of a backward: end the one before the next begins")
+        access = self._runtime.modules.access
+        self._is_running, others = True, access.num_calls
+        try:
+            yield
+        except BaseException:
+            self._runtime.controller.excuse_iteration()
+            self._drop(batch)
+            raise
+        finally:
+            self._is_running, access.num_calls = False, others
 
     def _require_over(self, call: str) -> None:
         """Raise a `StateError` if the backward of another call may come, and free what is left of one that may not."""
@@ -332,29 +323,33 @@ class ByLayerPipeline(Pipeline):
                 output.park()
 
     def _forward_by_layer(self, batch: _Batch, streams: MicroBatchStreams) -> None:
-        for at, item in enumerate(self._items[batch.frozen.start :], start=batch.frozen.start):
-            with self._runtime.sharding.units.held(item.unit):
-                for number in range(len(batch.parts)):
-                    if at < batch.frozen.depth(number):
-                        continue
-                    with streams.of(number):
-                        self._call(batch, at, number)
-                    if at < len(self._items) - 1:
-                        batch.outputs[at][number].park()
+        for at in self._held_in_turn(batch):
+            for number in range(len(batch.parts)):
+                if at < batch.frozen.depth(number):
+                    continue
+                with streams.of(number):
+                    self._call(batch, at, number)
+                if at < len(self._items) - 1:
+                    batch.outputs[at][number].park()
+
+    def _held_in_turn(self, batch: _Batch) -> Iterator[int]:
+        """Yield the numbers of the blocks that run, each while all ranks hold its unit."""
+        for at in range(batch.frozen.start, len(self._items)):
+            with self._runtime.sharding.units.held(self._items[at].unit):
+                yield at
 
     def _forward_in_turn(self, batch: _Batch) -> None:
         """Run one micro-batch after the other. All ranks bring together what they run, also if one has fewer."""
         forms, number, num = self._forms(batch), 0, len(batch.parts)
-        states, foreign = [states_of(self._random.generators)], foreign_states()
+        states, foreign = [states_of(self._random.generators)], RandomStates(self._rng)
         while not self._agree(f"micro-batch {number} is not there", holds=number >= num):
-            for at, item in enumerate(self._items[batch.frozen.start :], start=batch.frozen.start):
-                with self._runtime.sharding.units.held(item.unit):
-                    if number < num and at >= batch.frozen.depth(number):
-                        self._call(batch, at, number)
+            for at in self._held_in_turn(batch):
+                if number < num and at >= batch.frozen.depth(number):
+                    self._call(batch, at, number)
             states += [states_of(self._random.generators)] if number < num else []
             number += 1
         self._random.learn(forms, states)
-        if foreign_states() != foreign:
+        if foreign.settle():
             self._random.forget(forms)
         goes_by_layer = self._agree("the next step goes by layer", holds=self._random.begin(forms) is not None)
         if goes_by_layer and torch.is_grad_enabled():
@@ -394,15 +389,15 @@ class ByLayerPipeline(Pipeline):
         is_heard = not self._runtime.controller.residence.is_on
         if at < batch.frozen.num or not (is_heard or regions.recomputes(policy, place)):
             return item.run(arguments)
-        if is_heard or not all(isinstance(each, torch.Tensor) for each in arguments):
-            structure, tensors = Structure.of(arguments)
-            again: Callable[..., Any] = partial(call_with, item.again, structure)
-        else:
-            again, tensors = item.again, list(arguments)
+        again: Callable[..., Any] = item.again
+        given: Sequence[Any] = arguments
+        if is_heard or not is_flat(arguments):
+            structure, given = Structure.of(arguments)
+            again = partial(call_with, item.again, structure)
         if not is_heard:
-            with contextmanager(recomputed)(again, tensors, {}, name=item.name, rng=("python", "numpy")):
+            with recomputing(again, given, {}, name=item.name, rng=self._rng):
                 return item.again(*arguments)
-        is_recomputed = regions.enter(item.name, policy, again, tuple(tensors), {}, start=regions.now(), number=place)
+        is_recomputed = regions.enter(item.name, policy, again, tuple(given), {}, start=regions.now(), number=place)
         try:
             return item(*arguments) if is_recomputed and item.again is item else item.run(arguments)
         finally:

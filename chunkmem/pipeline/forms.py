@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_structure
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_structure
 
 from chunkmem.errors import StateError
 from chunkmem.pipeline.micro_batches import MicroBatch
@@ -99,19 +100,16 @@ class BorderForms:
         """Return by micro-batch what goes out of each stage but the last, or why that cannot be told of one."""
         known = []
         for part in parts:
-            found = self._found(part.inputs, part.form)
+            key = part.form, tuple(real.requires_grad for real, _ in self._trainable)
+            if key not in self._known:
+                for real, fake in self._trainable:
+                    fake.requires_grad_(real.requires_grad)
+                self._known[key] = self._run(part.inputs)
+            found = self._known[key]
             if isinstance(found, str):
                 return found
             known.append(found)
         return known
-
-    def _found(self, inputs: Any, form: Hashable) -> dict[int, BorderForm] | str:
-        key = form, tuple(real.requires_grad for real, _ in self._trainable)
-        if key not in self._known:
-            for real, fake in self._trainable:
-                fake.requires_grad_(real.requires_grad)
-            self._known[key] = self._run(inputs)
-        return self._known[key]
 
     def _run(self, inputs: Any) -> dict[int, BorderForm] | str:
         found = {}
@@ -119,7 +117,7 @@ class BorderForms:
             # What cannot run so is said ahead: torch need not log it.
             quiet = silenced("torch._subclasses.fake_tensor")
             with quiet, torch.random.fork_rng(devices=()), self._mode, torch.enable_grad():
-                value = tree_map(_without_values, inputs)
+                value = tree_map_only(torch.Tensor, partial(torch.empty_like, device="cpu"), inputs)
                 for number, stage in enumerate(self._stages[:-1]):
                     value = stage(value)
                     found[number] = form_of(value, number, dtype=self._dtype)
@@ -154,7 +152,3 @@ def _leaf(leaf: Any, name: str, dtype: torch.dtype) -> Any:
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return leaf
     raise StateError(f"{name} has a {type(leaf).__name__}; stages give each other tensors, in tuples, lists and dicts")
-
-
-def _without_values(leaf: Any) -> Any:
-    return torch.empty_like(leaf, device="cpu") if isinstance(leaf, torch.Tensor) else leaf

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,24 +34,16 @@ class GivenBatch:
     """Why the rank cannot run it; empty: it can."""
 
 
-def given_batch(parts: Sequence[MicroBatch], ids: Any, *, knows_forms: bool, refused: str) -> GivenBatch:
-    """Describe the batch of this rank, which has no micro-batches where it was given nothing."""
-    inputs, target = (_digests([getattr(part, name) for part in parts]) for name in ("inputs", "target"))
-    said = repr(ids.tolist() if isinstance(ids, torch.Tensor) else ids)
-    sizes = [part.num_samples for part in parts]
-    return GivenBatch(
-        f"{len(parts)} micro-batches of {sizes}" if parts else "",
-        sum(sizes),
-        inputs,
-        target,
-        _digest(said),
-        knows_forms,
-        refused,
-    )
-
-
-def compare(own: GivenBatch, ranks: Ranks) -> tuple[int, bool]:
+def compare(
+    parts: Sequence[MicroBatch], ids: Any, *, knows_forms: bool, refused: str, ranks: Ranks
+) -> tuple[int, bool]:
     """Compare what all ranks of a pipeline were given; all of them call it, and raise the same.
+
+    Args:
+        parts: micro-batches of this rank; none where it was given nothing.
+        ids: of the samples, for a cache.
+        knows_forms, refused: see `GivenBatch`.
+        ranks: of the pipeline.
 
     Returns:
         The number of samples, and whether all ranks know what stages give to each other.
@@ -62,8 +53,12 @@ def compare(own: GivenBatch, ranks: Ranks) -> tuple[int, bool]:
         StateError: the first rank has no inputs, or the last one no target and another one has; or a rank refuses.
         RankError: a rank is missing.
     """
-    texts, _ = ranks.texts_of_all(json.dumps(asdict(own)), label="comparing the batch of the pipeline")
-    every = [GivenBatch(**json.loads(text)) for text in texts]
+    inputs, target = (_digests([getattr(part, name) for part in parts]) for name in ("inputs", "target"))
+    said = repr(ids.tolist() if isinstance(ids, torch.Tensor) else ids)
+    sizes = [part.num_samples for part in parts]
+    shown = f"{len(parts)} micro-batches of {sizes}" if parts else ""
+    own = GivenBatch(shown, sum(sizes), inputs, target, _digest(said), knows_forms, refused)
+    every, _ = ranks.values_of_all(own, label="comparing the batch of the pipeline")
     for rank, each in enumerate(every):
         if each.refused:
             raise StateError(f"{each.refused} (rank {ranks.name(rank)})")

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.errors import CapacityError
 from chunkmem.types import Tier
 
 
@@ -51,25 +50,17 @@ class HeldStage:
         Raises:
             RankError: a rank is missing, or somewhere else.
         """
-        shards, prefetch = self._runtime.sharding.shards, self._runtime.sharding.units.prefetch
-        if shards is None or prefetch is None or stage in self._refused:
+        prefetch = self._runtime.sharding.units.prefetch
+        if prefetch is None or stage in self._refused:
             return
         groups = self._groups(stage)
         if groups == self._held:
             return
         self.release()
-        can = stage in self._fits
-        if can:
-            try:
-                shards.hold(groups, reader="a stage")
-            except CapacityError:
-                can = False
-        if prefetch.gather(groups, reader="a stage", is_part=True, can=can):
+        if prefetch.hold(groups, reader="a stage", can=stage in self._fits):
             self._held = groups
-            return
-        self._refused.add(stage)
-        if can:
-            shards.release(groups)
+        else:
+            self._refused.add(stage)
 
     def release(self) -> None:
         """Hold none."""

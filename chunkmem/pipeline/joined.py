@@ -11,50 +11,36 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from chunkmem.errors import StateError
 from chunkmem.nn.values import Structure
+from chunkmem.pipeline.outputs import Gradients, with_history
 
-Gradients = Sequence[torch.Tensor | None]
 Backward = Callable[[Sequence[Gradients]], None]
 """Runs the backward of a batch, given by micro-batch the gradients of all tensors that it has returned."""
 
 
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, batch: JoinedBatch, _anchor: torch.Tensor, *given: torch.Tensor) -> Any:
-        ctx.batch = batch
-        ctx.set_materialize_grads(False)
-        joined, batch.joined = batch.joined, []  # else what is returned would keep itself
-        ctx.mark_non_differentiable(*(out for out in joined if not (out.is_floating_point() or out.is_complex())))
-        return tuple(joined)
+def unchanged_weights(modules: Iterable[torch.nn.Module]) -> Callable[[], None]:
+    """Return what raises a `StateError` if parameters of some modules were written to since this call.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return None, None, *ctx.batch.run_backward(gradients)
+    It is for parameters between a forward and its backward: what is recomputed then needs them as they were.
+    """
+    params = dict.fromkeys(param for module in modules for param in module.parameters())
 
-
-class UnchangedWeights:
-    """Parameters between a forward and its backward: what is recomputed then needs them as they were."""
-
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Note the versions of all parameters of some modules."""
-        self._params = dict.fromkeys(param for module in modules for param in module.parameters())
-        self._versions = self._now()
-
-    def _now(self) -> list[int]:
+    def versions() -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():
-            return [param._version for param in self._params]
+            return [param._version for param in params]
 
-    def require_same(self) -> None:
-        """Raise a `StateError` if some were written to."""
-        if self._now() != self._versions:
+    before = versions()
+
+    def require_same() -> None:
+        if versions() != before:
             raise StateError(
                 "weights were written to between pipe(x) and its backward, as by optimizer.step(): blocks that are "
                 "recomputed would give other values; run the backward before"
             )
+
+    return require_same
 
 
 class JoinedBatch:
@@ -68,8 +54,6 @@ class JoinedBatch:
         self._leaves = [known[id(tensor)] for tensor in self._wanted]
         self.inputs = self._structure.filled([known.get(id(each), each.detach()) for each in self._given])
         """The same, which gradients come to if the user wants them."""
-        self.joined: list[torch.Tensor] = []
-        """What all micro-batches have returned."""
         self._lengths: list[int] = []
         self._backward: Backward | None = None
 
@@ -106,12 +90,11 @@ class JoinedBatch:
         if any(each != others[0] for each in others):
             raise StateError(f"pipe(x): micro-batches return different values in addition to tensors: {others}")
         self._lengths, self._backward = list(lengths), backward
-        self.joined = [torch.cat(column) for column in zip(*tensors, strict=True)]
-        if backward is None:
-            return structures[0].filled(self.joined)
-        anchor, wanted = torch.empty(0, requires_grad=True), self._wanted
-        self._given = self._wanted = []  # nobody needs their history any more
-        return structures[0].filled(_Joined.apply(self, anchor, *wanted))  # type: ignore[no-untyped-call]
+        joined: Sequence[torch.Tensor] = [torch.cat(column) for column in zip(*tensors, strict=True)]
+        if backward is not None:
+            joined = with_history(joined, self.run_backward, *self._wanted)
+            self._given = self._wanted = []  # nobody needs their history any more
+        return structures[0].filled(joined)
 
     def go_on(self) -> None:
         """Run the backward of what the inputs were made by, when that of all micro-batches has run elsewhere."""

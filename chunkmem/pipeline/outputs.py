@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from chunkmem.errors import StateError
@@ -18,25 +19,44 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.parked import Parked, ParkedTensors
 from chunkmem.nn.values import Structure, tensors_in
 
+Gradients = Sequence[torch.Tensor | None]
+
 
 class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, _anchor: torch.Tensor, take: Callable[[Sequence[torch.Tensor | None]], None], tensors: Any
+        ctx: Any,
+        take: Callable[[Gradients], Gradients | None],
+        tensors: Sequence[torch.Tensor],
+        _anchor: torch.Tensor,
+        *_given: torch.Tensor,
     ) -> Any:
         ctx.take = take
         ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(out for out in tensors if not (out.is_floating_point() or out.is_complex())))
         return tuple(tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.take(gradients)
-        return None, None, None
+        return None, None, None, *(ctx.take(gradients) or ())
 
 
-def begin_history(
-    tensors: list[torch.Tensor], wanted: Sequence[int], take: Callable[[Sequence[torch.Tensor | None]], None]
-) -> None:
+def with_history(
+    tensors: Sequence[torch.Tensor], take: Callable[[Gradients], Gradients | None], *given: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return tensors, which have no history, with one that is a single node.
+
+    Args:
+        tensors: of which nobody else knows.
+        take: is called with their gradients in backward, once; returns those of `given`.
+        given: where backward continues; it does nowhere if there are none.
+    """
+    found: tuple[torch.Tensor, ...] = _Cut.apply(take, tensors, torch.empty(0, requires_grad=True), *given)  # type: ignore[no-untyped-call]
+    return found
+
+
+def begin_history(tensors: list[torch.Tensor], wanted: Sequence[int], take: Callable[[Gradients], None]) -> None:
     """Begin a history for some tensors of a list, which have none and of which nobody else knows.
 
     Args:
@@ -45,9 +65,7 @@ def begin_history(
         take: is given their gradients in backward, once; None where there is none.
     """
     if wanted:
-        given = [tensors[at] for at in wanted]
-        cut = _Cut.apply(torch.empty(0, requires_grad=True), take, given)  # type: ignore[no-untyped-call]
-        for at, tensor in zip(wanted, cut, strict=True):
+        for at, tensor in zip(wanted, with_history([tensors[at] for at in wanted], take), strict=True):
             tensors[at] = tensor
 
 
@@ -103,7 +121,7 @@ class BlockOutput:
         tensors, self._content = self._content, []
         return self._structure.filled(tensors)
 
-    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def take(self, gradients: Gradients) -> None:
         """Take those for the gradients of its tensors, of the last block. Raises what `park` does."""
         self._gradients = [gradients[at] for at in self._wanted]
         self.park_gradients()
@@ -133,7 +151,7 @@ class BlockOutput:
         if parked is not None:
             parked.end()
 
-    def _take_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _take_gradients(self, gradients: Gradients) -> None:
         """The backward of the next block has come to what it was given.
 
         Raises:

@@ -11,12 +11,9 @@ of numpy, all batches of that form run one micro-batch after the other.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
-import numpy as np
 import torch
 
 _PERIOD = 624
@@ -113,13 +110,6 @@ def _set_states(generators: Sequence[torch.Generator], states: States) -> None:
         generator.set_state(state)
 
 
-def foreign_states() -> tuple[object, ...]:
-    """Return the states of Python's and of numpy's global generators, to be compared."""
-    numpy_state: Any = np.random.get_state(legacy=False)
-    position = numpy_state["state"]["pos"], numpy_state["has_gauss"]
-    return random.getstate(), numpy_state["state"]["key"].tobytes(), position
-
-
 def _same(one: States, other: States) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -128,8 +118,7 @@ def _advanced(generator: torch.Generator, state: torch.Tensor, count: int) -> to
     """Return what the state of a generator is after so many numbers; on an accelerator, they are an offset."""
     if not count:
         return state
-    other = torch.Generator(generator.device)
-    other.set_state(state)
+    other = _at(generator, state)
     if generator.device.type == "cpu":
         torch.empty(count, dtype=torch.int32).random_(generator=other)
     else:
@@ -142,25 +131,24 @@ def _count(generator: torch.Generator, start: torch.Tensor, stop: torch.Tensor) 
     if torch.equal(start, stop):
         return 0
     if generator.device.type == "cpu":
-        count = _count_on_cpu(start, stop)
+        count = _count_on_cpu(_at(generator, start), start, stop)
     else:
-        count = _offset(generator, stop) - _offset(generator, start)
+        count = _at(generator, stop).get_offset() - _at(generator, start).get_offset()
     return count if torch.equal(_advanced(generator, start, count), stop) else None
 
 
-def _offset(generator: torch.Generator, state: torch.Tensor) -> int:
+def _at(generator: torch.Generator, state: torch.Tensor) -> torch.Generator:
+    """Return another generator of the same kind at a state."""
     other = torch.Generator(generator.device)
     other.set_state(state)
-    return int(other.get_offset())
+    return other
 
 
-def _count_on_cpu(start: torch.Tensor, stop: torch.Tensor) -> int:
-    """Return it for a Mersenne twister, or any number if the one never becomes the other.
+def _count_on_cpu(other: torch.Generator, start: torch.Tensor, stop: torch.Tensor) -> int:
+    """Return it for a Mersenne twister, of which `other` is at the start, or any number if that never stops there.
 
     A state has 8 bytes of seed, 4 that say how many numbers are left of the period, 12 of others, and then the period.
     """
-    other = torch.Generator()
-    other.set_state(start)
     for num in range(_MAX_PERIODS):
         now = other.get_state()
         if torch.equal(now[24 : 24 + 8 * _PERIOD], stop[24 : 24 + 8 * _PERIOD]):

@@ -65,7 +65,8 @@ def repartition(
         change.check(roots[stage::num_stages], shard, num_shards=table.shape[2])
         try:
             after = change.divided(with_stages(runtime.origin.mesh, num_stages), reason=said)
-            pipeline = change.pack(after, options, make)
+            pipeline = make(after, options)  # its chunks have no content yet
+            change.claim(after)
             change.move(after)
         except Exception as error:
             change.fail(error)
@@ -199,12 +200,6 @@ class _Change(Repacking):
             self._take(found, away)
         after.built.add(self.added.roots, self.added.excluded, built=PutOff(strides))
         return after
-
-    def pack(self, after: Runtime, options: PipelineOptions, make: MakePipeline) -> Pipeline:
-        """Divide the model, whose chunks have no content yet, and have optimizers claim their states."""
-        pipeline = make(after, options)
-        self.claim(after)
-        return pipeline
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         for number, root in enumerate(self.added.roots):

@@ -134,7 +134,7 @@ class PackedStage(_PipelineStageBase):
         message = self.message(fwd_chunk_id, is_sent=False, forward=True)
         if self._step.announced is not None:
             with self._timed(StageWork.WAIT, fwd_chunk_id):
-                self._step.borders[fwd_chunk_id][self.stage_index - 1] = self._step.announced.receive(message)
+                self._step.borders[fwd_chunk_id][self.stage_index - 1] = self._step.announced.receive_form(message)
         tensors = [form.empty(self.device) for form in self._inputs(fwd_chunk_id)]
         buffers = self._received[fwd_chunk_id] = self._park(tensors, step=-1, what="output")
         return self._neighbours.receive(buffers.bring(), message)
@@ -145,7 +145,7 @@ class PackedStage(_PipelineStageBase):
             return []
         message = self.message(fwd_chunk_id, is_sent=True, forward=True)
         if self._step.announced is not None:
-            self._step.announced.send(self._step.borders[fwd_chunk_id][self.stage_index], message)
+            self._step.announced.send_form(self._step.borders[fwd_chunk_id][self.stage_index], message)
         return self._send(self._outgoing.pop(fwd_chunk_id), message)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -258,18 +258,15 @@ class PackedStage(_PipelineStageBase):
                     with frozen.running(at, args):
                         value = block(*args)
                 else:
-                    value = self._run_region(f"blocks.{number}", block, args, self._options.policy(step.parts[part]))
+                    policy, start = self._options.policy(step.parts[part]), self.regions.now()
+                    self.regions.enter(f"blocks.{number}", policy, block, args, {}, start=start)
+                    try:
+                        value = block(*args)
+                    finally:
+                        self.regions.leave()
             step.times.returned(block, value)
             del args
         return value
-
-    def _run_region(self, name: str, block: torch.nn.Module, args: tuple[Any, ...], policy: str) -> Any:
-        regions = self._runtime.modules.regions
-        regions.enter(name, policy, block, args, {}, start=regions.now())
-        try:
-            return block(*args)
-        finally:
-            regions.leave()
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -325,8 +322,7 @@ class PackedStage(_PipelineStageBase):
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         return None
 
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        return None
+    _prepare_backward_infra = _prepare_forward_infra
 
     def _create_grad_recv_info(self, act_send_info: Any) -> Any:
         return ()

@@ -21,12 +21,13 @@ from chunkmem.pipeline.automatic import choose
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.forms import BorderForms
 from chunkmem.pipeline.frozen import FrozenBlocks, FrozenPrefix
-from chunkmem.pipeline.given_batch import compare, given_batch
+from chunkmem.pipeline.given_batch import compare
 from chunkmem.pipeline.held import HeldStage
-from chunkmem.pipeline.joined import Gradients, JoinedBatch, UnchangedWeights
+from chunkmem.pipeline.joined import JoinedBatch, unchanged_weights
 from chunkmem.pipeline.micro_batches import not_given, split
 from chunkmem.pipeline.modules import StageModule, divide
 from chunkmem.pipeline.options import PipelineOptions
+from chunkmem.pipeline.outputs import Gradients
 from chunkmem.pipeline.schedules import FOR_ANY_NUMBER, check_schedule, make_schedule
 from chunkmem.pipeline.stage import PackedStage, StageStep
 from chunkmem.pipeline.ties import TiedParameters
@@ -97,11 +98,13 @@ class StagedPipeline(Pipeline):
         """By number of micro-batches: a schedule of torch's."""
         waiting = runtime.memory.pager.waiting
         self._neighbours = Neighbours(ranks, runtime.device, waiting=waiting)
-        self._announced = AnnouncedForms(ranks, waiting=waiting)
+        self._announced = AnnouncedForms(ranks, torch.device("cpu"), waiting=waiting)
         own = range(ranks.rank, len(modules), ranks.size)
         self._statistics = DeferredStatistics([modules[k] for k in own] if options.deferred_batch_norm else ())
         self._held = HeldStage(runtime)
-        self.stages = [self._make_stage(modules, index) for index in own]
+        make = partial(PackedStage, runtime=runtime, options=options, statistics=self._statistics)
+        make = partial(make, neighbours=self._neighbours, hold=self._held.hold)
+        self.stages = [make(modules[index], index, len(modules)) for index in own]
         """Stages of this rank."""
         self._ties = TiedParameters(modules, runtime, ranks=ranks)
         self._frozen = FrozenPrefix(
@@ -117,18 +120,6 @@ class StagedPipeline(Pipeline):
         """Likewise, where outputs are wanted."""
         self._pending: tuple[weakref.ref[JoinedBatch], Callable[[Any], None]] | None = None
         """What `pipe(x)` has returned, and its backward."""
-
-    def _make_stage(self, modules: Sequence[StageModule], index: int) -> PackedStage:
-        return PackedStage(
-            modules[index],
-            index,
-            len(modules),
-            runtime=self._runtime,
-            options=self._options,
-            neighbours=self._neighbours,
-            statistics=self._statistics,
-            hold=self._held.hold,
-        )
 
     @property
     def schedule(self) -> str:
@@ -211,9 +202,9 @@ class StagedPipeline(Pipeline):
             self._settle()
             last = self.stages[-1]
             has_backward = is_training and (last.is_trained or not last.is_last)
-            weights = UnchangedWeights(stage.module for stage in self.stages)
+            require_same = unchanged_weights(stage.module for stage in self.stages)
             given = joined if joined.wants_gradients else None
-            backward = partial(self._backward_of, step, weights, given) if has_backward else None
+            backward = partial(self._backward_of, step, require_same, given) if has_backward else None
             self._pending = None if backward is None else (weakref.ref(joined), backward)
             if not last.is_last:
                 return None
@@ -251,7 +242,7 @@ class StagedPipeline(Pipeline):
     def _backward_of(
         self,
         step: StageStep,
-        weights: UnchangedWeights,
+        require_same: Callable[[], None],
         joined: JoinedBatch | None,
         gradients: Sequence[Gradients] | None,
     ) -> None:
@@ -263,7 +254,7 @@ class StagedPipeline(Pipeline):
         with self._running():
             if gradients is not None and scaler is not None and not scaler.is_used:
                 raise StateError("fp16 gradients need the loss scale: call manager.backward(loss), not loss.backward()")
-            weights.require_same()
+            require_same()
             for part, given in enumerate(gradients or ()):
                 stage.take_gradients(part, given)
             self._pending = None
@@ -297,8 +288,8 @@ class StagedPipeline(Pipeline):
             borders = "" if inputs is None else self._forms.of(parts)
             call = "pipe(x)" if joined is not None else "pipe.step()" if is_training else "pipe.evaluate()"
             refused = self._problem(call, joined)
-            own = given_batch(parts, ids, knows_forms=not isinstance(borders, str), refused=refused)
-            num_samples, are_known = compare(own, self._ranks)
+            knows_forms = not isinstance(borders, str)
+            num_samples, are_known = compare(parts, ids, knows_forms=knows_forms, refused=refused, ranks=self._ranks)
             self._pending = None
             for stage in self.stages:
                 stage.clear_runtime_states()  # of a call without a backward

@@ -86,14 +86,14 @@ class TiedParameters:
             own = self._gradients.slots.value(tie.managed).cpu()
         else:
             own = torch.zeros(tie.managed.shape, dtype=tie.managed.placeholder.dtype, device="cpu")
-        found = {rank: own if rank == self._ranks.rank else torch.empty_like(own) for rank in tie.ranks}
-        others = [rank for rank in tie.ranks if rank != self._ranks.rank]
-        messages = [(rank, self._message(tie, sender=rank, peer=rank)) for rank in others]
-        for rank, message in messages:
+        here = self._ranks.rank
+        found = {rank: own if rank == here else torch.empty_like(own) for rank in tie.ranks}
+        messages = {rank: self._message(tie, sender=rank, peer=rank) for rank in tie.ranks if rank != here}
+        for rank, message in messages.items():
             self._neighbours.receive([found[rank]], message)
-        for rank in others:
-            self._neighbours.send([own], self._message(tie, sender=self._ranks.rank, peer=rank))
-        for _, message in messages:
+        for rank in messages:
+            self._neighbours.send([own], self._message(tie, sender=here, peer=rank))
+        for message in messages.values():
             self._neighbours.wait(message.tag)
         self._neighbours.settle()
         total = torch.zeros_like(own, dtype=sum_dtype(own.dtype))

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
-
-import torch
 
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.errors import StateError
@@ -15,7 +11,7 @@ from chunkmem.pipeline.call_times import CallTimes
 from chunkmem.pipeline.options import PipelineOptions
 
 
-class Pipeline(ABC):
+class Pipeline:
     """What `ChunkManager.pipeline` returns, over so many stages and ranks."""
 
     divide: Callable[..., Pipeline]
@@ -27,18 +23,6 @@ class Pipeline(ABC):
         self._options = options
         self.times = CallTimes()
         """Listener of the calls of blocks; by default it times none."""
-
-    @abstractmethod
-    def step(self, inputs: Any, target: Any = None, *, ids: Any = None) -> torch.Tensor:
-        """Run forward and backward of a batch; return its loss."""
-
-    @abstractmethod
-    def __call__(self, inputs: Any) -> Any:
-        """Run forward of a batch; return its outputs, with a history if gradients are enabled."""
-
-    @abstractmethod
-    def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
-        """Run forward of a batch; return its loss."""
 
     def end_epoch(self) -> FreezeReport:
         """Freeze what the schedule says (`manager.pipeline(freeze=)`), between two steps; return what that gave back.

@@ -127,6 +127,21 @@ class PrefetchSchedule:
             self._look_ahead(f"{reader}, gathering ahead")
         return True
 
+    def hold(self, groups: Groups, *, reader: object, can: bool) -> bool:
+        """Hold groups of a step in addition to others, and gather them, if all ranks have room; else change nothing.
+
+        Raises what `gather` does.
+        """
+        if can:
+            try:
+                self._shards.hold(groups, reader=reader)
+            except CapacityError:
+                can = False
+        is_held = self.gather(groups, reader=reader, is_part=True, can=can)
+        if can and not is_held:
+            self._shards.release(groups)
+        return is_held
+
     def reduce(self, found: Iterable[int], *, is_over: bool) -> None:
         """Give owners the means of gradients of groups, those of which nothing is trained left out.
 

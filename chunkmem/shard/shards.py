@@ -182,10 +182,6 @@ class ShardStore:
             self._present.update(together)
         return True
 
-    def has(self, groups: Iterable[int]) -> bool:
-        """Tell whether all of them were gathered since they are held; the same on all ranks."""
-        return self._present.issuperset(groups)
-
     def agree(self, question: str, *, holds: bool) -> bool:
         """Tell whether something holds on all ranks; those that only wait for the others have no say in it.
 
@@ -277,9 +273,13 @@ class ShardStore:
         Raises what `send` does.
         """
         wanted = None if groups is None else set(groups)
-        weights = (chunk for chunk in self._store.chunks.values() if chunk.id.role.kind.is_weights)
-        on_host = [chunk for chunk in weights if chunk.compute_tier is Tier.HOST]
-        sent = [chunk for chunk in on_host if wanted is None or chunk.id.group in wanted]
+        sent = [
+            chunk
+            for chunk in self._store.chunks.values()
+            if chunk.id.role.kind.is_weights
+            and chunk.compute_tier is Tier.HOST
+            and (wanted is None or chunk.id.group in wanted)
+        ]
         self.gather_chunks(sent, reader=reader)
         for chunk in sent:
             if not self.owns(chunk.id.group):
@@ -337,7 +337,7 @@ class ShardStore:
         that lands. What all ranks hold already fits.
         """
         wanted = set().union(*lists)
-        if self.has(lists[0]):
+        if self._present.issuperset(lists[0]):
             return True
         return self._fits(self.nbytes(wanted | set(always)) + 2 * max(map(self.nbytes, lists)))
 

@@ -316,17 +316,8 @@ class Units:
             return False
         lists = [other.groups for other in (unit, *self._backward)]
         can = self._shards.fits_together(lists, always=self._root_groups())
-        if can:
-            try:
-                self._shards.hold(unit.groups, reader=unit)
-            except CapacityError:
-                can = False
-        if self.prefetch.gather(unit.groups, reader=reader, is_part=True, can=can):
-            return True
-        unit.is_alone = True
-        if can:
-            self._release(unit)
-        return False
+        unit.is_alone = not self.prefetch.hold(unit.groups, reader=reader, can=can)
+        return not unit.is_alone
 
     def end_backward(self) -> None:
         """No backward runs any more."""

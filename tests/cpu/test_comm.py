@@ -385,7 +385,7 @@ def be_many(rank: int) -> tuple[list[str], list[str]]:
     """Open groups as one of many ranks does."""
     with patch.object(connection, "_MANY", 2):
         ranks = open_ranks(timeout_s=TIMEOUT_S)
-    found, _ = ranks.texts_of_all(str(rank), label="who is there")
+    found, _ = ranks.values_of_all(str(rank), label="who is there")
     ranks.close()
     return found, [name for name in os.environ if name.startswith("GLOO_ENABLE")]
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import chunkmem
 from chunkmem.errors import ConfigError, StateError
-from chunkmem.nn.random_sources import RandomStates
+from chunkmem.nn.random_sources import RandomStates, global_sources
 
 Run = Callable[..., Any]
 
@@ -585,3 +585,18 @@ def test_sources_that_a_call_has_not_drawn_from_are_left_alone(source: Literal["
     assert [first, second] == expected
     with drawing.restored():
         assert draw() == first
+
+
+def test_states_of_numpy_that_are_known_from_the_call_before() -> None:
+    """Every second normal number is kept from the draw before, which numpy's twister does not show."""
+    sources = global_sources()
+    np.random.seed(3)
+    expected = [np.random.randn() for _ in range(6)]
+    np.random.seed(3)
+    for number in range(6):
+        silent, drawing = RandomStates(sources), RandomStates(sources)
+        silent.settle()
+        assert np.random.randn() == expected[number]
+        drawing.settle()
+        with silent.restored(), drawing.restored():
+            assert np.random.randn() == expected[number]

@@ -64,7 +64,7 @@ def talk(ranks: Ranks) -> list[Any]:
         ranks.any_over([True, False], label="flags"),
         ranks.any_text("", label="problems"),
         ranks.any_text("disk full", label="problems"),
-        ranks.texts_of_all("a", label="texts")[0],
+        ranks.values_of_all("a", label="texts")[0],
         ranks.gather_to_first("row", label="rows"),
         ranks.scatter_from_first(first, label="parts"),
         ranks.from_first("name", label="names"),
@@ -95,7 +95,7 @@ def test_each_rank_hears_what_each_has_said() -> None:
         ranks = open_ranks(timeout_s=TIMEOUT_S)
         text = "x" * rank
         return [
-            ranks.texts_of_all(text, label="texts")[0],
+            ranks.values_of_all(text, label="texts")[0],
             ranks.sum_over([float(10**rank)]),
             ranks.any_text(text if rank > 2 else "", label="problems"),
             ranks.gather_to_first(text, label="rows"),

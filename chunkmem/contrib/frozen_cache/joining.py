@@ -11,7 +11,6 @@ machine has a copy of its own, of its share.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -83,7 +82,7 @@ class _Copy:
         return copy
 
     @classmethod
-    def open(cls, disk_nbytes: int, files: Sequence[tuple[str, list[int]]], wanted: Wanted) -> _Copy:
+    def open(cls, disk_nbytes: int, files: Sequence[tuple[str, tuple[int, int]]], wanted: Wanted) -> _Copy:
         """Open what the first rank of the machine has made.
 
         Raises:
@@ -177,10 +176,9 @@ class _Joining:
         except Exception as raised:
             error = raised
         said = "" if error is None else f"{type(error).__name__}: {error}"
-        texts, _ = self._runtime.ranks.texts_of_all(json.dumps([said, value]), label="chunkmem.FrozenCache()")
+        found, _ = self._runtime.ranks.values_of_all((said, value), label="chunkmem.FrozenCache()")
         if error is not None:
             raise error
-        found = [json.loads(text) for text in texts]
         errors = [each[0] for each in found if each[0]]
         if errors:
             raise StateError(f"FrozenCache: another rank refuses: {errors[0]}")
@@ -192,7 +190,7 @@ class _Joining:
         here = f"{socket.gethostname()} {_BOOT.read_text().strip()}"
         asked = f"host={wanted.host_nbytes}, disk={wanted.folder}, disk_capacity={wanted.disk_nbytes}"
         found = self._all(lambda: [here, asked])
-        _, own = self._runtime.ranks.texts_of_all("", label="chunkmem.FrozenCache()")
+        _, own = self._runtime.ranks.values_of_all("", label="chunkmem.FrozenCache()")
         different = sorted({each[1] for each in found if each[0] == here})
 
         def compare() -> None:
@@ -238,7 +236,7 @@ class _Joining:
                 each.close()
 
 
-def identity_at(path: str) -> list[int]:
+def identity_at(path: str) -> tuple[int, int]:
     """Return what tells the file at a path from all others of this machine; raise an OSError if there is none."""
     found = os.stat(path)
-    return [found.st_dev, found.st_ino]
+    return found.st_dev, found.st_ino
