@@ -579,7 +579,7 @@ class ChunkManager(ModelBuilding, Reporting):
             self.runtime.free()
             give_back_freed_ram()
         self.runtime.end_groups()
-        if self.runtime.memory.interrupts is not None:
-            self.runtime.memory.interrupts.close()
+        if self.runtime.memory.pager.interrupts is not None:
+            self.runtime.memory.pager.interrupts.close()
         if error is not None:
             raise error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,7 +16,6 @@ from chunkmem.errors import StateError
 from chunkmem.layout.spec import digest
 from chunkmem.nn.hooks import ModuleHooks
 from chunkmem.nn.ordinary import same_random_numbers, send_parameters
-from chunkmem.optim.update import GroupUpdater
 from chunkmem.packing.built import HERE, Built
 from chunkmem.packing.collect import Collector
 from chunkmem.packing.elsewhere import Elsewhere, Unpacked
@@ -26,38 +26,29 @@ from chunkmem.packing.released import BuiltOverRanks
 from chunkmem.packing.tensor_parallel import TensorParallel
 
 
+@dataclass(eq=False)
 class BuiltModels:
     """What was built with a manager, and is packed by its parts."""
 
-    def __init__(
-        self,
-        sharding: Sharding,
-        modules: Modules,
-        updater: GroupUpdater,
-        entry_points: EntryPoints,
-        hooks: ModuleHooks,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        """Begin with none; modules compute on `device`, in `dtype`."""
-        self._ranks = sharding.ranks
-        self._sharding = sharding
-        self._modules = modules
-        self._updater = updater
-        self._entry_points = entry_points
-        self._hooks = hooks
-        self._device = device
-        self._dtype = dtype
-        self.collector: Collector | None = None
-        """Of the models under construction."""
-        self.unpacked: Unpacked | None = None
-        """What was built, until it is known which stage has what; None without pipeline stages."""
+    sharding: Sharding
+    modules: Modules
+    entry_points: EntryPoints
+    hooks: ModuleHooks
+    device: torch.device
+    dtype: torch.dtype
+    """That modules compute in."""
+    collector: Collector | None = None
+    """Of the models under construction."""
+    unpacked: Unpacked | None = None
+    """What was built, until it is known which stage has what; None without pipeline stages."""
+
+    def __post_init__(self) -> None:
+        self._ranks = self.sharding.ranks
         self.added: list[Unpacked] = []
         """All that was built."""
         self.elsewhere = Elsewhere()
         """What other stages have."""
-        self.tensor_parallel = TensorParallel(sharding.ranks, modules.registry)
+        self.tensor_parallel = TensorParallel(self._ranks, self.modules.registry)
 
     def add(
         self,
@@ -140,10 +131,10 @@ class BuiltModels:
         self._pack(unpacked, own, excluded, kept=kept)
         for number, stage in stages.items():
             where = f"stage {number}, which rank {ranks.name(number % ranks.size)} has"
-            self._modules.registry.add_elsewhere(self.elsewhere.leave(stage, modules, where=where))
-        self._modules.registry.place([param for root in unpacked.roots for param in root.parameters()])
+            self.modules.registry.add_elsewhere(self.elsewhere.leave(stage, modules, where=where))
+        self.modules.registry.place([param for root in unpacked.roots for param in root.parameters()])
         for root in unpacked.roots:
-            self._modules.copies.fit(root)
+            self.modules.copies.fit(root)
 
     def _pack(
         self,
@@ -154,35 +145,33 @@ class BuiltModels:
         kept: Sequence[nn.Module],
     ) -> None:
         """Pack `roots`, which are all of what was built, or stages of it."""
-        self._entry_points.forget_steps()
+        self.entry_points.forget_steps()
         built, models = unpacked.built, unpacked.roots
         if not built.is_put_off and has_meta_tensors(models):
-            surface, shards = self._modules.surface, self._sharding.shards
+            surface, shards = self.modules.surface, self.sharding.shards
             built = BuiltOnMeta(models, built, shards, surface, unpacked.initialisers)
         with self.random_numbers() if isinstance(built, BuiltOnMeta) else contextlib.nullcontext():
-            added = self._modules.packer.add(roots, excluded, built)
+            added = self.modules.packer.add(roots, excluded, built)
         for packed in added:
             self.tensor_parallel.count(packed.parameters)
         reduced = [module for module in excluded if module not in kept]
-        self._sharding.ordinary.parameters += [
-            param for module in reduced for param in module.parameters(recurse=False)
-        ]
-        if self._sharding.shards is not None:
+        self.sharding.ordinary.parameters += [param for module in reduced for param in module.parameters(recurse=False)]
+        if self.sharding.shards is not None:
             self._ranks.agree("the layout of the chunks", digest(packed.layout for packed in added))
             for packed in added:
-                self._sharding.shards.drop_unowned(group.id for group in packed.layout.groups)
+                self.sharding.shards.drop_unowned(group.id for group in packed.layout.groups)
             if not built.is_put_off:
-                self._sharding.shards.send_on_host(reader="packing")
-            self._entry_points.ordinary.add(roots, excluded, kept=kept)
-        self._modules.fit(roots, added, self._hooks, dtype=self._dtype)
+                self.sharding.shards.send_on_host(reader="packing")
+            self.entry_points.ordinary.add(roots, excluded, kept=kept)
+        self.modules.fit(roots, added, self.hooks, dtype=self.dtype)
         for module in (*roots, *excluded):
-            move_ordinary_tensors(module, excluded, self._device, on_host=self._modules.packer.on_host)
+            move_ordinary_tensors(module, excluded, self.device, on_host=self.modules.packer.on_host)
         if isinstance(built, BuiltOnMeta):
-            built.tell(self._modules.surface.awaited, [managed for packed in added for managed in packed.parameters])
+            built.tell(self.modules.surface.awaited, [managed for packed in added for managed in packed.parameters])
 
     def send(self, model: nn.Module) -> None:
         """Have all ranks train rank 0's parameters of a model that each has built; see `send_parameters`."""
-        known = self._modules.registry
+        known = self.modules.registry
         with self.tensor_parallel.taking_apart([model]):
             for ranks in several_ranks(self._ranks):
                 built = [param for param in model.parameters() if known.find(param) is None]

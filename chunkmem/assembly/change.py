@@ -15,22 +15,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Iterable, Sequence
-from typing import TypeVar
 
 from torch import nn
 
-from chunkmem.assembly.inventory import Contents, agreed_moves, free_copies, require_room, take_inventory
+from chunkmem.assembly.inventory import Contents, free_copies, require_room, take_inventory
 from chunkmem.assembly.make import build_runtime
 from chunkmem.assembly.moving import ChunkMover
 from chunkmem.assembly.runtime import Origin, Runtime
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import StateError
 from chunkmem.layout.spec import EACH, Layout
-from chunkmem.nn.binding import ManagedParameter, dense_stride
-from chunkmem.optim.chunk_states import HeldStates
+from chunkmem.nn.binding import dense_stride
 from chunkmem.types import Role
-
-T = TypeVar("T")
 
 
 class Repacking:
@@ -50,33 +46,30 @@ class Repacking:
         """
         self.before = before
         self.after: Runtime | None = None
-        self.ranks = ranks
-        self._call, self._reader = call, reader
+        self._call = call
         (self.added,) = before.built.added
         params = dict.fromkeys(param for root in self.added.roots for param in root.parameters())
         self.params = list(params)
-        self.numbers = {id(param): number for number, param in enumerate(params)}
+        numbers = {id(param): number for number, param in enumerate(params)}
         gc.collect()  # on all ranks, the same optimizers are left
         self.holders = before.holders
         ranks.agree("what has states in the chunks of a manager", ", ".join(type(one).__name__ for one in self.holders))
-        self._specs = {spec.role: spec for holder in self.holders for spec in holder.state_specs}
+        specs = {spec.role: spec for holder in self.holders for spec in holder.state_specs}
         store = before.memory.store
         for chunk in [chunk for key, chunk in store.chunks.items() if key.role.kind.stays]:
-            if chunk.id.role not in self._specs:  # nobody has them any more
+            if chunk.id.role not in specs:  # nobody has them any more
                 store.remove(chunk)
-        counts = [holder.held() for holder in self.holders]
-        states = dict[ManagedParameter, tuple[Role, ...]]()
+        counts = [{numbers[id(m.param)]: found for m, found in holder.held().items()} for holder in self.holders]
+        states = dict[int, tuple[Role, ...]]()
         for each in counts:
-            states |= {managed: (*states.get(managed, ()), *held.roles) for managed, held in each.items()}
-        inventory = take_inventory(before, self.numbers, states, rounded=[self.numbers[id(p)] for p in rounded])
+            states |= {number: (*states.get(number, ()), *held.roles) for number, held in each.items()}
+        inventory = take_inventory(before, numbers, states, rounded)
         self._own_nbytes = sum(inventory.nbytes.values())
-        self._contents = Contents(self.of_all(inventory, "what ranks have"))
-        self._counts: list[dict[int, HeldStates]] = []
+        self.contents = Contents(inventory, specs, numbers, ranks=ranks, reader=reader)
+        self._counts = [
+            dict(sorted(ranks.merged(each, label=f"{reader}: counts of updates").items())) for each in counts
+        ]
         """By holder and number of a parameter: see `StateHolder.held`."""
-        for each in counts:
-            own = {self.numbers[id(managed.param)]: found for managed, found in each.items()}
-            together = {number: found for one in self.of_all(own, "counts of updates") for number, found in one.items()}
-            self._counts.append(dict(sorted(together.items())))
 
     def require_room(self, layouts: Iterable[tuple[Layout, Sequence[nn.Parameter]]], *, shard: int) -> None:
         """Check that all ranks have room, while nothing has been changed yet.
@@ -89,20 +82,17 @@ class Repacking:
             CapacityError: one has not; on all ranks.
             RankError: a rank is missing.
         """
-        before = self.before
+        before, contents = self.before, self.contents
         found = [(group, params) for layout, params in layouts for group in layout.groups]
-        groups = [
-            (group, tuple(self.numbers[id(params[slot.tensor])] for slot in group.slots))
+        groups = (
+            (group, tuple(contents.numbers[id(params[slot.tensor])] for slot in group.slots))
             for group, params in found
             if group.owner in (shard, EACH)
-        ]
+        )
         copies_nbytes = sum(group.nbytes for group, _ in found if group.is_on_host and group.owner != shard)
-        own = self._contents.wanted(groups, self._specs, rank=self.ranks.rank)
-        moves = agreed_moves(self._contents, own, ranks=self.ranks, reader=self._reader)
         packed = (c for c in before.memory.store.chunks.values() if c.id.group >= 0 and not c.id.role.kind.is_of_call)
         freed_nbytes = sum(chunk.nbytes * len(chunk.replicas) for chunk in packed) - self._own_nbytes - copies_nbytes
-        ranks, reader = self.ranks, self._reader
-        require_room(self._contents, moves, before.tiers, ranks=ranks, reader=reader, freed_nbytes=freed_nbytes)
+        require_room(contents, contents.moves_to(groups), before.tiers, freed_nbytes=freed_nbytes)
 
     def stop(self, reason: str) -> dict[int, tuple[int, ...]]:
         """Stop the old parts; return the strides that parameters have in their slots, by the identity of each.
@@ -140,15 +130,7 @@ class Repacking:
 
     def move(self, after: Runtime) -> None:
         """Move what chunks hold."""
-        ChunkMover(
-            self.before,
-            after,
-            self._contents,
-            self._specs,
-            ranks=self.ranks,
-            numbers=self.numbers,
-            reader=self._reader,
-        ).run()
+        ChunkMover(self.before, after, self.contents).run()
 
     def fail(self, error: Exception) -> None:
         """Tell the other ranks of an error, and free all memory: some values are on no rank any more."""
@@ -159,11 +141,6 @@ class Repacking:
                 parts.stop(said)
                 parts.memory.pager.close(said)
                 parts.free()
-
-    def of_all(self, own: T, label: str) -> list[T]:
-        """Return what each rank passes."""
-        label = f"{self._reader}: {label}"
-        return [self.ranks.broadcast_object(own, label=label, source=rank) for rank in range(self.ranks.size)]
 
 
 def require_let_go(runtime: Runtime, *, call: str, why: str, is_spent: bool = False) -> None:

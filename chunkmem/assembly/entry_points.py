@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,44 +29,35 @@ from chunkmem.tracing.compiles import CompileWatch
 _NUM_UPDATES = 16
 
 
+@dataclass(eq=False)
 class EntryPoints:
     """Surrounds calls from outside; of those of models, the hooks of modules tell."""
 
-    def __init__(
-        self,
-        memory: Memory,
-        sharding: Sharding,
-        modules: Modules,
-        *,
-        tiers: Tiers,
-        controller: StepController,
-        first_steps: FirstSteps | None,
-        scaler: LossScaler | None,
-        autocast: AutocastCache,
-        after_first_step: Callable[[], None],
-    ) -> None:
-        """Surround calls of what is made of these parts; `after_first_step` is called once."""
-        self._memory = memory
-        self._sharding = sharding
-        self._modules = modules
-        self._tiers = tiers
-        self._controller = controller
-        self._first_steps = first_steps
-        self._scaler = scaler
-        self._autocast = autocast
-        self._after_first_step: Callable[[], None] | None = after_first_step
-        self.ordinary = OrdinaryTensors(sharding.ranks)
-        self.gathers_open = 0
-        self.batches_under_way = 0
-        """Of an asynchronous pipeline: their graphs are older than the last step."""
+    memory: Memory
+    sharding: Sharding
+    modules: Modules
+    tiers: Tiers
+    controller: StepController
+    first_steps: FirstSteps | None
+    """What ranks learn of their exchanges; None with one rank."""
+    scaler: LossScaler | None
+    autocast: AutocastCache
+    after_first_step: Callable[[], None] | None
+    """Called once; None: it has been."""
+    gathers_open: int = 0
+    batches_under_way: int = 0
+    """Of an asynchronous pipeline: their graphs are older than the last step."""
+
+    def __post_init__(self) -> None:
+        self.ordinary = OrdinaryTensors(self.sharding.ranks)
         self._stepping = False
         self.updates: deque[Interval] = deque(maxlen=_NUM_UPDATES)
         """When the last ones were made; who reads them empties it."""
         self._updated: frozenset[int] = frozenset()
         """Groups that the step updates, on whichever rank."""
-        self._hidden = HiddenGradients(modules.access)
+        self._hidden = HiddenGradients(self.modules.access)
         self._compiles = CompileWatch(self._compiler_begins, self._hidden.show)
-        events = memory.pager.events
+        events = self.memory.pager.events
         events.used.append(self.begin_outside)
         events.settling.append(partial(self.step, updates=False))
         events.compiled.append(self.forget_steps)
@@ -77,7 +69,7 @@ class EntryPoints:
             return "step"
         if in_backward():
             return "backward"
-        return "forward" if self._modules.access.stack else ""
+        return "forward" if self.modules.access.stack else ""
 
     def require_drained(self, call: str) -> None:
         """Raise a `StateError` if an asynchronous pipeline has batches under way, which `call` would be wrong for."""
@@ -89,13 +81,13 @@ class EntryPoints:
 
     def begin_root(self, root: nn.Module) -> None:
         """A model is called from outside: drop what an interrupted call left, and look the parameters over."""
-        self._memory.require_open()
-        if self._after_first_step is not None:
-            self._sharding.ranks.require_whole()  # there may be others by now
+        self.memory.require_open()
+        if self.after_first_step is not None:
+            self.sharding.ranks.require_whole()  # there may be others by now
         self._compiles.begin()
-        modules, units = self._modules, self._sharding.units
+        modules, units = self.modules, self.sharding.units
         modules.access.ledger.require_none_failed(f"a call of {type(root).__name__}")
-        self._autocast.switch_off()
+        self.autocast.switch_off()
         modules.access.reset(step=False)
         modules.backward.reset(step=False)
         modules.turn.end_hooks()
@@ -103,10 +95,10 @@ class EntryPoints:
         grad_enabled = torch.is_grad_enabled()
         units.begin_root(grad_enabled=grad_enabled)
         self._state_frozen()
-        if self._sharding.reduction is not None:
+        if self.sharding.reduction is not None:
             modules.gradients.discard_unset()  # before what comes now is added to it, or reduced with it
-        self._controller.begin_root(id(root), grad_enabled=grad_enabled, before_iteration=self._leave_to_autograd)
-        if self._controller.residence.is_on:
+        self.controller.begin_root(id(root), grad_enabled=grad_enabled, before_iteration=self._leave_to_autograd)
+        if self.controller.residence.is_on:
             return
         modules.registry.check()
         modules.surface.check_copies()
@@ -115,7 +107,7 @@ class EntryPoints:
 
     def _compiler_begins(self) -> None:
         """torch's compiler works: what it takes is no computing, and it cannot follow a `.grad` without memory."""
-        self._controller.note_compiled()
+        self.controller.note_compiled()
         self._hidden.hide()
 
     def close(self) -> None:
@@ -124,26 +116,26 @@ class EntryPoints:
 
     def begin_outside(self, first: int) -> None:
         """A parameter is used outside of models, in what backward may come to: a step may begin with it."""
-        self._modules.require_values()
-        if self._controller.is_between_steps:
-            self._controller.begin_root(
+        self.modules.require_values()
+        if self.controller.is_between_steps:
+            self.controller.begin_root(
                 first, grad_enabled=True, before_iteration=self._leave_to_autograd, is_model=False
             )
 
     def _leave_to_autograd(self) -> None:
         """Another step begins: what the one before has left is no part of it."""
-        self._modules.regions.give_up()
-        self._modules.gradients.discard_unset()
+        self.modules.regions.give_up()
+        self.modules.gradients.discard_unset()
 
     def make_guard(self) -> AccessGuard | None:
         """Steps that are recorded run under a check, as does the first; it would cost too much in every one."""
-        inputs = self._modules.regions.inputs
+        inputs = self.modules.regions.inputs
         # torch's formulas of norms for forward-mode AD take another way under such a mode, to other last bits.
         if torch.autograd.forward_ad._current_level >= 0:
             return None
-        if not self._controller.is_recording and not inputs.in_first_step:
+        if not self.controller.is_recording and not inputs.in_first_step:
             return None
-        watch, declared = self._controller.watch, self._modules.declared
+        watch, declared = self.controller.watch, self.modules.declared
         run = None if watch is None else watch.run_operator
 
         def note_write(memory: int) -> None:
@@ -154,17 +146,13 @@ class EntryPoints:
 
     def note_error(self, error: BaseException) -> None:
         """A model has raised something: the other ranks are told."""
-        self._sharding.ranks.note_error(error)
-
-    def together(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """Surround a call that all ranks make, by this thread alone; see `Sharding.together`."""
-        return self._sharding.together(call, self._modules.turn)
+        self.sharding.ranks.note_error(error)
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
         """Surround evaluations that are not alike on all ranks; see `ChunkManager.join`."""
-        self._memory.require_open()
-        units, ranks = self._sharding.units, self._sharding.ranks
+        self.memory.require_open()
+        units, ranks = self.sharding.units, self.sharding.ranks
         if units.prefetch is None or units.is_joined:
             yield
             return
@@ -187,12 +175,12 @@ class EntryPoints:
 
     def _answer(self, call: str, raised: Exception | None) -> None:
         """Take part in what other ranks gather until all are here, also after what this one has `raised`."""
-        with self._modules.turn.taken():
-            self._controller.settle()
+        with self.modules.turn.taken():
+            self.controller.settle()
             try:
-                self._sharding.units.replay_without_batch(call)
+                self.sharding.units.replay_without_batch(call)
             except Exception as error:
-                self._sharding.ranks.connection.leave(call, error)
+                self.sharding.ranks.connection.leave(call, error)
                 raise error from raised
 
     @contextlib.contextmanager
@@ -202,73 +190,54 @@ class EntryPoints:
         All ranks come here with the same `options`, such as learning rates: each of them updates its own chunks.
         A step that `goes_on` after an error has its gradients, and other ranks do not wait for it any more.
         """
-        self._memory.require_open()
+        self.memory.require_open()
         label = f"{'optimizer.step()' if updates else 'clipping of gradients'} with {options}"
-        if self._modules.gradients.values.shared is not None:
-            label += self._modules.gradients.values.shared.in_words()
-        with self._modules.turn.taken(), self._sharding.ranks.telling():
-            began = self._memory.store.clock.timestamp()
-            is_left = updates and not goes_on and self._controller.residence.is_on
+        if self.modules.gradients.values.shared is not None:
+            label += self.modules.gradients.values.shared.in_words()
+        with self.modules.turn.taken(), self.sharding.ranks.telling():
+            began = self.memory.store.clock.timestamp()
+            is_left = updates and not goes_on and self.controller.residence.is_on
             self._look_over(is_left=is_left)
             self._stepping = True
             try:
                 if not goes_on:
                     self._settle_gradients(label, is_left=is_left, is_step=updates)
                 yield
-                self._modules.access.refresh_held()
+                self.modules.access.refresh_held()
                 if updates:
                     self._end_step()
-                    self.updates.append(Interval(began, self._memory.store.clock.timestamp()))
+                    self.updates.append(Interval(began, self.memory.store.clock.timestamp()))
             except BaseException:
-                self._controller.excuse_running()  # no other step has these events
-                self._controller.residence.leave()  # hooks tell what may not come before it is continued
+                self.controller.excuse_running()  # no other step has these events
+                self.controller.residence.leave()  # hooks tell what may not come before it is continued
                 raise
             finally:
                 self._stepping = False
-            if updates and self._after_first_step is not None:
-                after_first_step, self._after_first_step = self._after_first_step, None
+            if updates and self.after_first_step is not None:
+                after_first_step, self.after_first_step = self.after_first_step, None
                 after_first_step()
-
-    def adopt(self, params: Sequence[nn.Parameter]) -> None:
-        """Ordinary parameters were added to models: have rank 0's on all ranks, and average their gradients.
-
-        Raises:
-            RankError: a rank is missing, or has added others.
-        """
-        self._sharding.ranks.broadcast_tensors(params, label="parameters that were added to models")
-        self._sharding.ordinary.parameters.extend(params)
 
     def declare_last(self, is_last: bool) -> None:
         """Say, as `DistributedDataParallel` does, whether the next backward is the last one before the step."""
-        self._sharding.units.backwards.declare_last(is_last)
-        self._sharding.ordinary.declare_last(is_last)
-
-    @property
-    def knows_exchanges(self) -> bool:
-        """What is known of exchanges counts when other parameters are trained, over ranks."""
-        return self._first_steps is not None and self._first_steps.has_learned
-
-    def learn_exchanges(self) -> None:
-        """What ranks exchange in the next step is not known."""
-        assert self._first_steps is not None
-        self._first_steps.learn_again()
+        self.sharding.units.backwards.declare_last(is_last)
+        self.sharding.ordinary.declare_last(is_last)
 
     def forget_steps(self) -> None:
         """There is more to train than was recorded, and to exchange: begin again."""
-        self._controller.forget()
-        if self._first_steps is not None:
-            self._first_steps.restart()
+        self.controller.forget()
+        if self.first_steps is not None:
+            self.first_steps.restart()
 
     def _look_over(self, *, is_left: bool) -> None:
         """Drop what was interrupted; take up what users have written, unless `settle_left` is going to."""
         if self.gathers_open:
             raise StateError("optimizer.step() inside manager.gather(): leave the block first, its writes count then")
-        if self._sharding.units.is_joined:
+        if self.sharding.units.is_joined:
             raise StateError("optimizer.step() inside manager.join(): leave the block first")
-        modules, pager = self._modules, self._memory.pager
+        modules, pager = self.modules, self.memory.pager
         modules.access.reset(step=True)
         modules.backward.reset(step=True)
-        self._sharding.units.reset(step=True)
+        self.sharding.units.reset(step=True)
         modules.registry.check()
         modules.surface.check()
         modules.surface.check_copies()
@@ -276,46 +245,46 @@ class EntryPoints:
         for chunk in () if is_left else modules.access.chunks.values():
             pager.notice_writes(chunk)
         # Of a recorded step, too: optimizer states are about to be made.
-        if self._controller.watch is not None or self._controller.known.plan is None:
-            self._tiers.leave_room_for_activations()
+        if self.controller.watch is not None or self.controller.known.plan is None:
+            self.tiers.leave_room_for_activations()
 
     def _settle_gradients(self, label: str, *, is_left: bool, is_step: bool) -> None:
         """Have the gradients as `.grad` says, over ranks as their means with their owners.
 
         With `is_left`, autograd has left them there, and no hook has told of any.
         """
-        gradients, reduction = self._modules.gradients, self._sharding.reduction
+        gradients, reduction = self.modules.gradients, self.sharding.reduction
         if is_left:
             gradients.settle_left()
         else:
-            gradients.settle(self._modules.registry.parameters)
+            gradients.settle(self.modules.registry.parameters)
         if reduction is not None:
             self._state_frozen()
-            parameters = self._modules.registry.parameters
-            if self._scaler is not None and not gradients.slots.any_landed(parameters):
-                self._scaler.note_scaled()  # what this rank adds is 0 at any scale
-            self._sharding.units.replay_without_batch(label)
+            parameters = self.modules.registry.parameters
+            if self.scaler is not None and not gradients.slots.any_landed(parameters):
+                self.scaler.note_scaled()  # what this rank adds is 0 at any scale
+            self.sharding.units.replay_without_batch(label)
             reduction.reduce(parameters, is_step=is_step)
-            self._sharding.ordinary.reduce()
+            self.sharding.ordinary.reduce()
             self._updated = frozenset(managed.group for managed in gradients.slots.anywhere)
 
     def _end_step(self) -> None:
-        if self._sharding.shards is not None:
-            self._sharding.shards.send_on_host(self._updated, reader="updated weights on HOST")
-        if self._modules.gradients.values.shared is not None:
-            self._modules.gradients.values.shared.end_step()
+        if self.sharding.shards is not None:
+            self.sharding.shards.send_on_host(self._updated, reader="updated weights on HOST")
+        if self.modules.gradients.values.shared is not None:
+            self.modules.gradients.values.shared.end_step()
         self.ordinary.follow()
-        self._controller.end_step()
-        had_batch = self._sharding.units.is_in_step
-        self._sharding.units.end_step()
-        if self._first_steps is not None:
-            self._first_steps.end_step(had_batch=had_batch)
+        self.controller.end_step()
+        had_batch = self.sharding.units.is_in_step
+        self.sharding.units.end_step()
+        if self.first_steps is not None:
+            self.first_steps.end_step(had_batch=had_batch)
 
     def _state_frozen(self) -> None:
         """Have the ranks compare which parameters are frozen."""
-        if self._sharding.shards is not None:
-            frozen = (managed for managed in self._modules.registry.parameters if not managed.requires_grad)
-            self._sharding.ranks.connection.know(frozenset(f"parameter {managed} is frozen" for managed in frozen))
+        if self.sharding.shards is not None:
+            frozen = (managed for managed in self.modules.registry.parameters if not managed.requires_grad)
+            self.sharding.ranks.connection.know(frozenset(f"parameter {managed} is frozen" for managed in frozen))
 
 
 def collect_abandoned(is_alone: Callable[[], bool]) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
+from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CapacityError
 from chunkmem.layout.spec import Group, MasterCopy
-from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.shaped_state import ShapedState, SlotForm
 from chunkmem.plan.moves import HeldGroup, Moves, WantedGroup, extra_nbytes, plan_moves
@@ -20,6 +21,8 @@ from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import TIERS, Role, Tier
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,17 +48,16 @@ class Inventory:
 def take_inventory(
     runtime: Runtime,
     numbers: Mapping[int, int],
-    states: Mapping[ManagedParameter, Sequence[Role]],
-    *,
-    rounded: Collection[int] = (),
+    states: Mapping[int, tuple[Role, ...]],
+    rounded: Iterable[nn.Parameter],
 ) -> Inventory:
     """Return what this rank has.
 
     Args:
         runtime: of the chunks.
         numbers: by the identity of a Parameter, its number on all ranks.
-        states: the optimizer states that parameters of this rank have.
-        rounded: numbers of parameters whose master weights hold no more than their weights, and are given up.
+        states: by number, the optimizer states that parameters of this rank have.
+        rounded: parameters whose master weights hold no more than their weights, and are given up.
     """
     store = runtime.memory.store
     groups: dict[int, tuple[int, ...]] = {}
@@ -75,13 +77,13 @@ def take_inventory(
     for key, chunk in store.chunks.items():
         if key.role.is_state and key.group in groups and chunk.version != NO_CONTENT:
             nbytes[key.group, key.role] = chunk.nbytes
-    found = {numbers[id(managed.param)]: tuple(roles) for managed, roles in states.items()}
+    given_up = frozenset(numbers[id(param)] for param in rounded)
     shaped = {
         numbers[id(managed.param)]: tuple(spec for spec in specs if isinstance(spec, ShapedState))
         for group in groups
         for managed, specs in runtime.updater.claims.by_parameter(group).items()
     }
-    return Inventory(groups, nbytes, dtypes, frozenset(masters), frozenset(rounded), found, shaped)
+    return Inventory(groups, nbytes, dtypes, frozenset(masters), given_up, states, shaped)
 
 
 def tier_of(chunk: Chunk) -> Tier | None:
@@ -104,10 +106,25 @@ def free_copies(runtime: Runtime) -> None:
 
 
 class Contents:
-    """What all ranks of a replica have together."""
+    """What all ranks of a replica have together, and what becomes of it."""
 
-    def __init__(self, inventories: Sequence[Inventory]) -> None:
-        """Put together what each rank has."""
+    def __init__(
+        self, own: Inventory, specs: Mapping[Role, StateSpec], numbers: Mapping[int, int], *, ranks: Ranks, reader: str
+    ) -> None:
+        """Put together what each rank has.
+
+        Args:
+            own: what this one has.
+            specs: of optimizer states.
+            numbers: by the identity of a Parameter, its number on all ranks.
+            ranks: those of the replica.
+            reader: what all of them call.
+
+        Raises:
+            RankError: a rank is missing.
+        """
+        self.specs, self.numbers, self.ranks, self.reader = specs, numbers, ranks, reader
+        inventories = self.of_all(own, "what ranks have")
         self.masters = frozenset().union(*(each.masters - each.rounded for each in inventories))
         """Parameters with master weights that stay."""
         self.dtypes = {
@@ -140,34 +157,41 @@ class Contents:
         """Tell whether one of these parameters has a state."""
         return any(role in self.states.get(param, ()) for param in params)
 
-    def wanted(
-        self, groups: Iterable[tuple[Group, tuple[int, ...]]], specs: Mapping[Role, StateSpec], *, rank: int
-    ) -> list[WantedGroup]:
-        """Return what a rank is going to have.
+    def of_all(self, own: T, label: str) -> list[T]:
+        """Return what each rank passes."""
+        label = f"{self.reader}: {label}"
+        return [self.ranks.broadcast_object(own, label=label, source=rank) for rank in range(self.ranks.size)]
+
+    def moves_to(self, groups: Iterable[tuple[Group, tuple[int, ...]]]) -> Moves:
+        """Return what is moved in which order.
 
         Args:
-            groups: that it is going to own, each with its parameters.
-            specs: of optimizer states.
-            rank: it.
-        """
-        return [
-            WantedGroup(rank, group.id, params, tuple(self._nbytes(group, params, specs, role) for role in self.phases))
-            for group, params in groups
-        ]
+            groups: that this rank is going to own, each with its parameters.
 
-    def _nbytes(self, group: Group, params: tuple[int, ...], specs: Mapping[Role, StateSpec], phase: Role) -> int:
+        Raises:
+            RankError: a rank is missing.
+        """
+        rank = self.ranks.rank
+        own = [
+            WantedGroup(rank, g.id, params, tuple(self._nbytes(g, params, r) for r in self.phases))
+            for g, params in groups
+        ]
+        wanted = self.of_all(own, "new groups")
+        return plan_moves(self.held, [group for groups in wanted for group in groups])
+
+    def _nbytes(self, group: Group, params: tuple[int, ...], phase: Role) -> int:
         if phase is not Role.PARAM:
-            return self._state_nbytes(group, params, specs, phase) if self.has_state(phase, params) else 0
+            return self._state_nbytes(group, params, phase) if self.has_state(phase, params) else 0
         if not self.has_master(group, params):
             return group.nbytes
         # Weights are rounded again where they are used; those that are computed with on HOST never leave it.
         return group.in_float32().nbytes + group.nbytes * group.is_on_host
 
-    def _state_nbytes(self, group: Group, params: tuple[int, ...], specs: Mapping[Role, StateSpec], role: Role) -> int:
+    def _state_nbytes(self, group: Group, params: tuple[int, ...], role: Role) -> int:
         found = enumerate(self._shaped.get((role, param)) for param in params)
         shaped = [(at, spec) for at, spec in found if spec is not None]
         if not shaped:
-            return specs[role].form(group).nbytes
+            return self.specs[role].form(group).nbytes
         forms = [spec.forms[0]._replace(position=at) for at, spec in shaped]
         for at, (slot, param) in enumerate(zip(group.slots, params, strict=True)):
             if (role, param) not in self._shaped and role in self.states.get(param, ()):
@@ -175,36 +199,20 @@ class Contents:
         return replace(shaped[0][1], forms=tuple(sorted(forms))).form(group).nbytes
 
 
-def agreed_moves(contents: Contents, own: list[WantedGroup], *, ranks: Ranks, reader: str) -> Moves:
-    """Return what is moved in which order, where each rank wants its own groups; all ranks call it.
-
-    `reader` is what they call.
-
-    Raises:
-        RankError: a rank is missing.
-    """
-    label = f"{reader}: new groups"
-    wanted = [ranks.broadcast_object(own, label=label, source=rank) for rank in range(ranks.size)]
-    return plan_moves(contents.held, [group for groups in wanted for group in groups])
-
-
-def require_room(
-    contents: Contents, moves: Moves, tiers: Tiers, *, ranks: Ranks, reader: str, freed_nbytes: int = 0
-) -> None:
+def require_room(contents: Contents, moves: Moves, tiers: Tiers, *, freed_nbytes: int = 0) -> None:
     """Check that all ranks have room for what they have meanwhile; all of them call it.
 
     Args:
         contents: what they have.
         moves: what is moved.
         tiers: of this rank.
-        ranks: those of the replica.
-        reader: what they call.
         freed_nbytes: that are going to be free before.
 
     Raises:
         CapacityError: one has not; on all ranks.
         RankError: a rank is missing.
     """
+    ranks, reader = contents.ranks, contents.reader
     extra = extra_nbytes(contents.held, moves, rank=ranks.rank)
     ledgers = (tiers.host, tiers.device)
     spare_nbytes = sum(ledger.spare_nbytes for ledger in ledgers) + freed_nbytes

@@ -61,11 +61,11 @@ def build_runtime(origin: Origin, *, before: Runtime | None = None) -> Runtime:
     _require_config(origin.config)
     require_method(origin.exchange)
     config, opts, backend = origin.config, origin.config.client.opts, default_backend()
-    interrupts = (None if before is None else before.memory.interrupts) or InterruptGuard()
+    interrupts = (None if before is None else before.memory.pager.interrupts) or InterruptGuard()
     interrupts.install()
     ranks = _open_ranks(config, origin)
-    own_scaler = LossScaler(config.fp16) if config.precision == "fp16" else None
-    scaler = own_scaler if before is None else before.scaler
+    scaler = LossScaler(config.fp16) if config.precision == "fp16" else None
+    scaler = scaler if before is None else before.scaler
     tiers = _open_tiers(origin, ranks, backend) if before is None else before.tiers
     compute = tiers.compute
     store = ChunkStore(tiers.pools, compute.clock)
@@ -102,9 +102,7 @@ def build_runtime(origin: Origin, *, before: Runtime | None = None) -> Runtime:
         after_first_step=collect,
     )
     hooks = modules.hooks(entry_points, memory.pager.events)
-    built = BuiltModels(
-        sharding, modules, updater, entry_points, hooks, device=compute.device, dtype=DTYPES[config.precision]
-    )
+    built = BuiltModels(sharding, modules, entry_points, hooks, compute.device, DTYPES[config.precision])
     foreign_wrappers = check_wrappers(modules.registry, gradients.values, entry_points.declare_last, ranks.size)
     collect()
     return Runtime(
@@ -165,10 +163,9 @@ def _make_memory(
     compute = tiers.compute
 
     def make_home(dtype: torch.dtype, tier: Tier) -> BoundChunk:
-        if tier is Tier.HOST:
-            in_ram = torch.device("cpu")
-            return BoundChunk(HostStorage(backend, device=in_ram, dtype=dtype), device=in_ram)
-        return BoundChunk(ChunkStorage(backend, device=compute.device, dtype=dtype), device=compute.device)
+        on_host = tier is Tier.HOST
+        kind, device = (HostStorage, torch.device("cpu")) if on_host else (ChunkStorage, compute.device)
+        return BoundChunk(kind(backend, device=device, dtype=dtype), device=device)
 
     pager = Pager(
         store,
@@ -177,7 +174,7 @@ def _make_memory(
         speculative=ahead,
         interrupts=interrupts,
     )
-    return Memory(compute, tiers.caps, pager, make_home, interrupts)
+    return Memory(compute, tiers.caps, pager, make_home)
 
 
 def _agreed_exchanges(

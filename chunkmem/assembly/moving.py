@@ -8,15 +8,13 @@ Weights that are rounded from master weights are not sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 
-from chunkmem.assembly.inventory import Contents, agreed_moves, require_room, tier_of
+from chunkmem.assembly.inventory import Contents, require_room, tier_of
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.comm.neighbours import Message, Neighbours
-from chunkmem.comm.ranks import Ranks
-from chunkmem.optim.rule import StateSpec
 from chunkmem.plan.moves import HeldGroup, WantedGroup
 from chunkmem.runtime.chunk import FIRST_CONTENT, Chunk
 from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
@@ -28,35 +26,21 @@ _FIRST_TAG, _NUM_TAGS = 1 << 29, 1 << 28
 class ChunkMover:
     """Moves the chunks of one runtime to another one, whose model is packed and has no content yet."""
 
-    def __init__(
-        self,
-        before: Runtime,
-        after: Runtime,
-        contents: Contents,
-        specs: Mapping[Role, StateSpec],
-        *,
-        ranks: Ranks,
-        numbers: Mapping[int, int],
-        reader: str,
-    ) -> None:
+    def __init__(self, before: Runtime, after: Runtime, contents: Contents) -> None:
         """Decide what goes where.
 
         Args:
             before: has the content.
             after: is to have it; its optimizers have claimed their states.
             contents: what all ranks have.
-            specs: of optimizer states.
-            ranks: those that have one replica, before and after.
-            numbers: by the identity of a Parameter, its number on all ranks.
-            reader: what all ranks call.
 
         Raises:
             CapacityError: a rank has no room for what it has meanwhile; on all ranks.
             RankError: a rank is missing.
         """
-        self._before, self._after, self._ranks, self._contents = before, after, ranks, contents
-        self._reader = reader
-        self._neighbours = Neighbours(ranks, torch.device("cpu"))
+        self._before, self._after, self._contents = before, after, contents
+        self._rank, self._reader, numbers = contents.ranks.rank, contents.reader, contents.numbers
+        self._neighbours = Neighbours(contents.ranks, torch.device("cpu"))
         self._params = {
             number: tuple(numbers[id(managed.param)] for managed in group.members)
             for number, group in after.gradients.slots.groups.items()
@@ -68,13 +52,11 @@ class ChunkMover:
             for managed in group.members
         }
         """By old group and parameter: its place among the slots."""
-        self._held = [group for group in contents.held if group.rank == ranks.rank]
         layouts = (group for model in after.registry.models for group in model.layout.groups)
-        owned = [group for group in layouts if after.owns(after.gradients.slots.groups[group.id].members[0])]
-        own = contents.wanted([(group, self._params[group.id]) for group in owned], specs, rank=ranks.rank)
-        self._moves = agreed_moves(contents, own, ranks=ranks, reader=reader)
+        owned = (group for group in layouts if after.owns(after.gradients.slots.groups[group.id].members[0]))
+        self._moves = contents.moves_to((group, self._params[group.id]) for group in owned)
         self._tags = {place: number for number, place in enumerate(self._moves.sources)}
-        require_room(contents, self._moves, after.tiers, ranks=ranks, reader=reader)
+        require_room(contents, self._moves, after.tiers)
 
     def run(self) -> None:
         """Move all. All ranks call it.
@@ -84,16 +66,15 @@ class ChunkMover:
         """
         for phase in self._contents.phases:
             left = self._moves.num_moves()
-            self._free([group for group in self._held if not left[group]], phase)
+            self._free((group for group in self._contents.held if not left[group]), phase)
             for wanted in self._moves.order:
-                slots = self._begin(wanted, phase) if wanted.rank == self._ranks.rank else {}
+                slots = self._begin(wanted, phase) if wanted.rank == self._rank else {}
                 for param, source in self._moves.of(wanted):
                     self._move(param, source, wanted, slots.get(param), phase)
                     left[source] -= 1
                 if slots:
                     self._complete(wanted.group, phase)
-                sources = {source for _, source in self._moves.of(wanted) if source.rank == self._ranks.rank}
-                self._free([source for source in sources if not left[source]], phase)
+                self._free({source for _, source in self._moves.of(wanted) if not left[source]}, phase)
         self._begin_remote()
         self._settle()
         give_back_freed_ram()
@@ -139,7 +120,7 @@ class ChunkMover:
 
     def _move(self, param: int, source: HeldGroup, wanted: WantedGroup, slot: torch.Tensor | None, phase: Role) -> None:
         """Take part in moving one parameter."""
-        rank = self._ranks.rank
+        rank = self._rank
         if rank not in (source.rank, wanted.rank) or (
             phase is not Role.PARAM and phase not in self._contents.states.get(param, ())
         ):
@@ -169,9 +150,9 @@ class ChunkMover:
         return _flat_slots(chunk)[self._slots[source.group, param]]
 
     def _free(self, groups: Iterable[HeldGroup], phase: Role) -> None:
-        """Give up the chunks of a phase of old groups of this rank, of which nothing is wanted any more."""
+        """Give up the chunks of a phase of old groups, those of this rank: nothing is wanted of them any more."""
         store = self._before.memory.store
-        for group in groups:
+        for group in (group for group in groups if group.rank == self._rank):
             self._neighbours.settle()
             for role in (Role.PARAM, Role.MASTER) if phase is Role.PARAM else (phase,):
                 if (chunk := store.chunks.get(ChunkId(role, group.group))) is not None:

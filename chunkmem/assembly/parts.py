@@ -72,7 +72,6 @@ from chunkmem.optim.update import GroupUpdater, UpdateParts
 from chunkmem.packing.model_packer import ModelPacker
 from chunkmem.packing.packer import Packer
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
-from chunkmem.runtime.interrupts import InterruptGuard
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.shadow import ShadowBuffers
@@ -97,8 +96,6 @@ class Memory:
     pager: Pager
     make_home: Callable[[torch.dtype, Tier], BoundChunk]
     """Makes the side of a PARAM chunk that parameters are views of, on the tier where modules compute with it."""
-    interrupts: InterruptGuard | None = None
-    """Holds signals while chunks are moved; None: nothing moves."""
 
     @property
     def store(self) -> ChunkStore:
@@ -108,8 +105,8 @@ class Memory:
     def require_open(self) -> None:
         """Raise a `StateError` if the manager is closed; if it is not, hold the signals that there are handlers for."""
         self.pager.require_open()
-        if self.interrupts is not None:
-            self.interrupts.install()
+        if self.pager.interrupts is not None:
+            self.pager.interrupts.install()
 
     def packer(self, states: Sequence[StateSpec], *, shows_progress: bool = False) -> Packer:
         """Return what makes chunks of parameters; `states` are those of the optimizer that the configuration names."""

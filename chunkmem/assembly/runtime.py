@@ -127,21 +127,22 @@ class Runtime:
         Returns:
             Whether something ran until now, and not in the process that this one was forked from.
         """
-        if self.memory.store.snapshot is not None:
-            self.memory.store.snapshot.read_all()
+        memory, modules = self.memory, self.modules
+        if memory.store.snapshot is not None:
+            memory.store.snapshot.read_all()
         self.foreign_steps.remove()
         self.foreign_wrappers.remove()
         self.entry_points.close()
-        self.modules.compiled.close()
-        stops = self.memory.pager.can_close
+        modules.compiled.close()
+        stops = memory.pager.can_close
         if stops:
             self.controller.close()
             self.updater.ahead.forget()
-            self.modules.access.close()
-            self.modules.backward.reset(step=True)
+            modules.access.close()
+            modules.backward.reset(step=True)
             self.sharding.units.close()
             self.ranks.close()
-            self.memory.pager.close(reason)
+            memory.pager.close(reason)
         return stops
 
     def free(self) -> None:
@@ -165,13 +166,20 @@ class Runtime:
         self._holders.pop(holder, None)
 
     def adopt(self, params: Iterable[torch.Tensor]) -> None:
-        """Take in those parameters that were added to models after these were packed, as rank 0 has them."""
+        """Take in those parameters that were added to models after these were packed, as rank 0 has them.
+
+        Over ranks, their gradients are averaged.
+
+        Raises:
+            RankError: a rank is missing, or has added others.
+        """
         added = self.registry.adopt(params)
         for param in added:
             if param.device != self.device:
                 move_to(param, param.data.to(self.device))
         if added and self.sharding.shards is not None:
-            self.entry_points.adopt(added)
+            self.ranks.broadcast_tensors(added, label="parameters that were added to models")
+            self.sharding.ordinary.parameters.extend(added)
 
     @property
     def holders(self) -> list[StateHolder]:
@@ -246,13 +254,13 @@ class Runtime:
             yield
 
     def together(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """Surround a call that all ranks make; see `EntryPoints.together`.
+        """Surround a call that all ranks make; see `Sharding.together`.
 
         Raises:
             StateError: in addition, if a step has begun and is not over.
         """
         self.updater.ledger.require_over(call)
-        return self.entry_points.together(call)
+        return self.sharding.together(call, self.modules.turn)
 
     def step(self, options: str, *, updates: bool, goes_on: bool = False) -> contextlib.AbstractContextManager[None]:
         """Surround `step()` and clipping; see `EntryPoints.step`."""

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> CommandResult:
 
     from chunkmem.runtime.build import cpu_recipe, cuda_recipe, cuda_recipe_in, ensure_library, storage_recipe
     from chunkmem.runtime.own_folder import default_cache_dir
-    from chunkmem.runtime.storage import SwapBackend
+    from chunkmem.runtime.storage import can_swap
 
     folder = default_cache_dir()
     builders: dict[str, Callable[[], Path]] = {"kernels": lambda: ensure_library(cpu_recipe(), folder)}
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> CommandResult:
             "no kernels for GPUs: there is no nvcc on the PATH. Updates on a GPU will run in plain PyTorch, which is "
             f"slower; install the CUDA toolkit {torch.version.cuda}, and run `chunkmem build` again"
         )
-    if torch.version.cuda is not None or not SwapBackend.available():
+    if torch.version.cuda is not None or not can_swap():
         builders["storage"] = lambda: ensure_library(storage_recipe(), folder)
     libraries = [_built(name, build) for name, build in builders.items()]
     lines = []

@@ -49,14 +49,15 @@ def expect_step(runtime: Runtime) -> None:
         return
     if key.trainable == before:
         return
-    if not runtime.entry_points.knows_exchanges:
+    first_steps = runtime.entry_points.first_steps
+    if first_steps is None or not first_steps.has_learned:
         runtime.forget_plans()
         return
     if prefetch.knows(key.trainable):  # on all ranks alike, unlike plans: one that had no batch has none
         is_known = _follow_again(runtime, key)
     else:
         known.drop(key)
-        runtime.entry_points.learn_exchanges()
+        first_steps.learn_again()
         is_known = False
     if not is_known:
         known.record(key, regions_of=Key(0, before))

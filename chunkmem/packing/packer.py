@@ -18,7 +18,6 @@ from chunkmem.packing.precision import AS_BUILT, Precision
 from chunkmem.runtime.chunk import FIRST_CONTENT, Chunk, SlotForms
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.shortage import enough_for_all
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import ChunkId, Role, Tier
 
@@ -167,7 +166,7 @@ class Packer:
             # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
             cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes
             needed = cap + lacking
-            before = enough_for_all(c.nbytes for c in self.pager.store.chunks.values() if not c.is_remote)
+            before = sum(c.nbytes for c in self.pager.store.chunks.values() if not c.is_remote)
             enough = max(needed, built.largest(before + in_training))
             where = "" if nbytes - free == lacking else f", and another rank lacks {format_nbytes(lacking)}"
             raise CapacityError(

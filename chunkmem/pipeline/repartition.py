@@ -192,7 +192,7 @@ class _Change(Repacking):
         before = self.before
         origin = replace(before.origin, process_group=None, mesh=mesh, groups=[*groups_of(mesh)])
         strides = self.stop(f"{reason}; use what pipe.repartition() has returned")
-        ordinary = [] if before.ranks.stages is None else self.of_all(self._ordinary_tensors(), "buffers")
+        ordinary = [] if before.ranks.stages is None else self.contents.of_all(self._ordinary_tensors(), "buffers")
         away = set(before.built.elsewhere.modules)
         after = self.undo(origin)
         before.end_groups()
@@ -210,7 +210,7 @@ class _Change(Repacking):
         before = self.before
         if before.ranks.shard.rank > 0:
             return _Ordinary({}, [])
-        away, excluded = set(before.built.elsewhere.modules), set(self.added.excluded)
+        away, excluded, numbers = set(before.built.elsewhere.modules), set(self.added.excluded), self.contents.numbers
         sent: dict[int, torch.Tensor] = {}  # what two modules share, they share where it arrives
         tensors = {}
         for name, module in self._modules():
@@ -219,7 +219,7 @@ class _Change(Repacking):
                 if tensor is not None:
                     tensors[name, key] = sent.setdefault(id(tensor), tensor.detach().cpu())
         states = [
-            {self.numbers[id(p)]: dict(entry) for p, entry in holder.excluded.items() if id(p) in self.numbers}
+            {numbers[id(p)]: dict(entry) for p, entry in holder.excluded.items() if id(p) in numbers}
             for holder in self.holders
         ]
         return _Ordinary(tensors, tree_map_only(torch.Tensor, lambda value: value.cpu(), states))

@@ -24,18 +24,17 @@ from chunkmem.plan.semantics import ABSENT, NEWEST
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica
 from chunkmem.runtime.copy_order import CopyOrder, Step
 from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event
-from chunkmem.runtime.failed import drain
 from chunkmem.runtime.issued import IssuedCopy, LeftUpdate
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.policy import LoggedPolicy
-from chunkmem.runtime.step_log import StepLog
+from chunkmem.runtime.policy import StepPolicy
+from chunkmem.runtime.step_log import NO_MOMENT, StepLog
 from chunkmem.runtime.store import transfer_of
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import Tier
+from chunkmem.types import TIERS, Tier
 
 
-class PlanActions(LoggedPolicy, ABC):
+class PlanActions(StepPolicy, ABC):
     """Does what a plan says for a moment; which moment that is, is decided elsewhere."""
 
     def __init__(self, plan: Plan, trace: Trace, pager: Pager, tiers: Tiers) -> None:
@@ -47,17 +46,18 @@ class PlanActions(LoggedPolicy, ABC):
         self._pager = pager
         self._store = pager.store
         self._tiers = tiers
-        is_host, defers_updates = not tiers.compute.is_accelerator, plan.machine.defers_updates
         rounds = any(isinstance(action, Round) for actions in plan.actions for action in actions)
-        self._order = CopyOrder(
-            tiers.lanes, self.step_log, is_host=is_host, defers_updates=defers_updates, rounds=rounds
-        )
+        is_host = not tiers.compute.is_accelerator
+        self._order = CopyOrder(tiers.lanes, self.step_log, is_host, plan.machine.defers_updates, rounds)
         self._facts = PlanFacts.of(plan, trace, COPY_LANES)
         self._updated: Chunk | None = None
         """The PARAM chunk of the group whose update on HOST is this moment's, and may be left to its lane."""
         self._ahead_numbers: dict[int, int] = {}
         """By group: the number that its speculative update has among the updates on HOST of this iteration."""
         self._on_plan = False
+
+    def log(self) -> StepLog:
+        return self.step_log
 
     @abstractmethod
     def depart(self) -> None:
@@ -73,11 +73,7 @@ class PlanActions(LoggedPolicy, ABC):
         Raises:
             TierIOError: a copy has failed; see [Note: After a failed copy].
         """
-        self._order.after_other_uses()
-        try:
-            drain(self._order.lanes, self._store)
-        finally:
-            self._order.updates_are_over()
+        self._order.drain(self._store)
 
     def _compile(self) -> list[tuple[Step, ...]]:
         """Return what to do at each moment."""
@@ -92,7 +88,7 @@ class PlanActions(LoggedPolicy, ABC):
                 if not (is_left and self._order.defers_updates):
                     steps.append(self._order.wait_for_update)
                 if self.plan.update_tiers[moment.chunk.group] is Tier.HOST:
-                    steps.append(self._begin_update(self._store.chunks[moment.chunk]))
+                    steps.append(partial(self._begin_update, self._store.chunks[moment.chunk]))
             compiled.append(tuple(steps))
         return compiled
 
@@ -122,9 +118,9 @@ class PlanActions(LoggedPolicy, ABC):
         """Have what is about to be computed with a chunk, or its group, come after all copies that touch it."""
         if kind is Kind.UPDATE:
             is_on_host = self.plan.update_tiers.get(chunk.id.group) is not Tier.DEVICE
-            self._order.update_after_copies(self._group(chunk.id.group), is_on_host=is_on_host)
+            self._order.after_copies(*self._group(chunk.id.group), tiers=TIERS, is_on_host=is_on_host)
         elif kind not in (Kind.RELEASE, Kind.CONSUME):
-            self._order.compute_after_copies(chunk)
+            self._order.after_copies(chunk, tiers=(Tier.DEVICE,))
 
     def _group(self, group: int) -> list[Chunk]:
         return [self._store.chunks[each] for each in self.trace.update(group).chunks]
@@ -132,22 +128,16 @@ class PlanActions(LoggedPolicy, ABC):
     # What is done.
 
     def _update_ahead(self, group: int) -> None:
-        if not self._on_plan:
-            return
         event = self._pager.speculative.begin(group, self._order.before_speculative(self._group(group)))
         self._ahead_numbers[group] = self._order.update_passed()
         if event is not None:
             self._order.speculative_began()
-            moment = self._update_moment(group)
-            assert moment is not None
-            self.step_log.updated(moment, self._store.weights(group), event)
+            label, moment = f"update of group {group}", self._update_moment(group)
+            self.step_log.updating(label, self._store.weights(group), event, moment=moment)
 
-    def _begin_update(self, chunk: Chunk) -> Step:
-        def begin() -> None:
-            self._order.update_passed()
-            self._updated = chunk
-
-        return begin
+    def _begin_update(self, chunk: Chunk) -> None:
+        self._order.update_passed()
+        self._updated = chunk
 
     def await_update(self) -> None:
         """See `StepPolicy.await_update`."""
@@ -163,26 +153,23 @@ class PlanActions(LoggedPolicy, ABC):
             return False
         slabs = {chunk: chunk.replicas[Tier.HOST].slab for chunk in chunks}
         written = (slab for chunk, slab in slabs.items() if not chunk.id.role.kind.is_of_step)
+        update = LeftUpdate(work, chunks[0], tuple(slabs.values()), tuple(written))
         group = chunks[0].id.group
-        update = LeftUpdate(work, group, tuple(slabs.values()), tuple(written))
-        after, instead_of = self._order.before_update(), self._ahead_numbers.get(group)
-        event = self._leave_to_lane(update, after, f"update of group {group}", instead_of=instead_of)
-        self.step_log.left_to_lane(chunks[0], event)
+        self._leave_to_lane(update, f"update of group {group}", instead_of=self._ahead_numbers.get(group))
         return True
 
     def _leave_to_lane(
-        self, update: LeftUpdate, after: Sequence[Event], label: str, *, instead_of: int | None = None
-    ) -> Event:
+        self, update: LeftUpdate, label: str, *, moment: int | None = None, instead_of: int | None = None
+    ) -> None:
+        after = self._order.before_update(*update.slabs)
         event = update.event = self._order.lanes.work(update.run, after=after, label=label)
+        self.step_log.updating(label, update.chunk, event, moment=moment)
         self._order.update_left(event, instead_of=instead_of)
         for slab in update.slabs:
             slab.used_by(event)
         self._store.note_issued(update)
-        return event
 
     def _alloc(self, chunk: Chunk, tier: Tier) -> None:
-        if not self._on_plan:
-            return
         if tier in chunk.replicas:
             self._order.is_exact = False
             return
@@ -191,12 +178,10 @@ class PlanActions(LoggedPolicy, ABC):
             self.depart()  # what the plan does not know has come since: make room on demand
             return
         replica = self._store.take_slab(chunk, tier)
-        if tier is Tier.DEVICE and not self._order.is_host and replica.slab.busy is None:
+        if tier is Tier.DEVICE and not (self._order.is_host or replica.slab.events):
             self._order.allocated()
 
     def _free(self, chunk: Chunk, tier: Tier) -> None:
-        if not self._on_plan:
-            return
         if tier not in chunk.replicas:
             self._order.is_exact = False
             return
@@ -208,8 +193,6 @@ class PlanActions(LoggedPolicy, ABC):
         self._store.drop(chunk, tier)
 
     def _copy(self, chunk: Chunk, copy: Copy) -> None:
-        if not self._on_plan:
-            return
         lane = copy.lane
         if chunk.version == NO_CONTENT or chunk.on(copy.target) is NEWEST:
             self._order.is_exact = False
@@ -233,8 +216,6 @@ class PlanActions(LoggedPolicy, ABC):
             self.step_log.waited(lane, event)
 
     def _round(self, chunk: Chunk) -> None:
-        if not self._on_plan:
-            return
         master = chunk.master
         self._order.update_passed()
         if chunk.on(Tier.HOST) is NEWEST:
@@ -246,11 +227,9 @@ class PlanActions(LoggedPolicy, ABC):
             return
         source, target = master.replicas[Tier.HOST], chunk.replicas[Tier.HOST]
         target.version = chunk.version
-        update = LeftUpdate(
-            partial(target.flat.copy_, source.flat), chunk.id.group, (source.slab, target.slab), (target.slab,)
-        )
-        after = self._order.before_update(*update.slabs)
-        self.step_log.rounded(chunk, self._leave_to_lane(update, after, rounding_of(chunk.id)))
+        slabs = source.slab, target.slab
+        update = LeftUpdate(partial(target.flat.copy_, source.flat), chunk, slabs, slabs[1:])
+        self._leave_to_lane(update, rounding_of(chunk.id), moment=NO_MOMENT)
 
     def _issue(self, copy: Copy, target: Replica, source: Replica, after: Sequence[Event], label: str) -> Event:
         lanes, lane = self._order.lanes, copy.lane

@@ -116,13 +116,6 @@ class HostArena(CutPool):
             return None
         return sum(len(segment.region) for segment in self._segments if segment.pinned)
 
-    @property
-    def _piece_nbytes(self) -> int:
-        if not self._compute.is_cuda:
-            return _SEGMENT_NBYTES
-        share_nbytes = int(self.ledger.cap_nbytes * _PINNED_SEGMENT_SHARE)
-        return max(_SEGMENT_NBYTES, min(share_nbytes, _PINNED_SEGMENT_NBYTES))
-
     def expect(self, nbytes: int) -> None:
         """Announce that `nbytes` more will be asked for, so that they are mapped in few pieces and no more than that.
 
@@ -140,7 +133,7 @@ class HostArena(CutPool):
             region.madvise(mmap.MADV_DONTFORK)
         with runtime_mode():
             view = torch.frombuffer(region, dtype=torch.uint8)
-        prefer_large_pages(view.data_ptr(), nbytes)
+        prefer_large_pages(region)
         pinned = self._compute.pin(region, view.data_ptr())
         if pinned:
             region.undo = partial(_unpin_here, self._compute, view.data_ptr(), os.getpid())
@@ -168,8 +161,12 @@ class HostArena(CutPool):
             slab = self._cut_from_own(nbytes, or_any=True)
         if slab is None:
             if self.reserved_nbytes + nbytes > self.ledger.cap_nbytes:
-                self._give_free_segments_back()
-            piece_nbytes = min(max(self._expected_nbytes, num * nbytes), room_nbytes, self._piece_nbytes)
+                for index in [index for index in self._open if self._segments[index].is_free]:
+                    self._give_back(self._segments[index])
+                    self._open.discard(index)
+            share_nbytes = int(self.ledger.cap_nbytes * _PINNED_SEGMENT_SHARE) * self._compute.is_cuda
+            most_nbytes = max(_SEGMENT_NBYTES, min(share_nbytes, _PINNED_SEGMENT_NBYTES))
+            piece_nbytes = min(max(self._expected_nbytes, num * nbytes), room_nbytes, most_nbytes)
             self._reserve(max(nbytes, piece_nbytes // nbytes * nbytes), slab_nbytes=nbytes)
             slab = self._cut_from_own(nbytes)
         assert slab is not None
@@ -191,11 +188,6 @@ class HostArena(CutPool):
     def _join(self, slab: Slab) -> None:
         self._segments[slab.segment].free.give(Extent(slab.start, slab.nbytes))
         self._open.add(slab.segment)
-
-    def _give_free_segments_back(self) -> None:
-        for index in [index for index in self._open if self._segments[index].is_free]:
-            self._give_back(self._segments[index])
-            self._open.discard(index)
 
     def _give_back(self, segment: _Segment) -> None:
         if segment.region:

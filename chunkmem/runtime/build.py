@@ -206,36 +206,31 @@ def cuda_recipe_in(cache_dir: Path, *, nvcc: str | None = None) -> Recipe:
     return cuda_recipe(nvcc, capability=capability)
 
 
-def load_library(recipe: Recipe, cache_dir: Path, *, load: Callable[[str], object] = torch.ops.load_library) -> Path:
+def load_library(
+    recipe: Recipe, cache_dir: Path, *, load: Callable[[str], object] = torch.ops.load_library, rebuild: bool = False
+) -> Path:
     """Load the library of `recipe`, building it if there is none, and once more if it cannot be loaded.
 
     Raises:
         BuildError: it cannot be built or, freshly built, be loaded.
     """
-    path = ensure_library(recipe, cache_dir)
+    path = ensure_library(recipe, cache_dir, rebuild=rebuild)
     try:
         load(str(path))
         return path
     except (OSError, RuntimeError) as error:
-        problem = _first_line(error)
-    if path == recipe.prebuilt:
-        try:
-            return load_library(replace(recipe, prebuilt=None), cache_dir, load=load)
-        except BuildError as error:
-            raise BuildError(f"{path} cannot be loaded: {problem}; and {error}") from error
-    path = ensure_library(recipe, cache_dir, rebuild=True)
+        problem = str(error.__cause__ or error).strip().splitlines()[0]  # torch's own error names the path only
+        if rebuild:
+            raise BuildError(
+                f"{path} was built but cannot be loaded: {problem}; use the compiler that torch's release notes name, "
+                "and run `chunkmem build`"
+            ) from error
+    if path != recipe.prebuilt:
+        return load_library(recipe, cache_dir, load=load, rebuild=True)
     try:
-        load(str(path))
-    except (OSError, RuntimeError) as error:
-        raise BuildError(
-            f"{path} was built but cannot be loaded: {_first_line(error)}; use the compiler that torch's release notes "
-            "name, and run `chunkmem build`"
-        ) from error
-    return path
-
-
-def _first_line(error: Exception) -> str:
-    return str(error.__cause__ or error).strip().splitlines()[0]  # torch's own error names the path only
+        return load_library(replace(recipe, prebuilt=None), cache_dir, load=load)
+    except BuildError as error:
+        raise BuildError(f"{path} cannot be loaded: {problem}; and {error}") from error
 
 
 def source_dir() -> Path:

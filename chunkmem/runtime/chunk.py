@@ -85,11 +85,11 @@ class Replica:
 
     def copied_from(self, source: Replica) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """Return what is copied to what when `source` is copied here, one after the other."""
-        if not self.pieces and not source.pieces:
-            return [(self.flat, source.flat)] if self.pieces is source.pieces else [(self.flat[:0], source.flat[:0])]
-        if self.pieces is None:
-            return [(self.flat.narrow(0, at, piece.numel()), piece) for at, piece in source.pieces or ()]
-        return [(piece, source.flat.narrow(0, at, piece.numel())) for at, piece in self.pieces]
+        if self.pieces is not None:
+            return [(piece, source.flat.narrow(0, at, piece.numel())) for at, piece in self.pieces]
+        if source.pieces is None:
+            return [(self.flat, source.flat)]
+        return [(self.flat.narrow(0, at, piece.numel()), piece) for at, piece in source.pieces]
 
     def read(self) -> torch.Tensor:
         """Return all elements, 1-D: of DISK a copy, which `write` takes back."""

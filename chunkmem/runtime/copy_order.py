@@ -13,13 +13,17 @@ way. And a use of chunks that no moment tells of begins with `drain`: the next c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 from chunkmem.plan.model import FETCH, LINK_LANES, Lane, Wait
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import COPY_LANES, Event, host_waits
+from chunkmem.runtime.failed import drain
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.step_log import StepLog
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.types import TIERS, Tier, neighbor
 
 Step = Callable[[], object]
@@ -27,24 +31,21 @@ ORDERED_LANES = (*COPY_LANES, Lane.HOST_UPDATE)
 """Lanes whose operations a plan's waits count, in addition to moments."""
 
 
+@dataclass(eq=False)
 class CopyOrder:
     """The events that the next operation on each lane comes after."""
 
-    def __init__(self, lanes: Lanes, step_log: StepLog, *, is_host: bool, defers_updates: bool, rounds: bool) -> None:
-        """Begin with nothing under way.
+    lanes: Lanes
+    step_log: StepLog
+    """Is told of what was waited for."""
+    is_host: bool
+    """What was computed is over when a copy is issued, as both are done by the host."""
+    defers_updates: bool
+    """`step()` leaves updates on HOST to their lane."""
+    rounds: bool
+    """Weights are rounded there."""
 
-        Args:
-            lanes: what copies.
-            step_log: is told of what was waited for.
-            is_host: what was computed is over when a copy is issued, as both are done by the host.
-            defers_updates: `step()` leaves updates on HOST to their lane.
-            rounds: weights are rounded there.
-        """
-        self.lanes = lanes
-        self.is_host = is_host
-        self.defers_updates = defers_updates
-        self._uses_lane = defers_updates or rounds
-        self.step_log = step_log
+    def __post_init__(self) -> None:
         self.is_exact = False
         """Everything is as the plan has it, so that its waits are enough; see [Note: Two ways to order copies]."""
         self.events: dict[Lane, list[Event | None]] = {lane: [] for lane in ORDERED_LANES}
@@ -53,7 +54,7 @@ class CopyOrder:
         self._pending: dict[Lane, list[Event]] = {lane: [] for lane in COPY_LANES}
         """By lane: events that the next copy on the lane comes after."""
         self._behind_compute: set[Lane] = set()
-        """Lanes whose next copy comes after all that is computed by then: see `after_other_uses`."""
+        """Lanes whose next copy comes after all that is computed by then: see `drain`."""
         self._update_after: list[tuple[Lane, Event]] = []
         """What the next update that the host makes itself comes after, and on which lane that is."""
         self._ahead_after: list[Event] = []
@@ -69,36 +70,48 @@ class CopyOrder:
             self.events[lane] = [None] * done
             self._previous[lane] = []
         for lane in COPY_LANES:
-            self._pending[lane] = []  # what was just moved by COMPUTE comes before: see `after_other_uses`
+            self._pending[lane] = []  # what was just moved by COMPUTE comes before: see `drain`
         self._update_after, self._ahead_after = [], []
 
-    def after_other_uses(self) -> None:
-        """Chunks are about to be used outside of the plan's moments.
+    def drain(self, store: ChunkStore) -> None:
+        """Wait for everything that was issued: chunks are about to be used outside of the plan's moments.
 
         Gradients that are clipped, or read by a user, between backward and step are such. The plan's waits count the
         computing that it knows of, so the next copy on each lane waits for this use, too.
+
+        Raises:
+            TierIOError: some of it has failed; see [Note: After a failed copy].
         """
         self._behind_compute.update(() if self.is_host else COPY_LANES)
+        try:
+            drain(self.lanes, store)
+        finally:  # what had failed was made again or is lost: nobody waits for it
+            lane = Lane.HOST_UPDATE
+            self.events[lane], self._previous[lane] = [None] * len(self.events[lane]), []
+            self._update_after, self._ahead_after = [], []
 
     # As a plan has it.
 
     def wait_step(self, wait: Wait) -> Step | None:
         """Return what carries out a wait of a plan; None if there is nothing to do for it."""
-        if wait.on is Lane.HOST_UPDATE and not self._uses_lane:
-            return None  # the host that issues copies has done the update, or waited for it at its moment
-        if wait.on is Lane.COMPUTE:
-            if self.is_host:
-                return None
-            if wait.lane is Lane.HOST_UPDATE:
-                return lambda: self._update_comes_after(Lane.COMPUTE, self._computed())
-            return lambda: self._pending[wait.lane].append(self._computed())
-        if wait.lane is Lane.COMPUTE:
-            return lambda: self._compute_waits(wait.on, self._event(wait))
-        if wait.lane is Lane.HOST_UPDATE:
-            return lambda: self._update_comes_after(wait.on, self._event(wait))
-        return lambda: self._lane_waits(wait)
+        # What the host computes is over when it issues copies, and so is the update, or it has waited for it.
+        if (wait.on is Lane.HOST_UPDATE and not (self.defers_updates or self.rounds)) or (
+            wait.on is Lane.COMPUTE and self.is_host
+        ):
+            return None
+        waits = {Lane.COMPUTE: self._compute_waits, Lane.HOST_UPDATE: self._update_comes_after}.get(wait.lane)
+        comes_after = waits or partial(self._lane_waits, wait.lane)
+
+        def step() -> None:
+            event = self._event(wait)
+            if event is not None:
+                comes_after(wait.on, event)
+
+        return step
 
     def _event(self, wait: Wait) -> Event | None:
+        if wait.on is Lane.COMPUTE:
+            return self._computed()
         events, count = self.events[wait.on], wait.count
         if count <= 0:
             events = self._previous[wait.on]
@@ -111,19 +124,15 @@ class CopyOrder:
         self.step_log.comes_after(event)
         return event
 
-    def _compute_waits(self, lane: Lane, event: Event | None) -> None:
-        if event is not None:
-            self.step_log.waited(lane, self.lanes.compute_waits(event))
+    def _compute_waits(self, lane: Lane, event: Event) -> None:
+        self.step_log.waited(lane, self.lanes.compute_waits(event))
 
-    def _update_comes_after(self, lane: Lane, event: Event | None) -> None:
-        if event is not None:
-            self._update_after.append((lane, event))
-            self._ahead_after.append(event)
+    def _update_comes_after(self, lane: Lane, event: Event) -> None:
+        self._update_after.append((lane, event))
+        self._ahead_after.append(event)
 
-    def _lane_waits(self, wait: Wait) -> None:
-        event = self._event(wait)
-        if event is not None:
-            self._pending[wait.lane].append(event)
+    def _lane_waits(self, lane: Lane, on: Lane, event: Event) -> None:
+        self._pending[lane].append(event)
 
     def wait_for_update(self) -> None:
         """The host is about to update a group itself, or to take a speculative update over."""
@@ -134,11 +143,8 @@ class CopyOrder:
     def before_update(self, *slabs: Slab) -> list[Event]:
         """Return what the update that is about to be left to its lane, or what touches `slabs` there, comes after."""
         after, self._update_after, self._ahead_after = self._update_after, [], []
-        return [*(event for _, event in after), *self._uses_of(*slabs)]
-
-    def _uses_of(self, *slabs: Slab) -> list[Event]:
-        """Return what touches slabs, where the plan's waits do not tell."""
-        return [] if self.is_exact else [event for slab in slabs for event in slab.uses]
+        uses = (event for slab in slabs for event in slab.uses if not self.is_exact)
+        return [*(event for _, event in after), *uses]
 
     def _wait_for(self, lane: Lane, event: Event) -> None:
         self.step_log.waited(lane, host_waits(event, self.step_log.clock))
@@ -163,12 +169,6 @@ class CopyOrder:
         self.events[Lane.HOST_UPDATE][-1] = event
         if instead_of is not None:
             self.events[Lane.HOST_UPDATE][instead_of] = event
-
-    def updates_are_over(self) -> None:
-        """Nothing is under way, and what had failed was made again or is lost: nobody waits for it."""
-        lane = Lane.HOST_UPDATE
-        self.events[lane], self._previous[lane] = [None] * len(self.events[lane]), []
-        self._update_after, self._ahead_after = [], []
 
     def wait_for_lane(self) -> None:
         """The host makes an update itself, after those that were left to their lane."""
@@ -212,14 +212,9 @@ class CopyOrder:
                 found += [(lane, event) for event in (() if replica is None else replica.slab.uses)]
         return found
 
-    def compute_after_copies(self, chunk: Chunk) -> None:
-        """Have what is about to be computed with a chunk come after all copies that touch it on DEVICE."""
-        for lane, event in self._busy(chunk, tiers=(Tier.DEVICE,)):
-            self._compute_waits(lane, event)
-
-    def update_after_copies(self, chunks: Iterable[Chunk], *, is_on_host: bool) -> None:
-        """Have the update of a group come after all copies that touch its chunks."""
-        for lane, event in self._busy(*chunks, tiers=TIERS):
+    def after_copies(self, *chunks: Chunk, tiers: Iterable[Tier], is_on_host: bool = False) -> None:
+        """Have what is about to be computed come after all copies that touch chunks on these tiers."""
+        for lane, event in self._busy(*chunks, tiers=tiers):
             self._compute_waits(lane, event)
             if is_on_host:
                 event.wait()  # the host updates, and runs ahead of an accelerator

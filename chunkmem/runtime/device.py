@@ -99,20 +99,14 @@ def give_back_freed_ram() -> None:
         trim(0)
 
 
-def prefer_large_pages(address: int, nbytes: int) -> None:
-    """Ask the system to back a piece of RAM with large pages: fewer faults when it is first touched, and fewer misses.
+def prefer_large_pages(region: mmap.mmap) -> None:
+    """Ask the system to back a mapping with large pages: fewer faults when it is first touched, and fewer misses.
 
     A wish: where the system has no such pages, nothing happens.
     """
-    if nbytes < _LARGE_PAGE_NBYTES:
-        return
-    madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if madvise is not None and advice is not None:
-        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-        inside = (address + nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-        if inside >= _LARGE_PAGE_NBYTES:
-            madvise(ctypes.c_void_p(start), ctypes.c_size_t(inside), advice)
+    if len(region) >= _LARGE_PAGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            region.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _cuda_register(address: int, nbytes: int) -> int:
@@ -164,6 +158,7 @@ class ComputeDevice:
         self.runs_cuda_kernels = self.is_cuda and torch.version.hip is None
         self._streams: list[torch.Stream] = []
         """Streams that something was computed on, the most recent one last."""
+        self._own_streams: dict[str, torch.Stream] = {}
 
     @classmethod
     def default(cls, index: int | None = None) -> ComputeDevice:
@@ -258,7 +253,7 @@ class ComputeDevice:
             begin_s = time.perf_counter()
             work()
             return time.perf_counter() - begin_s
-        stream = self._stream_of_timed
+        stream = self._stream_of("timed")
         stream.wait_stream(self.current_stream())
         with stream:
             begin, end = self.timing_event(), self.timing_event()
@@ -268,18 +263,14 @@ class ComputeDevice:
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
-    # One for all of a kind: torch has 32, and gives the first out again after the last, which may be a lane's by then.
-    @cached_property
-    def _stream_of_timed(self) -> torch.Stream:
-        return self.stream()
+    def _stream_of(self, work: str) -> torch.Stream:
+        """Return the stream of one kind of work.
 
-    @cached_property
-    def _stream_of_readers(self) -> torch.Stream:
-        return self.stream()
-
-    @cached_property
-    def _stream_of_overlapped(self) -> torch.Stream:
-        return self.stream()
+        torch has 32, and gives the first out again after the last, which may be a lane's by then.
+        """
+        if work not in self._own_streams:
+            self._own_streams[work] = self.stream()
+        return self._own_streams[work]
 
     @cached_property
     def _thread_of_overlapped(self) -> ThreadPoolExecutor:
@@ -293,7 +284,7 @@ class ComputeDevice:
         """
         if not self.is_accelerator:
             return self._thread_of_overlapped.submit(work).result
-        stream, over = self._stream_of_overlapped, self.timing_event()
+        stream, over = self._stream_of("overlapped"), self.timing_event()
         stream.wait_stream(self.current_stream())
         with stream:
             work()
@@ -307,7 +298,7 @@ class ComputeDevice:
         """
         if not self.is_accelerator:
             return _read_ram
-        stream, begun = self._stream_of_readers, self.timing_event()
+        stream, begun = self._stream_of("readers"), self.timing_event()
         begun.record(self.current_stream())
 
         def read(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -96,7 +96,7 @@ class AlignedBuffer:
         address = ctypes.addressof(ctypes.c_char.from_buffer(region))
         start = -address % alignment
         self.address = address + start
-        prefer_large_pages(self.address, nbytes)
+        prefer_large_pages(region)
         self.view = memoryview(region)[start : start + nbytes]
 
 

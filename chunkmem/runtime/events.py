@@ -9,7 +9,7 @@ done, and has whatever touches that memory in conflict with it wait for the even
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -52,19 +52,22 @@ class Event(Protocol):
         ...
 
 
-def require_copyable(lane: Lane, target: torch.Tensor, source: torch.Tensor, label: str) -> None:
-    """Refuse what would overwrite other memory than the target's, and a lane that does not copy.
+def require_copyable(lane: Lane, pieces: Sequence[Piece], label: str) -> None:
+    """Refuse what would overwrite other memory than the targets', and a lane that does not copy.
 
     Raises:
         StateError: the tensors are not 1-D, contiguous and of equal nbytes, or `lane` is none of `COPY_LANES`.
     """
     if lane not in COPY_LANES:
         raise StateError(f"{label}: lane {lane.value} does not copy between tiers")
-    for tensor in (target, source):
-        if tensor.dim() != 1 or not tensor.is_contiguous():
-            raise StateError(f"{label}: only 1-D contiguous tensors are copied, not one of shape {list(tensor.shape)}")
-    if target.nbytes != source.nbytes:
-        raise StateError(f"{label}: {source.nbytes} bytes cannot be copied to {target.nbytes}")
+    for piece in pieces:
+        for tensor in piece:
+            if tensor.dim() != 1 or not tensor.is_contiguous():
+                shape = list(tensor.shape)
+                raise StateError(f"{label}: only 1-D contiguous tensors are copied, not one of shape {shape}")
+        target, source = piece
+        if target.nbytes != source.nbytes:
+            raise StateError(f"{label}: {source.nbytes} bytes cannot be copied to {target.nbytes}")
 
 
 def copy_error(label: str, source: Tier, target: Tier, cause: Exception) -> TierIOError:

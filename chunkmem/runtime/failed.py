@@ -54,16 +54,14 @@ class _Repair:
         self._awaited: Counter[Slab] = Counter()
         """Slabs that are to be filled by what has failed, and comes yet."""
         self._unsaved: list[IssuedCopy] = []
-        """Copies that cannot be made, of bytes that are as they should be."""
-        self._kept: set[Slab] = set()
-        """Sources of the copies in `_unsaved`: slabs that must not be overwritten."""
+        """Copies that cannot be made, of bytes that are as they should be: their sources must not be overwritten."""
 
     def run(self) -> None:
         issued, self._store.issued = self._store.issued, deque()
         failed = [each for each in issued if each.event is not None and each.event.failure is not None]
         for each in failed:
             for slab in each.slabs:
-                slab.busy, slab.earlier = None, ()  # all is over
+                slab.events = ()  # all is over
             self._awaited.update(each.written_slabs)
         with runtime_mode():
             for each in failed:
@@ -74,7 +72,9 @@ class _Repair:
                     self._update(each)
             if not failed:
                 return
-            self._invalidate()
+            for replica in (replica for chunk in self._store.chunks.values() for replica in chunk.replicas.values()):
+                if replica.slab in self._bad:
+                    replica.version = NO_CONTENT
             for copy in self._unsaved:
                 self._keep(copy)
 
@@ -85,12 +85,11 @@ class _Repair:
             self._bad.add(copy.target)
             return
         try:
-            if copy.target in self._kept:
+            if any(copy.target is each.source for each in self._unsaved):
                 raise TierIOError(f"{chunk.label}: its slab on {copy.tier.name} has what could not be saved")
             self._store.transfer_slab(copy.target, copy.source)
         except Exception:  # whoever waited for it was told
             self._bad.add(copy.target)
-            self._kept.add(copy.source)
             self._unsaved.append(copy)
         else:
             self._bad.discard(copy.target)
@@ -109,12 +108,6 @@ class _Repair:
                 update.run()
                 return
         self._bad.update(update.written_slabs)
-
-    def _invalidate(self) -> None:
-        for chunk in self._store.chunks.values():
-            for replica in chunk.replicas.values():
-                if replica.slab in self._bad:
-                    replica.version = NO_CONTENT
 
     def _keep(self, copy: IssuedCopy) -> None:
         """Let a chunk that has no content any more have the slab again that its copy was to read."""

@@ -34,6 +34,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from types import FrameType, GeneratorType
 from typing import Any
 from weakref import WeakSet
@@ -180,7 +181,7 @@ class HeldSignal:
             return self._break_into(section, signum, frame)
         self._num_held += 1
         if self._num_held == 1:
-            _Watch(section, lambda at: self._end_section(signum, at)).begin()
+            _Watch(section, partial(self._end_section, signum)).begin()
         elif self._num_held == _MAX_HELD:
             os.write(2, f"\n{_waiting(section, signum)}\n".encode())
         return None
@@ -210,8 +211,9 @@ class _Watch:
     def __init__(self, section: UninterruptedSection, ended: Callable[[FrameType], object]) -> None:
         """`ended` is called with the frame that ends, or in which user code continues; it may raise."""
         self._ended = ended
-        self._watched = section.outermost if section.can_raise else section.caller
-        self._events = ("return",) if section.can_raise else ("line", "return")
+        can_raise = section.can_raise
+        self._watched = section.outermost if can_raise else section.caller
+        self._events = ("return",) if can_raise else ("line", "return")
         self._before: Trace | None = self._watched.f_trace
         self._starts_tracing = sys.gettrace() is None
         self._error: BaseException | None = None
@@ -247,14 +249,10 @@ class _Watch:
         try:
             self._ended(frame)
         except BaseException as raised:
-            if error is not None and _is_unwinding(frame):  # it would be lost
+            # Python says that a frame returns also where it has raised something, which would be lost.
+            if error is not None and not dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN"):
                 raised.__context__ = error
             raise
-
-
-def _is_unwinding(frame: FrameType) -> bool:
-    """Tell whether a frame of which Python says that it returns has raised something."""
-    return not dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
 
 
 def _waiting(section: UninterruptedSection, signum: int) -> str:

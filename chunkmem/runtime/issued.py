@@ -41,7 +41,8 @@ class LeftUpdate:
     """An update that `step()` has left to HOST_UPDATE."""
 
     work: Callable[[], object]
-    group: int
+    chunk: Chunk
+    """PARAM of the group that is updated."""
     slabs: tuple[Slab, ...]
     """Slabs of all chunks that the update reads or writes."""
     written_slabs: tuple[Slab, ...]
@@ -61,6 +62,6 @@ class LeftUpdate:
             self.work()
         except Exception as error:
             raise TierIOError(
-                f"the update of group {self.group}, which step() had left to its lane, has failed: {error!r}; load "
-                "what was saved last into a new manager"
+                f"the update of group {self.chunk.id.group}, which step() had left to its lane, has failed: {error!r}; "
+                "load what was saved last into a new manager"
             ) from error

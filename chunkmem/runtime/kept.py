@@ -31,13 +31,10 @@ class NativeReclaimable:
     """Memory that may be taken from its owner between `offer` and `take`: `csrc/kept.cpp` has it, of all devices."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._keep, self._take, self._register = library.chunkmem_keep, library.chunkmem_take, library.chunkmem_offer
-        self._keep.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-        self._keep.restype = None
-        self._take.argtypes = [ctypes.c_void_p]
-        self._take.restype = ctypes.c_int
-        self._register.argtypes = [ctypes.c_void_p]
-        self._register.restype = None
+        address, number = ctypes.c_void_p, ctypes.c_int64
+        self._keep = ctypes.CFUNCTYPE(None, address, address, number, number)(("chunkmem_keep", library))
+        self._take = ctypes.CFUNCTYPE(ctypes.c_int, address)(("chunkmem_take", library))
+        self._register = ctypes.CFUNCTYPE(None, address)(("chunkmem_offer", library))
         self._offered: dict[int, tuple[torch.Tensor, Sequence[Event]]] = {}
         """What is written down in C++, which has handles of the events alone: these live until it is crossed out."""
         weakref.finalize(self, _withdraw, self._take, self._offered)

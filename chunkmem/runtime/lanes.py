@@ -7,7 +7,6 @@ has raised its error. What that leaves of chunks is said in [Note: After a faile
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -15,18 +14,16 @@ import torch
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.events import DoneEvent, Event, Piece, copy_error, named_range, require_copyable
-from chunkmem.runtime.queues import HostTask, Lanes, Move, Workers
+from chunkmem.runtime.queues import HostTask, Lanes
 from chunkmem.runtime.streams import StreamLanes, computed
-from chunkmem.runtime.timestamps import HostClock, HostTimestamp, StreamClock
-
-__all__ = ["BlockingLanes", "Event", "Lanes", "StreamLanes", "ThreadLanes", "open_lanes"]
+from chunkmem.runtime.timestamps import HostTimestamp, StreamClock
 
 
 def open_lanes(compute: ComputeDevice, *, blocking: bool) -> Lanes:
     """Return the lanes for `compute`; with `blocking`, a copy is done when `copy` returns."""
     if blocking:
         return BlockingLanes(compute)
-    return StreamLanes(compute) if compute.is_accelerator else ThreadLanes()
+    return StreamLanes(compute) if compute.is_accelerator else Lanes()
 
 
 class BlockingLanes(Lanes):
@@ -41,8 +38,7 @@ class BlockingLanes(Lanes):
             event.wait()
         start = self._clock.timestamp()
         with runtime_mode(), named_range(lane, label):
-            for target, source in pieces:
-                require_copyable(lane, target, source, label)
+            require_copyable(lane, pieces, label)
             try:
                 for target, source in pieces:
                     target.view(torch.uint8).copy_(source.view(torch.uint8))
@@ -58,24 +54,3 @@ class BlockingLanes(Lanes):
 
     def compute_event(self) -> Event:
         return computed(self._clock) if isinstance(self._clock, StreamClock) else super().compute_event()
-
-    def drain(self) -> None:
-        return None
-
-
-class ThreadLanes(Lanes):
-    """One thread a lane, started by what it does first. Each copies with one core, and without Python's lock."""
-
-    def __init__(self, move: Move = ctypes.memmove) -> None:
-        super().__init__(HostClock(), move)
-        self._workers = Workers()
-
-    def _issue(self, task: HostTask) -> Event:
-        return self._workers.issue(task)
-
-    def drain(self) -> None:
-        self._workers.drain()
-
-    def close(self) -> None:
-        super().close()
-        self._workers.stop()

@@ -15,8 +15,8 @@ import torch
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice, ram_nbytes, runtime_mode
-from chunkmem.runtime.lanes import ThreadLanes
 from chunkmem.runtime.populate import num_cores
+from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.speeds import kept_speeds, median_s, processor, time_s
 from chunkmem.runtime.tiers import TierCaps
 from chunkmem.types import UpdateForm
@@ -148,7 +148,7 @@ def _duplex_Bps(compute: ComputeDevice, budget_s: float) -> float:
 def _hand_over_s(budget_s: float) -> float:
     """Return the seconds from handing a copy of 64 bytes to the thread of a lane until it is known to be done."""
     pieces = [(torch.zeros(_SMALL_NBYTES, dtype=torch.uint8), torch.ones(_SMALL_NBYTES, dtype=torch.uint8))]
-    with contextlib.closing(ThreadLanes()) as lanes:
+    with contextlib.closing(Lanes()) as lanes:
 
         def copy() -> None:
             lanes.copy(Lane.H2D, pieces, after=(), label="measuring").wait()

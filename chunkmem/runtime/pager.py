@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 from chunkmem.errors import CapacityError, StateError
+from chunkmem.plan.model import Lane
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, SavedMemory
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.eviction import Evictor, Holder, NoHolder
 from chunkmem.runtime.failed import lost_error
 from chunkmem.runtime.interrupts import InterruptGuard
-from chunkmem.runtime.leaving import Leaving
 from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.policy import NoSpeculativeUpdates, OnDemand, SpeculativeUpdates, StepPolicy
 from chunkmem.runtime.step_events import StepEvents
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.timestamps import Interval, Timestamp
-from chunkmem.runtime.writes import notice_writes
+from chunkmem.runtime.writes import residency_kept
 from chunkmem.trace.model import Kind
 from chunkmem.types import MEMORY, PLACE, TIERS, Tier
 
@@ -48,13 +49,13 @@ class Pager:
             follow_stream: called before each access to DEVICE, where several streams may compute. See
                 `ComputeDevice.current_stream` in `runtime/device.py`.
             speculative: updates of groups ahead of the step; None: there are none.
-            interrupts: knows whether the runtime itself was interrupted; None: nothing does that.
+            interrupts: holds signals while chunks are moved; None: nothing moves.
         """
         self.store = store
-        self._interrupts = interrupts or InterruptGuard()
+        self.interrupts = interrupts
         self._follow_stream = follow_stream
-        self._leaving = Leaving(store)
-        self._evictor = Evictor(store, self._leaving, notice_writes=self.notice_writes, meter=meter)
+        self.speculative: SpeculativeUpdates = speculative or NoSpeculativeUpdates()
+        self._evictor = Evictor(store, self.notice_writes, self.speculative, meter)
         self.pinned_nbytes = dict.fromkeys(store.pools, 0)
         self.required_nbytes = dict.fromkeys(store.pools, 0)
         """The largest sum of pinned and requested bytes so far: the smallest cap known to be needed."""
@@ -68,13 +69,12 @@ class Pager:
         """Groups in the order in which they were updated last."""
         self.policy: StepPolicy = OnDemand()
         """Policy of the step that runs."""
-        self.speculative: SpeculativeUpdates = speculative or NoSpeculativeUpdates()
         self.events = StepEvents()
         """Listeners of a step."""
         self._is_by_block = False
         """More is pinned at once than has to be: [Note: Blocks as a whole] in `chunkmem.nn.blocks`."""
-        self.events.by_block.append(self._hear_by_block)
-        store.on_copy = lambda *copy: self.policy.copied(*copy)
+        self.events.by_block.append(partial(setattr, self, "_is_by_block"))
+        store.on_copy = self._copied
         self._clock = 0
 
     @property
@@ -86,7 +86,7 @@ class Pager:
         """
         if self._closed is None and os.getpid() != self._pid:
             return "its manager lives in the parent process; a forked child cannot use it"
-        return self._interrupts.broken or self._closed
+        return (self.interrupts is not None and self.interrupts.broken) or self._closed
 
     @property
     def can_close(self) -> bool:
@@ -126,44 +126,30 @@ class Pager:
 
     def _hold(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> Replica:
         replica = chunk.replicas.get(tier)
+        if not elastic and (replica is None or replica.pins == 0):
+            self._note_required(tier, chunk.nbytes)
         if replica is None or replica.version != chunk.version:
-            replica = self._bring(chunk, tier, reader, elastic)
+            replica = self._bring(chunk, tier, reader)
         if tier is chunk.compute_tier and chunk.home is not None and not chunk.home.is_bound:
             with runtime_mode():
                 chunk.home.bind()
-        self._pin(chunk, tier, elastic=elastic)
+        self._pin(chunk, tier)
         if self.store.snapshot is not None:
-            self._pinned_in_snapshot(chunk, tier)
-        return replica
-
-    def _pinned_in_snapshot(self, chunk: Chunk, tier: Tier) -> None:
-        """A chunk is pinned, and may be written to; see [Note: Snapshots]."""
-        if tier is chunk.compute_tier and (chunk.is_written_inside or chunk.is_written_past):
-            self.store.before_change(chunk)
-        elif self.store.snapshot is not None:
             self.store.snapshot.pinned(chunk, tier)
+        return replica
 
     def expose(self, chunk: Chunk) -> None:
         """Somebody outside may write to a chunk that is pinned where modules compute with it, until it is not held."""
         self.held[chunk] = None
         self.store.before_change(chunk)
 
-    def _pin(self, chunk: Chunk, tier: Tier, *, elastic: bool) -> None:
+    def _pin(self, chunk: Chunk, tier: Tier) -> None:
         replica = chunk.replicas[tier]
         self._clock += 1
         replica.last_use = self._clock
         replica.pins += 1
         if replica.pins == 1:
-            pinned = self.pinned_nbytes[tier] = self.pinned_nbytes[tier] + chunk.nbytes
-            if pinned > self.required_nbytes[tier] and not elastic:
-                self._note_required(tier, pinned)
-
-    def hold_empty(self, chunk: Chunk, tier: Tier, reader: object) -> None:
-        """Like `pin`, for a chunk whose content is about to be made again.
-
-        Raises: what `pin` does.
-        """
-        self._hold_uninitialized(chunk, tier, reader, elastic=True)
+            self.pinned_nbytes[tier] += chunk.nbytes
 
     def pin_remote(self, chunk: Chunk, *, reader: object) -> None:
         """Like `pin`, for a chunk of another rank, which an exchange is about to bring to DEVICE.
@@ -174,14 +160,15 @@ class Pager:
         replica = chunk.replicas.get(Tier.DEVICE)
         if replica is None or replica.pins == 0:
             self.policy.event(Kind.HOLD, chunk, reader)
-        self._hold_uninitialized(chunk, Tier.DEVICE, reader, elastic=False)
+            self._note_required(Tier.DEVICE, chunk.nbytes)
+        self._hold_uninitialized(chunk, Tier.DEVICE, reader)
 
-    def _hold_uninitialized(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> None:
+    def _hold_uninitialized(self, chunk: Chunk, tier: Tier, reader: object) -> None:
         if tier not in chunk.replicas:
-            self._require_open(reader)
+            self.require_open(reader)
             self.policy.before_demand()
-            self._take_slab(chunk, tier, reader, elastic)
-        self._pin(chunk, tier, elastic=elastic)
+            self._take_slab(chunk, tier, reader)
+        self._pin(chunk, tier)
 
     def exchange(self, chunks: Sequence[Chunk], *, reader: object) -> None:
         """Announce that chunks, which are pinned, begin to be exchanged with other ranks."""
@@ -198,7 +185,8 @@ class Pager:
             wait()
         arrived = self.store.clock.timestamp()
         for chunk in _on_device(chunks):
-            self.policy.arrived(chunk, issued, Interval(ready, arrived))
+            if (log := self.policy.log()) is not None:
+                log.exchanged(chunk, issued, Interval(ready, arrived))
             ready = arrived  # all have been waited for at once
 
     @contextmanager
@@ -206,7 +194,12 @@ class Pager:
         """Inside, COMPUTE waits for another rank."""
         ready = self.store.clock.timestamp()
         yield
-        self.policy.waited(Interval(ready, self.store.clock.timestamp()))
+        if (log := self.policy.log()) is not None:
+            log.waited(Lane.COLLECTIVE, Interval(ready, self.store.clock.timestamp()))
+
+    def _copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
+        if (log := self.policy.log()) is not None:
+            log.served(chunk, source, target, taken)
 
     def unpin(self, chunk: Chunk, tier: Tier | None = None) -> None:
         """Undo one `pin`."""
@@ -231,7 +224,7 @@ class Pager:
             self.pinned_nbytes[tier] -= chunk.nbytes
             if chunk.is_remote:
                 replica.version = NO_CONTENT
-            self._leaving.orders[tier].announced.add(chunk.id)
+            self._evictor.orders[tier].announced.add(chunk.id)
         return replica.pins == 0
 
     @contextmanager
@@ -282,7 +275,7 @@ class Pager:
         try:
             for chunk in chunks:
                 if chunk.can_be_rounded and chunk.newest_tier() is None:
-                    self.hold_empty(chunk, tier, reader)
+                    self._hold_uninitialized(chunk, tier, reader)  # the update makes its content again
                 else:
                     self._hold(chunk, tier, reader, elastic=True)
                 held.append(chunk)
@@ -306,14 +299,14 @@ class Pager:
         if tier is Tier.DEVICE:
             self.policy.event(Kind.WRITE, chunk, reader)
         replica = chunk.replicas.get(tier)
+        if replica is None or replica.pins == 0:
+            self._note_required(tier, chunk.nbytes)
         if replica is None or replica.version != chunk.version:
             try:
-                replica = self._bring(chunk, tier, reader, elastic=False)
+                replica = self._bring(chunk, tier, reader)
             except BaseException:
                 self._failed()
                 raise
-        elif replica.pins == 0:
-            self._note_required(tier, self.pinned_nbytes[tier] + chunk.nbytes)
         self._clock += 1
         replica.last_use = self._clock
         return replica
@@ -334,7 +327,7 @@ class Pager:
         Content that is there already is that of `saved`. A plan may free and allocate the chunk until then.
         `is_of_step`: steps to come do the same, and plan for it.
         """
-        self._require_open(reader)
+        self.require_open(reader)
         self._follow_stream()
         if tier is Tier.DEVICE and is_of_step:
             self.policy.event(Kind.CREATE, chunk, reader)
@@ -342,11 +335,11 @@ class Pager:
             chunk.saved = saved
         if not is_of_step or tier not in chunk.replicas:
             self.policy.before_demand()
+        if not elastic:
+            self._note_required(tier, chunk.nbytes)
         try:
             if tier not in chunk.replicas:
-                self._make_room(chunk, tier, reader, elastic)
-            elif not elastic:
-                self._note_required(tier, self.pinned_nbytes[tier] + chunk.nbytes)
+                self._make_room(chunk, tier, reader)
             replica = self.store.create(chunk, tier, zero=zero)
             if saved is not None:
                 replica.pieces = saved.fill()
@@ -375,7 +368,7 @@ class Pager:
         """
         tier = chunk.newest_tier()
         if tier is not None and tier not in MEMORY:
-            self._bring(chunk, Tier.HOST, reader, elastic=True)
+            self._bring(chunk, Tier.HOST, reader)
             return Tier.HOST
         return tier
 
@@ -410,9 +403,8 @@ class Pager:
 
     def end_spare(self, chunk: Chunk) -> None:
         """A chunk that was pinned on is in use again."""
-        tier = chunk.compute_tier
-        self.pinned_nbytes[tier] += chunk.nbytes
-        self._note_required(tier, self.pinned_nbytes[tier])
+        self._note_required(chunk.compute_tier, chunk.nbytes)
+        self.pinned_nbytes[chunk.compute_tier] += chunk.nbytes
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -428,7 +420,7 @@ class Pager:
         """Inside, the content of a chunk stays in the memory where it is, whatever else is brought there."""
         tiers = [tier for tier in MEMORY if chunk.ready(tier)]
         for tier in tiers:
-            self._pin(chunk, tier, elastic=True)
+            self._pin(chunk, tier)
         try:
             yield
         finally:
@@ -440,29 +432,47 @@ class Pager:
         if chunk.newest_tier() is not None or not chunk.can_be_rounded:
             return True
         try:
-            self._make_again(chunk, self._tier_with_room(chunk), "resuming", elastic=True)  # none gives way to it
+            self._make_again(chunk, self._tier_with_room(chunk), "resuming")  # none gives way to it
         except CapacityError:
             return False
         return True
 
     def notice_writes(self, chunk: Chunk, *, is_outside: bool = False) -> None:
-        """Count what a user wrote to parameters as a new version; their master copy follows."""
-        notice_writes(chunk, self.store, self.policy, is_held=chunk in self.held, is_outside=is_outside)
+        """Count what a user wrote to the parameters of a chunk as a new version; their master copy follows.
 
-    def _note_required(self, tier: Tier, nbytes: int) -> None:
+        No event tells of that. Copies are over before the new version counts.
+
+        Args:
+            chunk: of any role; only PARAM has what a user writes to.
+            is_outside: nothing but an operator outside of modules has used it since the last look.
+        """
+        store, tier, home = self.store, chunk.compute_tier, chunk.home
+        if home is None or not chunk.ready(tier):
+            return
+        is_held = chunk in self.held
+        with nullcontext() if store.snapshot is None else store.snapshot.noticing():
+            if not (home.was_written() or ((is_held or chunk.is_written_past) and store.may_differ(chunk, tier))):
+                return
+            self.policy.drain()  # may raise an error: the next look finds the write again
+            home.take_written()
+            chunk.is_written_inside = chunk.is_written_inside or not (is_held or is_outside)
+            with residency_kept(chunk, store) if self.policy.is_planned else nullcontext():
+                store.mark_written(chunk, tier)
+                store.follow(chunk, tier)
+
+    def _note_required(self, tier: Tier, more_nbytes: int) -> None:
+        """So much is about to be in use on a tier, in addition to what is pinned there."""
+        nbytes = self.pinned_nbytes[tier] + more_nbytes
         if nbytes > self.required_nbytes[tier] and not self._is_by_block:
             self.required_nbytes[tier] = nbytes
 
-    def _hear_by_block(self, is_on: bool) -> None:
-        self._is_by_block = is_on
-
-    def _bring(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> Replica:
-        self._require_open(reader)
+    def _bring(self, chunk: Chunk, tier: Tier, reader: object) -> Replica:
+        self.require_open(reader)
         self.policy.before_demand()
         self.notice_writes(chunk)
         source = chunk.newest_tier()
         if source is None and chunk.can_be_rounded:
-            return self._make_again(chunk, tier, reader, elastic)
+            return self._make_again(chunk, tier, reader)
         if source is None and chunk.is_remote:
             raise StateError(
                 f"{reader}: {chunk.label} belongs to another rank and is read outside of its unit; read it inside "
@@ -472,42 +482,36 @@ class Pager:
             raise lost_error(reader, chunk)
         if PLACE[source] > PLACE[tier] + 1:  # the tier between is the gateway
             source = TIERS[PLACE[tier] + 1]
-            self._bring(chunk, source, reader, elastic=True)
+            self._bring(chunk, source, reader)
         if tier not in chunk.replicas:
             # The source must survive the making of room: it may look like a copy that the tier below can do without.
             chunk.replicas[source].pins += 1
             try:
-                self._take_slab(chunk, tier, reader, elastic)
+                self._take_slab(chunk, tier, reader)
             finally:
                 chunk.replicas[source].pins -= 1
-                self._leaving.announce(chunk, source)
+                self._evictor.announce(chunk, source)
         self.store.copy(chunk, source, tier)
         return chunk.replicas[tier]
 
-    def _make_again(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> Replica:
+    def _make_again(self, chunk: Chunk, tier: Tier, reader: object) -> Replica:
         """Bring a chunk of which no replica is left: it is rounded from its master copy."""
         if tier not in chunk.replicas:
-            self._take_slab(chunk, tier, reader, elastic)
+            self._take_slab(chunk, tier, reader)
         self.store.round(chunk, tier)
         return chunk.replicas[tier]
 
-    def require_open(self) -> None:
+    def require_open(self, reader: object = "this manager cannot be used") -> None:
         """Raise a `StateError` if the manager is closed."""
-        if self.closed is not None:
-            raise StateError(f"this manager cannot be used: {self.closed}")
-
-    def _require_open(self, reader: object) -> None:
         if self.closed is not None:
             raise StateError(f"{reader}: {self.closed}")
 
-    def _take_slab(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> None:
-        self._make_room(chunk, tier, reader, elastic)
+    def _take_slab(self, chunk: Chunk, tier: Tier, reader: object) -> None:
+        self._make_room(chunk, tier, reader)
         self.store.take_slab(chunk, tier)
 
-    def _make_room(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> None:
-        if not elastic:
-            self._note_required(tier, self.pinned_nbytes[tier] + chunk.nbytes)
-        self._evictor.make_room(chunk, tier, reader=reader, holder=self.holder, speculative=self.speculative)
+    def _make_room(self, chunk: Chunk, tier: Tier, reader: object) -> None:
+        self._evictor.make_room(chunk, tier, reader=reader, holder=self.holder)
 
     def shrink(self, tier: Tier, nbytes: int) -> None:
         """Have so many bytes leave a tier, if that is possible: something else is going to need them."""

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd import profiler
 
-from chunkmem.errors import TierIOError
+from chunkmem.errors import PlanError, TierIOError
 from chunkmem.plan.cursor import Said, TraceCursor, label_of
 from chunkmem.plan.garbage import no_collections
 from chunkmem.plan.model import Plan
@@ -44,7 +44,7 @@ from chunkmem.runtime.left_out import LeftOut
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.tiers import Tiers
-from chunkmem.runtime.way_back import WayBack, go
+from chunkmem.runtime.way_back import go, reserve_shadow_buffers, way_to
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import Tier
 
@@ -62,38 +62,6 @@ class _Cue:
     steps: tuple[Step, ...]
 
 
-@dataclass(slots=True)
-class _Tries:
-    """To resume a plan; each one looks at every chunk."""
-
-    patience: int = 1
-    """Number of events before resuming is tried again."""
-    num_unfit: int = 0
-    """Events since the last one."""
-
-
-class _MomentNames:
-    """The moment that runs is a range of torch's profile, while there is one."""
-
-    def __init__(self) -> None:
-        self.shown: torch.profiler.record_function | None = None
-        """The range of the moment that runs."""
-
-    def show(self, label: str) -> None:
-        """A moment begins."""
-        if self.shown is not None:
-            self.end()
-        if torch.autograd.profiler._is_profiler_enabled:
-            self.shown = torch.profiler.record_function(f"chunkmem {label}")
-            self.shown.__enter__()
-
-    def end(self) -> None:
-        """No moment runs."""
-        if self.shown is not None:
-            self.shown.__exit__(None, None, None)
-            self.shown = None
-
-
 class PlanExecutor(PlanActions):
     """Follows one plan, iteration after iteration: a `StepPolicy`."""
 
@@ -108,7 +76,6 @@ class PlanExecutor(PlanActions):
         """
         super().__init__(plan, trace, pager, tiers)
         self.director = TraceCursor(trace)
-        self._way_back = WayBack(self._facts, trace, pager, tiers)
         self.elsewhere: Callable[[Kind, Chunk, object, int | None], bool] = lambda kind, chunk, reader, left_out: False
         """Called with an event that does not come next, and with how many moments would be left out if it came later,
         None: it does not. Tells whether another plan_executor has taken the step over."""
@@ -121,7 +88,10 @@ class PlanExecutor(PlanActions):
         """Every moment has come, and the plan was left for what is read between two steps."""
         self._num_outdated = 0
         """The store's count of outdated replicas, as far as the plan accounts for it."""
-        self._tries = _Tries()
+        self.obstacle = ""
+        """Why the last try to resume the plan failed."""
+        self._patience, self._num_unfit = 1, 0
+        """Events before resuming is tried again, which looks at every chunk; and those since the last try."""
         self._untouched = self._facts.untouched if self.left_out.is_possible and self._order.is_host else frozenset()
         """Chunks that the plan leaves where they are. On an accelerator it counts on that, for activations."""
         chunks = pager.store.chunks
@@ -129,17 +99,13 @@ class PlanExecutor(PlanActions):
             *(_Cue(m.kind, chunks[m.chunk], str(m), do) for m, do in zip(trace.moments, self._compile(), strict=True)),
             _Cue(None, None, "", ()),
         ]
-        self._profile = _MomentNames()
+        self._shown: torch.profiler.record_function | None = None
+        """The moment that runs as a range of torch's profile, while there is one."""
 
     @property
     def is_planned(self) -> bool:
         """The plan is followed."""
         return self._on_plan
-
-    @property
-    def obstacle(self) -> str:
-        """Why the last try to resume the plan failed."""
-        return self._way_back.obstacle
 
     @property
     def is_at_end(self) -> bool:
@@ -225,7 +191,7 @@ class PlanExecutor(PlanActions):
 
     def close(self) -> None:
         """Stop following; nothing is under way when this returns."""
-        self._profile.end()
+        self._show("")
         self._on_plan = False
         self.drain()
 
@@ -259,14 +225,24 @@ class PlanExecutor(PlanActions):
         self._cursor += 1
         step_log = self.step_log
         step_log.begin(self._cursor - 1, cue.kind, cue.chunk)
-        if profiler._is_profiler_enabled or self._profile.shown is not None:
-            self._profile.show(cue.label)
+        if profiler._is_profiler_enabled or self._shown is not None:
+            self._show(cue.label)
         if self._store.num_outdated != self._num_outdated:
             self._num_outdated = self._store.num_outdated
             self._order.is_exact = False
         for step in cue.steps:
-            step()
+            if self._on_plan:  # what is on its way may have failed meanwhile, or a chunk be held that was to go
+                step()
         step_log.device_nbytes.append(self._tiers.device.chunk_nbytes)
+
+    def _show(self, label: str) -> None:
+        """Show a moment that begins in torch's profile, while there is one; empty: none begins."""
+        if self._shown is not None:
+            self._shown.__exit__(None, None, None)
+            self._shown = None
+        if label and profiler._is_profiler_enabled:
+            self._shown = torch.profiler.record_function(f"chunkmem {label}")
+            self._shown.__enter__()
 
     def _unforeseen(self, kind: Kind, chunk: Chunk, reader: object) -> _Cue | None:
         """Return the moment that an event begins which does not come next; None if there is nothing to do for it."""
@@ -281,12 +257,12 @@ class PlanExecutor(PlanActions):
         self.depart()
         if kind is Kind.RELEASE:
             return None
-        self._tries.num_unfit += 1
-        if self._tries.num_unfit < self._tries.patience:
+        self._num_unfit += 1
+        if self._num_unfit < self._patience:
             return None
         at = self.director.find(kind, chunk.id, label_of(kind, chunk.id, reader), after=self._cursor)
         if at is None or not self._resume(at):
-            self._tries = _Tries(2 * self._tries.patience)
+            self._patience, self._num_unfit = 2 * self._patience, 0
             return None
         return self._cues[at]
 
@@ -374,22 +350,24 @@ class PlanExecutor(PlanActions):
             del wanted.newest[chunk, tier]
             peaks[tier] -= self.trace.chunk_nbytes[chunk]
         if not (is_next and self._has(wanted)):
-            actions = self._way_back.actions(wanted, peaks)
-            if actions is None:
+            try:
+                actions = way_to(wanted, peaks, self._facts, self.trace, self._pager)
+            except PlanError as error:
+                self.obstacle = str(error)
                 self._tiers.plan_is_left()
                 return False
             if self.trace.moments:  # else it is a step of modules on HOST alone
                 self._leave_room(self.trace.moments[moment])
             go(actions, self._store)
         # Only now: on the way, HOST may hold more than the plan has there, and the log would take that room.
-        self._way_back.reserve_shadow_buffers(on_host)
+        reserve_shadow_buffers(self._facts, self._pager, own=on_host)
         self._order.resume(self._facts.copies_before[moment])
         self._ahead_numbers.clear()
         self._cursor, self._is_over = moment, False
         self._on_plan = True
         self._order.is_exact = self._has(wanted)
         self._num_outdated = self._store.num_outdated
-        self._tries = _Tries()
+        self._patience, self._num_unfit = 1, 0
         return True
 
     def _has(self, wanted: Residency) -> bool:

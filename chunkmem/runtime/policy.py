@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from chunkmem.plan.model import Lane
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.step_log import StepLog
-from chunkmem.runtime.timestamps import Interval, Timestamp
 from chunkmem.trace.model import Kind
 from chunkmem.types import Tier
 
@@ -71,43 +69,13 @@ class StepPolicy(Protocol):
         """A group is about to be updated by the caller: updates that were deferred are over when this returns."""
         return
 
-    def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
-        """A blocking copy is over."""
-        return
-
-    def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
-        """An exchange is over; COMPUTE has waited for it meanwhile."""
-        return
-
-    def waited(self, waited: Interval) -> None:
-        """COMPUTE has waited for another rank."""
-        return
+    def log(self) -> StepLog | None:
+        """Return where is written down what blocking copies and waits for other ranks take."""
+        return None
 
 
 class OnDemand(StepPolicy):
     """Nothing is known of what comes next."""
-
-    def __init__(self) -> None:
-        self.num_copies = 0
-        """So far: blocking copies between tiers."""
-
-    def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
-        self.num_copies += 1
-
-
-class LoggedPolicy(StepPolicy):
-    """What copies and exchanges take is written down."""
-
-    step_log: StepLog
-
-    def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
-        self.step_log.served(chunk, source, target, taken)
-
-    def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
-        self.step_log.exchanged(chunk, issued, waited)
-
-    def waited(self, waited: Interval) -> None:
-        self.step_log.waited(Lane.COLLECTIVE, waited)
 
 
 class BetweenSteps:
@@ -126,9 +94,7 @@ class BetweenSteps:
         self.update_order = policy.update_order
         self.defer = policy.defer
         self.await_update = policy.await_update
-        self.copied = policy.copied
-        self.arrived = policy.arrived
-        self.waited = policy.waited
+        self.log = policy.log
 
     @property
     def is_planned(self) -> bool:

@@ -44,20 +44,18 @@ class Slab:
     start: int = 0
     """Offset in the arena it was cut from; 0 where each slab is an allocation of its own."""
     segment: int = 0
-    busy: Event | None = None
-    """The last copy that reads or writes it; it may be given back before that is over, but not to the system."""
-    earlier: tuple[Event, ...] = ()
-    """Copies on other lanes that may read it yet when that one is over."""
+    events: tuple[Event, ...] = ()
+    """Copies that read or write it, the last of each lane; it may be given back before they are over, but not to the
+    system."""
 
     @property
     def uses(self) -> tuple[Event, ...]:
         """The copies that read or write it and are not over, or have failed."""
-        events = self.earlier if self.busy is None else (*self.earlier, self.busy)
-        return tuple(event for event in events if not event.done() or event.failure is not None)
+        return tuple(event for event in self.events if not event.done() or event.failure is not None)
 
     def used_by(self, event: Event) -> None:
         """A copy, or an update, reads or writes it from now on."""
-        self.earlier, self.busy = self.uses, event
+        self.events = (*self.uses, event)
 
     def rest(self, wait: Callable[[Event], object] | None = None) -> None:
         """Have `wait` wait until no copy is at work on it; without it, the calling thread does.
@@ -70,7 +68,7 @@ class Slab:
                 event.wait()
             else:
                 wait(event)
-        self.busy, self.earlier = None, ()
+        self.events = ()
 
     def give_up(self, wait: Callable[[Event], object] | None = None) -> None:
         """Let its memory go back to the system, even if somebody keeps the slab. As `rest`, and raises what it does."""
@@ -120,9 +118,9 @@ class SlabPool(ABC):
     def free(self, role: str, slab: Slab) -> None:
         """Take a slab back."""
 
-    @abstractmethod
     def take_again(self, role: str, slab: Slab) -> bool:
         """Give a certain slab out again that is free, with what it holds; False if it is not free, or gone."""
+        return False
 
     def expect(self, nbytes: int) -> None:  # noqa: B027
         """Hear that `nbytes` more are about to be asked for; by default, nothing is taken ahead of need."""
@@ -229,7 +227,7 @@ class DevicePool(SlabPool):
         """While a plan is followed: bytes that slabs may take, given out or kept; [Note: Room for kept slabs]."""
         self._kept: deque[Slab] = deque()
         self.reclaimable: NativeReclaimable | None = None
-        """Handle by which torch's allocator takes kept slabs; see `runtime/kept.py`."""
+        """By which torch's allocator takes kept slabs, if the program computes on one stream; see `runtime/kept.py`."""
         self.changing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         """Surrounds what may take memory from the allocator or give it back, with the entries in the ledger."""
 
@@ -257,12 +255,10 @@ class DevicePool(SlabPool):
         self.ledger.release(role, slab.nbytes)
         self.ledger.charge(CACHE, slab.nbytes)
         self._kept.append(slab)
-        self._offer(slab)
+        if self.reclaimable is not None and len(streams := self._compute.computing_streams()) == 1:
+            self.reclaimable.offer(slab.bytes, slab.uses, streams[0])
         if self.room_nbytes is None:
             self.trim()
-
-    def take_again(self, role: str, slab: Slab) -> bool:
-        return False  # torch's allocator has it, or a chunk's storage
 
     def admit(self, role: str, nbytes: int, fill: Callable[[], T]) -> tuple[Slab, T]:
         """Count memory that is not the pool's, and that `fill` takes from the allocator, or has been taken before.
@@ -284,39 +280,31 @@ class DevicePool(SlabPool):
 
     def trim(self, total_nbytes: int | None = None) -> None:
         """Give up kept slabs until there are no more than there may be, and all slabs take `total_nbytes`, if given."""
-        most_nbytes = self.ledger.limit_nbytes if total_nbytes is None else total_nbytes
-        while self._kept and (self._has_too_many() or self.ledger.total_nbytes > most_nbytes):
+        num, nbytes = self._capacity, self.ledger.limit_nbytes if total_nbytes is None else total_nbytes
+        if self.room_nbytes is not None:
+            num, nbytes = len(self._kept), min(nbytes, self.room_nbytes)
+        while self._kept and (len(self._kept) > num or self.ledger.total_nbytes > nbytes):
             self._discard(self._kept[0])
 
     def _make_way(self, nbytes: int) -> None:
         """Give up kept slabs, as many as that much memory needs."""
-        cap_nbytes = self.ledger.cap_nbytes
-        room_nbytes = cap_nbytes if self.room_nbytes is None else min(cap_nbytes, self.room_nbytes)
-        while self._kept and self.ledger.total_nbytes + nbytes > room_nbytes:
-            self._discard(self._kept[0])
-
-    def _has_too_many(self) -> bool:
-        if self.room_nbytes is None:
-            return len(self._kept) > self._capacity
-        return self.ledger.total_nbytes > self.room_nbytes
+        room_nbytes = self.ledger.limit_nbytes if self.room_nbytes is None else self.room_nbytes
+        self.trim(min(self.ledger.cap_nbytes, room_nbytes) - nbytes)
 
     def close(self) -> None:
         for slab in tuple(self._kept):
             with contextlib.suppress(TierIOError):
                 slab.rest()
-            slab.busy, slab.earlier = None, ()
+            slab.events = ()
             self._discard(slab)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        if self._device.type == "cpu" and self._maps_slabs and nbytes >= _MAPPED_NBYTES:
-            # Private, as the C library's memory is: a forked child has its own copy of what it writes.
-            mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory = torch.frombuffer(mapped, dtype=torch.uint8)
-        else:
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        if self._device.type == "cpu":
-            prefer_large_pages(memory.data_ptr(), nbytes)
-        return memory
+        if self._device.type != "cpu" or not self._maps_slabs or nbytes < _MAPPED_NBYTES:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        # Private, as the C library's memory is: a forked child has its own copy of what it writes.
+        mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        prefer_large_pages(mapped)
+        return torch.frombuffer(mapped, dtype=torch.uint8)
 
     def _discard(self, slab: Slab) -> None:
         with self.changing():
@@ -324,14 +312,6 @@ class DevicePool(SlabPool):
                 self._give_up(slab)
             self._kept.remove(slab)
             self.ledger.release(CACHE, slab.nbytes)
-
-    def _offer(self, slab: Slab) -> None:
-        """Let torch's allocator have a kept slab, if the program computes on one stream."""
-        if self.reclaimable is None:
-            return
-        streams = self._compute.computing_streams()
-        if len(streams) == 1:
-            self.reclaimable.offer(slab.bytes, slab.uses, streams[0])
 
     def _has_memory(self, slab: Slab) -> bool:
         """Have a kept slab back from torch's allocator, unless it has its memory."""

@@ -8,8 +8,7 @@ import os
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -29,7 +28,7 @@ from chunkmem.runtime.events import (
     named_range,
     require_copyable,
 )
-from chunkmem.runtime.timestamps import Clock, Interval
+from chunkmem.runtime.timestamps import Clock, HostClock, Interval
 
 Move = Callable[[int, int, int], object]
 """Copies bytes in RAM: target address, source address, number of bytes."""
@@ -77,16 +76,6 @@ class HostTask:
         if self.failure is not None:
             raise _for_who_waits(self.failure)
 
-    def attempt(self) -> BaseException | None:
-        """Do it once `after` is done, in the lane's thread; return what it raised, or what one it came after did."""
-        try:
-            for event in self.after:
-                event.wait()
-            self.run()
-        except BaseException as error:
-            return error
-        return None
-
     def finish(self, failure: BaseException | None) -> None:
         """Be done, or failed. It forgets the memory, and what it came after: else each would keep all before alive."""
         self.failure = failure
@@ -118,13 +107,10 @@ class Worker:
         self.last = task  # only now: who waits for what was never queued waits for ever
         return task
 
-    def wait(self) -> None:
-        """Block until everything issued is over."""
+    def drain(self) -> BaseException | None:
+        """Wait until everything issued is over; return, once, what failed of it. What comes from now on runs again."""
         if self.last is not None:
             self.last.over.wait()
-
-    def take_failure(self) -> BaseException | None:
-        """Return, once, what failed of that; what is issued from now on runs again."""
         failure, self.last, self.failure = self.failure, None, None
         return failure
 
@@ -140,51 +126,17 @@ class Worker:
 
     def _work(self) -> None:
         while (task := self.queue.get()) is not None:
-            if self.failure is None:
-                self.failure = task.attempt()
+            try:
+                if self.failure is None:
+                    for event in task.after:
+                        event.wait()
+                    task.run()
+            except BaseException as error:  # its own, or that of one it comes after
+                self.failure = error
             task.finish(self.failure)
             # While this thread waits for the next, it keeps nothing of the last.
             del task
         atexit.unregister(self._end)
-
-
-class Workers:
-    """The threads of lanes, each started by the first task of its lane. They are of this process alone."""
-
-    def __init__(self) -> None:
-        """Start none."""
-        self._by_lane: dict[Lane, Worker] = {}
-        self._pid = os.getpid()
-
-    def issue(self, task: HostTask) -> HostTask:
-        """Have a task done after all before it on its lane."""
-        if os.getpid() != self._pid:
-            raise StateError(
-                f"{task.label}: the lanes belong to process {self._pid}, and threads do not outlive a fork"
-            )
-        worker = self._by_lane.get(task.lane)
-        if worker is None:
-            worker = self._by_lane[task.lane] = Worker(task.lane)
-            weakref.finalize(self, worker.stop)
-        return worker.issue(task)
-
-    def drain(self) -> None:
-        """Wait for everything issued; raise what one of them raised since the last call."""
-        workers = self._by_lane.values() if os.getpid() == self._pid else ()
-        for worker in workers:
-            worker.wait()
-        failures = [worker.take_failure() for worker in workers]
-        for failure in failures:
-            if failure is not None:
-                raise _for_who_waits(failure)
-
-    def stop(self) -> None:
-        """End the threads once they have done what was issued."""
-        workers, self._by_lane = self._by_lane.values() if os.getpid() == self._pid else (), {}
-        for worker in workers:
-            worker.stop()
-        for worker in workers:
-            worker.thread.join()
 
 
 def _for_who_waits(failure: BaseException) -> BaseException:
@@ -200,17 +152,20 @@ def _for_who_waits(failure: BaseException) -> BaseException:
     return made.with_traceback(failure.__traceback__)
 
 
-class Lanes(ABC):
+class Lanes:
     """Copies run one after the other on each lane; between lanes nothing is ordered but by events.
 
-    Here copies are within RAM, and what is computed is over when a copy is issued.
+    Here copies are within RAM, and what is computed is over when a copy is issued. Each lane has a thread, started by
+    what it does first, which copies with one core and without Python's lock. Threads are of this process alone.
     """
 
-    def __init__(self, clock: Clock, move: Move = ctypes.memmove) -> None:
-        """Open them; `clock` is of what computes."""
-        self._clock = clock
+    def __init__(self, clock: Clock | None = None, *, move: Move = ctypes.memmove) -> None:
+        """Open them; `clock` is of what computes, None: of the host."""
+        self._clock = clock or HostClock()
         self._move = move
         self._closed = False
+        self._workers: dict[Lane, Worker] = {}
+        self._pid = os.getpid()
 
     def copy(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
         """Issue copies, one after the other and as one, after everything issued on `lane` before, and after `after`.
@@ -225,8 +180,8 @@ class Lanes(ABC):
             StateError: the lanes are closed, or `lane` or the tensors are not as above.
         """
         with runtime_mode():
+            require_copyable(lane, pieces, label)
             for target, source in pieces:
-                require_copyable(lane, target, source, label)
                 if not (target.is_cpu and source.is_cpu):
                     raise StateError(f"{label}: from {source.device} to {target.device} is not a copy within RAM")
             addresses = [(target.data_ptr(), source.data_ptr(), target.nbytes) for target, source in pieces]
@@ -272,17 +227,37 @@ class Lanes(ABC):
         """
         return host_waits(event, self._clock)
 
-    @abstractmethod
+    @property
+    def _own_workers(self) -> Collection[Worker]:
+        """Those of this process: in a fork of it there are none."""
+        return self._workers.values() if os.getpid() == self._pid else ()
+
     def drain(self) -> None:
-        """Block until every copy is done; raise what one of them raised since the last call."""
+        """Block until everything is done; raise what some of it raised since the last call."""
+        failures = [failure for worker in self._own_workers if (failure := worker.drain()) is not None]
+        if failures:
+            raise _for_who_waits(failures[0])
 
     def close(self) -> None:
         """Finish what was issued and give threads and streams back. The second time, do nothing."""
         self._closed = True
+        for worker in self._own_workers:
+            worker.stop()
+        for worker in self._own_workers:
+            worker.thread.join()
+        self._workers = {}
 
-    @abstractmethod
     def _issue(self, task: HostTask) -> Event:
-        """Have a task done in RAM."""
+        """Have a task done after all before it on its lane."""
+        if os.getpid() != self._pid:
+            raise StateError(
+                f"{task.label}: the lanes belong to process {self._pid}, and threads do not outlive a fork"
+            )
+        worker = self._workers.get(task.lane)
+        if worker is None:
+            worker = self._workers[task.lane] = Worker(task.lane)
+            weakref.finalize(self, worker.stop)
+        return worker.issue(task)
 
     def _take(self, task: HostTask) -> Event:
         self._require_open(task.label)

@@ -22,7 +22,12 @@ def memory_report(
     left_nbytes: int,
 ) -> MemoryReport:
     """Return the ledgers' state as plain data; `traces` are of the kinds of steps that are known."""
-    required = {**pager.required_nbytes, Tier.DEVICE: _required_on_device(tiers, pager, traces)}
+    required = dict(pager.required_nbytes)
+    if tiers.meter is not None:
+        # Activations count. While nothing has been recorded, the most of them and of chunks may be of two moments.
+        needs = [max(in_use_nbytes(trace, charges_non_model=True), default=0) for trace in traces]
+        required[Tier.DEVICE] += 0 if needs else tiers.meter.highest_nbytes
+        required[Tier.DEVICE] = max(required[Tier.DEVICE], *needs, 0)
     reports = {
         ledger.tier: TierReport(
             cap_nbytes=ledger.limit_nbytes,
@@ -44,15 +49,3 @@ def memory_report(
         exchange_nbytes=exchange_nbytes,
         left_nbytes=left_nbytes,
     )
-
-
-def _required_on_device(tiers: Tiers, pager: Pager, traces: Iterable[Trace]) -> int:
-    """Return the smallest cap known to be needed; on an accelerator, activations count.
-
-    While nothing has been recorded, the largest need of chunks and the largest of activations may be of two moments.
-    """
-    chunks_nbytes = pager.required_nbytes[Tier.DEVICE]
-    if tiers.meter is None:
-        return chunks_nbytes
-    needs = [max(in_use_nbytes(trace, charges_non_model=True), default=0) for trace in traces]
-    return max(chunks_nbytes, *needs) if needs else chunks_nbytes + tiers.meter.highest_nbytes

@@ -110,7 +110,9 @@ class Snapshot:
                     continue
                 # Said first and looked at then, while who pins it looks after pinning: one of the two sees the other.
                 self._reading = chunk, tier
-                if not _is_exposed(chunk, tier) or replica.pins == 0 or not self._may_run:
+                # Modules do not run at the end of Python either, which waits for the thread.
+                may_run = self._is_training and threading.main_thread().is_alive()
+                if not _is_exposed(chunk, tier) or replica.pins == 0 or not may_run:
                     return chunk, tier, replica
                 self._reading = None
         return None
@@ -123,24 +125,16 @@ class Snapshot:
             self.give_up(_lost_error(lost))
         return 0.0 if lost is None else since_s or now_s
 
-    @property
-    def _may_run(self) -> bool:
-        """Whether modules may run: not at the end of Python, which waits for the thread."""
-        return self._is_training and threading.main_thread().is_alive()
-
     def _finish_reading(self, chunk: Chunk, tier: Tier, replica: Replica) -> Taken:
-        failure: Exception | None = None
         try:
             return self._copied(chunk, tier, replica, self._read)
         except Exception as error:
-            failure = error
+            self.give_up(error)
             raise
         finally:
             with self._state:
                 self._reading = None
                 self._pending.pop(chunk, None)
-                if failure is not None:
-                    self.give_up(failure)
                 self._state.notify_all()
 
     def give_up(self, failure: BaseException) -> None:
@@ -207,15 +201,15 @@ class Snapshot:
 
     def pinned(self, chunk: Chunk, tier: Tier) -> None:
         """A replica was pinned, and may be written to: return when the thread has read it."""
-        if self._reading == (chunk, tier):
+        if tier is chunk.compute_tier and (chunk.is_written_inside or chunk.is_written_past):
+            self.before_change(chunk)
+        elif self._reading == (chunk, tier):
             with self._state:
                 self._wait_for_reading(chunk, tier)
 
-    @contextlib.contextmanager
-    def noticing(self) -> Iterator[None]:
+    def noticing(self) -> contextlib.AbstractContextManager[object]:
         """Surround a look for writes of a user, and what follows: the thread must not look in between."""
-        with self._state:
-            yield
+        return self._state
 
     def written(self, chunk: Chunk, tier: Tier) -> None:
         """A replica was written to and is about to be the newest, whether or not `before_change` was called."""
@@ -257,9 +251,9 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _is_filled(replica: Replica) -> bool:
     """Tell whether no copy is filling a replica, or has failed to."""
-    slab, last = replica.slab, replica.slab.busy
+    slab, events = replica.slab, replica.slab.events
     # Another copy may be issued while this thread looks, of which it would see one half.
-    return not slab.uses and slab.busy is last
+    return not slab.uses and slab.events is events
 
 
 def _is_exposed(chunk: Chunk, tier: Tier) -> bool:

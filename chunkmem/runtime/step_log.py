@@ -6,16 +6,20 @@ Moments, stalls, copies and exchanges are timed by COMPUTE and the lanes, update
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
 
-from chunkmem.plan.model import DIRECTIONS, FETCH, LINK_LANES, Lane, rounding_of
+from chunkmem.plan.model import DIRECTIONS, FETCH, LINK_LANES, Lane
 from chunkmem.plan.timeline import Span, StageCall, StageWork, StepFigures, Timeline, no_bytes_moved, python_between_s
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import DoneEvent, Event
 from chunkmem.runtime.timestamps import Clock, Interval, Timestamp
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import Tier
+
+NO_MOMENT = -1
+"""Of what was done before the first moment, or is not what a moment was for."""
 
 
 class StepLog:
@@ -43,10 +47,8 @@ class StepLog:
         """(moment, chunk, from when it was issued until it was there)"""
         self._issued: dict[Chunk, int] = {}
         """By chunk: the moment in which its last exchange was issued."""
-        self.updates: list[tuple[int, int, Chunk, Event]] = []
-        """(moment it is for, moment it was begun in, PARAM chunk, event)"""
-        self.roundings: list[tuple[int, Chunk, Event]] = []
-        """(the moment, the PARAM chunk, when it was rounded on HOST_UPDATE)."""
+        self.updates: list[tuple[int, int, str, Chunk, Event]] = []
+        """What was done on HOST_UPDATE: (moment it is for, moment it was begun in, label, PARAM chunk, event)"""
         self.stage_calls: list[tuple[StageWork, int, int, Interval]] = []
         """(what, pipeline stage, micro-batch, when)"""
         self.device_nbytes: list[int] = []
@@ -57,8 +59,8 @@ class StepLog:
     def goes_on_from(self, step_log: StepLog) -> None:
         """Take in what was copied and waited for in the same step by another plan, whose moments are not those here."""
         self._made = step_log._first
-        self.copies = [(lane, -1, chunk, event) for lane, _, chunk, event in step_log.copies]
-        self.stalls = [(lane, -1, stall) for lane, _, stall in step_log.stalls]
+        self.copies = [(lane, NO_MOMENT, chunk, event) for lane, _, chunk, event in step_log.copies]
+        self.stalls = [(lane, NO_MOMENT, stall) for lane, _, stall in step_log.stalls]
         self.stage_calls = step_log.stage_calls
 
     def begin(self, moment: int, kind: Kind, chunk: Chunk) -> None:
@@ -88,17 +90,16 @@ class StepLog:
         """A copy has been issued."""
         self.copies.append((lane, self._moment, chunk, event))
 
-    def updated(self, moment: int, chunk: Chunk, event: Event) -> None:
-        """A group's update has been begun ahead of its `moment`; `chunk` is its PARAM."""
-        self.updates.append((moment, self._moment, chunk, event))
+    def updating(self, label: str, chunk: Chunk, event: Event, *, moment: int | None = None) -> None:
+        """A group is updated, or its weights are rounded, on HOST_UPDATE while the step continues.
 
-    def left_to_lane(self, chunk: Chunk, event: Event) -> None:
-        """The update of this moment runs on its lane while the step continues; `chunk` is its group's PARAM."""
-        self.updates.append((self._moment, self._moment, chunk, event))
-
-    def rounded(self, chunk: Chunk, event: Event) -> None:
-        """Weights are made again from their master weights, on HOST_UPDATE."""
-        self.roundings.append((self._moment, chunk, event))
+        Args:
+            label: says which.
+            chunk: PARAM of the group.
+            event: the end of it.
+            moment: that it is for, if that is not the present one; `NO_MOMENT`: it makes weights again.
+        """
+        self.updates.append((self._moment if moment is None else moment, self._moment, label, chunk, event))
 
     def exchanged(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
         """A chunk that was exchanged with other ranks since `issued` is there."""
@@ -118,7 +119,7 @@ class StepLog:
 
     @property
     def _moment(self) -> int:
-        return self.began[-1][0] if self.began else -1
+        return self.began[-1][0] if self.began else NO_MOMENT
 
     @property
     def _first(self) -> Timestamp:
@@ -144,17 +145,17 @@ class StepLog:
                 continue
             moments = [moment for moment, _ in self.began[at:until]]
             weights = [1.0 if trace is None else trace.moments[moment].duration_s + 1e-9 for moment in moments]
-            begin_s = min(times_s[at] + stalled_s.get(moments[0], 0.0), times_s[until])
+            begin_s = min(times_s[at] + stalled_s[moments[0]], times_s[until])
             scale = (times_s[until] - begin_s) / sum(weights)
             for index, passed in enumerate(accumulate(weights[:-1]), at + 1):
                 times_s[index] = begin_s + scale * passed
         return times_s
 
-    def _stalled_s(self) -> dict[int, float]:
+    def _stalled_s(self) -> defaultdict[int, float]:
         """Return how long COMPUTE waited in each moment."""
-        found: dict[int, float] = {}
+        found = defaultdict[int, float](float)
         for _, moment, stall in self.stalls:
-            found[moment] = found.get(moment, 0.0) + stall.duration_s
+            found[moment] += stall.duration_s
         return found
 
     def durations(self) -> dict[int, float]:
@@ -166,19 +167,18 @@ class StepLog:
         stalled_s = self._stalled_s()
         found = {}
         for (moment, _), (began_s, ended_s) in zip(self.began, pairwise(self._times_s(None)), strict=True):
-            found[moment] = max(0.0, ended_s - began_s - stalled_s.get(moment, 0.0))
-        for moment, _, _, event in self.updates:
-            if event.done():
+            found[moment] = max(0.0, ended_s - began_s - stalled_s[moment])
+        for moment, *_, event in self.updates:
+            found.pop(moment, None)
+            if event.done() and moment != NO_MOMENT:
                 found[moment] = event.ended_s - event.started_s
-            else:
-                found.pop(moment, None)
         return found
 
     def computes_from_s(self) -> list[float]:
         """Return when each of `began` began to compute, after what it waited for; ask as for `durations`."""
         stalled_s = self._stalled_s()
         times_s = self._times_s(None)
-        return [began_s + stalled_s.get(moment, 0.0) for (moment, _), began_s in zip(self.began, times_s, strict=False)]
+        return [began_s + stalled_s[moment] for (moment, _), began_s in zip(self.began, times_s, strict=False)]
 
     def timeline(
         self,
@@ -202,23 +202,14 @@ class StepLog:
             label = f"{chunk.id} {DIRECTIONS[lane]}"
             spans.append(Span(lane, label, *_times(event, first_s, last_s), moment, chunk.id, chunk.nbytes))
         for moment, chunk, under_way in self.exchanges:
-            start_s, end_s = under_way.started_s - first_s, under_way.ended_s - first_s
-            spans.append(
-                Span(Lane.COLLECTIVE, f"{chunk.id} between ranks", start_s, end_s, moment, chunk.id, chunk.nbytes)
-            )
-        for _, moment, chunk, event in self.updates:
-            label = f"update of group {chunk.id.group}"
+            times = under_way.started_s - first_s, under_way.ended_s - first_s
+            spans.append(Span(Lane.COLLECTIVE, f"{chunk.id} between ranks", *times, moment, chunk.id, chunk.nbytes))
+        for _, moment, label, chunk, event in self.updates:
             spans.append(Span(Lane.HOST_UPDATE, label, *_times(event, first_s, last_s), moment, chunk.id))
-        for moment, chunk, event in self.roundings:
-            spans.append(
-                Span(Lane.HOST_UPDATE, rounding_of(chunk.id), *_times(event, first_s, last_s), moment, chunk.id)
-            )
         for lane, moment, stall in self.stalls:
-            if (stall_s := stall.duration_s) > 0:
-                start_s = stall.started_s - first_s
-                spans.append(
-                    Span(Lane.COMPUTE, f"waits for {lane.value}", start_s, start_s + stall_s, moment, is_stall=True)
-                )
+            if stall.duration_s > 0:
+                times = stall.started_s - first_s, stall.started_s - first_s + stall.duration_s
+                spans.append(Span(Lane.COMPUTE, f"waits for {lane.value}", *times, moment, is_stall=True))
         figures = self.figures(())
         return Timeline(
             spans=tuple(sorted(spans, key=lambda span: span.start_s)),
@@ -258,7 +249,7 @@ class StepLog:
     def _moment_spans(self, trace: Trace | None, times_s: list[float]) -> list[Span]:
         first_s, spans = self._first.at_s, list[Span]()
         if not self.began:  # nobody has heard of moments
-            spans.append(Span(Lane.COMPUTE, "step", 0.0, self._last.at_s - first_s, -1))
+            spans.append(Span(Lane.COMPUTE, "step", 0.0, self._last.at_s - first_s, NO_MOMENT))
         for (moment, _), (began_s, ended_s) in zip(self.began, pairwise(times_s), strict=True):
             event = None if trace is None else trace.moments[moment]
             label = "" if event is None else str(event)
@@ -270,6 +261,5 @@ class StepLog:
 def _times(event: Event, first_s: float, last_s: float) -> tuple[float, float]:
     """Return when an operation began and ended, from `first_s` on; `last_s` if it is under way still, for the next
     step."""
-    if event.done():
-        return event.started_s - first_s, event.ended_s - first_s
-    return last_s - first_s, last_s - first_s
+    times_s = (event.started_s, event.ended_s) if event.done() else (last_s, last_s)
+    return times_s[0] - first_s, times_s[1] - first_s

@@ -11,18 +11,21 @@ Decided in ADR 1.
 from __future__ import annotations
 
 import ctypes
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from chunkmem.errors import StateError
 
 
-class StorageBackend(Protocol):
+@dataclass(frozen=True)
+class StorageBackend:
     """One way to exchange the memory of two storages, one of which is empty."""
 
     name: str
-    moves_contents: bool
+    swap: Callable[[torch.UntypedStorage, torch.UntypedStorage], object]
+    moves_contents: bool = True
     """The memory stays where it is and only changes hands; else what is copied has to be over before."""
 
     def exchange(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
@@ -31,68 +34,42 @@ class StorageBackend(Protocol):
         Raises:
             StateError: both hold memory; nothing has been changed.
         """
-        ...
-
-
-def _both_full(a: torch.UntypedStorage, b: torch.UntypedStorage) -> StateError:
-    return StateError(f"storages of {a.nbytes()} and {b.nbytes()} bytes: one of them has to be empty")
-
-
-class SwapBackend:
-    """torch's own exchange of data pointers, torch 2.12 and later. Contents move along."""
-
-    name = "swap"
-    moves_contents = True
-
-    def exchange(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
         if a.nbytes() != 0 and b.nbytes() != 0:  # of equal sizes, torch would exchange them
-            raise _both_full(a, b)
-        a._swap_data_ptr_(b)  # type: ignore[attr-defined]
-
-    @staticmethod
-    def available() -> bool:
-        return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+            raise StateError(f"storages of {a.nbytes()} and {b.nbytes()} bytes: one of them has to be empty")
+        self.swap(a, b)
 
 
-class NativeBackend:
-    """The same in a few lines of C++ over torch's c10 headers, for torch before 2.12. Contents move along."""
-
-    name = "native"
-    moves_contents = True
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._exchange = library.chunkmem_exchange_storages
-        self._exchange.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        self._exchange.restype = ctypes.c_int
-
-    def exchange(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
-        if self._exchange(a._cdata, b._cdata) != 0:
-            raise _both_full(a, b)
+def can_swap() -> bool:
+    """Tell whether torch has its own exchange of data pointers, as from 2.12 on. Contents move along."""
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
-class ResizeBackend:
-    """`resize_` of both: works everywhere, but pays the allocator each time and leaves the contents undefined."""
+def native_backend(library: ctypes.CDLL) -> StorageBackend:
+    """Return the same in a few lines of C++ over torch's c10 headers, for torch before 2.12. Contents move along."""
+    exchange = library.chunkmem_exchange_storages
+    exchange.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return StorageBackend("native", lambda a, b: exchange(a._cdata, b._cdata))
 
-    name = "resize"
-    moves_contents = False
 
-    def exchange(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
-        a_nbytes, b_nbytes = a.nbytes(), b.nbytes()
-        if min(a_nbytes, b_nbytes) != 0:
-            raise _both_full(a, b)
-        # The full one first, so that there are never two of them.
-        for storage, nbytes in sorted(((a, b_nbytes), (b, a_nbytes)), key=lambda pair: pair[1]):
-            storage.resize_(nbytes)
+def resize_backend() -> StorageBackend:
+    """Return `resize_` of both: it works everywhere, but pays the allocator each time, and contents are undefined."""
+    return StorageBackend("resize", _resize, moves_contents=False)
+
+
+def _resize(a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
+    # The full one first, so that there are never two of them.
+    for storage, nbytes in sorted(((a, b.nbytes()), (b, a.nbytes())), key=lambda pair: pair[1]):
+        storage.resize_(nbytes)
 
 
 def default_backend() -> StorageBackend:
     """Return the fastest back end of this torch: its own exchange, else ours in C++, else `resize_`."""
-    if SwapBackend.available():
-        return SwapBackend()
+    if can_swap():
+        return StorageBackend("swap", lambda a, b: a._swap_data_ptr_(b))  # type: ignore[attr-defined]
     from chunkmem.runtime.build import storage_library
 
     library = storage_library("eviction will be slower than with torch 2.12 or later")
-    return NativeBackend(library) if library is not None else ResizeBackend()
+    return native_backend(library) if library is not None else resize_backend()
 
 
 class ChunkStorage:

@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -13,7 +14,7 @@ from chunkmem.errors import TierIOError
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, read_slot, slot_views
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.events import Event, copy_error
+from chunkmem.runtime.events import copy_error
 from chunkmem.runtime.issued import IssuedCopy, LeftUpdate
 from chunkmem.runtime.pool import DevicePool, Slab, SlabPool
 from chunkmem.runtime.snapshot import Snapshot
@@ -86,7 +87,7 @@ class ChunkStore:
             slab, pieces = self._device_pool.admit(chunk.id.role.value, chunk.nbytes, fill)
             return self._enter(chunk, tier, Replica(slab, slab.bytes, pieces=pieces))
         if tier is Tier.HOST and chunk.memory is not None:
-            slab = self._host_pool.admit(chunk.id.role.value, chunk.memory)
+            slab = cast(HostArena, self.pools[tier]).admit(chunk.id.role.value, chunk.memory)
         else:
             slab = self.pools[tier].alloc(chunk.id.role.value, chunk.nbytes)
         with runtime_mode():
@@ -228,7 +229,10 @@ class ChunkStore:
 
     def note_issued(self, operation: IssuedCopy | LeftUpdate) -> None:
         """Keep account of an operation; once there are many, of none that was over before all others."""
-        while len(self.issued) > _MANY_COPIES and _has_succeeded(self.issued[0].event):
+        while len(self.issued) > _MANY_COPIES:
+            event = self.issued[0].event
+            if event is None or not event.done() or event.failure is not None:
+                break
             self.issued.popleft()
         self.issued.append(operation)
 
@@ -350,16 +354,8 @@ class ChunkStore:
             to.resident[tier][chunk.id] = self.resident[tier].pop(chunk.id)
 
     @property
-    def _host_pool(self) -> HostArena:
-        pool = self.pools[Tier.HOST]
-        assert isinstance(pool, HostArena)
-        return pool
-
-    @property
     def _device_pool(self) -> DevicePool:
-        pool = self.pools[Tier.DEVICE]
-        assert isinstance(pool, DevicePool)
-        return pool
+        return cast(DevicePool, self.pools[Tier.DEVICE])
 
 
 def transfer_of(target: Replica, source: Replica) -> Callable[[], None] | None:
@@ -367,8 +363,3 @@ def transfer_of(target: Replica, source: Replica) -> Callable[[], None] | None:
     if not target.slab.is_memory:
         return partial(target.slab.write, source.flat)
     return None if source.slab.is_memory else partial(source.slab.read, target.flat)
-
-
-def _has_succeeded(event: Event | None) -> bool:
-    """Tell, without waiting, whether an operation is over and has not failed; None: it is not issued."""
-    return event is not None and event.done() and event.failure is None

@@ -14,7 +14,7 @@ import torch
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.events import COPY_LANES, Event, Piece, named_range, require_copyable
-from chunkmem.runtime.queues import HostTask, Lanes, Workers
+from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.timestamps import Interval, StreamClock, StreamTimestamp
 from chunkmem.types import Tier
 
@@ -49,7 +49,10 @@ def computed(clock: StreamClock) -> StreamEvent:
 
 
 class StreamLanes(Lanes):
-    """A stream for each lane that copies, while the lanes are open. Copies overlap if host memory is pinned."""
+    """A stream for each lane that copies to or from DEVICE, while the lanes are open; a thread for the others.
+
+    Copies overlap if host memory is pinned.
+    """
 
     _clock: StreamClock
 
@@ -59,15 +62,11 @@ class StreamLanes(Lanes):
         self._compute = compute
         self._streams = {lane: compute.stream() for lane in COPY_LANES if Tier.DEVICE in LANE_LINKS[lane]}
         self._last: dict[Lane, StreamEvent] = {}
-        self._workers = Workers()
-        """The threads of the other lanes."""
-        self._pid = os.getpid()
 
     def copy(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
         self._require_open(label)
         with runtime_mode():
-            for target, source in pieces:
-                require_copyable(lane, target, source, label)
+            require_copyable(lane, pieces, label)
             stream = self._streams[lane]
             with stream, named_range(lane, label):
                 for event in after:
@@ -77,9 +76,6 @@ class StreamLanes(Lanes):
                     target.view(torch.uint8).copy_(source.view(torch.uint8), non_blocking=True)
                 copied = self._last[lane] = StreamEvent(start, self._clock.timestamp_on(stream))
         return copied
-
-    def _issue(self, task: HostTask) -> Event:
-        return self._workers.issue(task)
 
     def compute_event(self) -> Event:
         return computed(self._clock)
@@ -98,14 +94,12 @@ class StreamLanes(Lanes):
         for event in self._last.values():
             event.wait()
         self._last.clear()
-        self._workers.drain()
+        super().drain()
 
     def close(self) -> None:
         super().close()
-        if os.getpid() != self._pid:  # streams do not survive a fork, nor do threads
-            return
-        self._workers.stop()
-        self.drain()
+        if os.getpid() == self._pid:  # streams do not survive a fork
+            self.drain()
 
 
 def _hold_back(stream: torch.Stream, event: Event) -> None:

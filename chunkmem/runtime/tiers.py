@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from chunkmem.config import Config, DiskConfig, MemTracerConfig, OptsConfig
 from chunkmem.plan.machine import LinkSpeed, disk_links
@@ -39,24 +39,14 @@ def tier_caps(config: Config, compute: ComputeDevice, *, num_local: int = 1) -> 
 
     `num_local` ranks share the RAM of this machine, and with `use_fake_dist` everything.
     """
-    caps = _caps_of_one(config, compute, num_local=num_local)
-    if not config.client.mem_tracer.use_fake_dist:
-        return caps
-    host = caps.host_nbytes if config.memory.host is None else caps.host_nbytes // num_local
-    return replace(caps, device_nbytes=caps.device_nbytes // num_local, host_nbytes=host)
-
-
-def _caps_of_one(config: Config, compute: ComputeDevice, *, num_local: int) -> TierCaps:
-    tracer = config.client.mem_tracer
-    host = config.memory.host
-    if host is None:
-        host = int(ram_nbytes() * tracer.overall_cpu_mem_ratio) // num_local
-    device = config.memory.device
+    tracer, host, device = config.client.mem_tracer, config.memory.host, config.memory.device
+    num_sharing = num_local if tracer.use_fake_dist else 1
+    own_host = int(ram_nbytes() * tracer.overall_cpu_mem_ratio) // num_local if host is None else host // num_sharing
+    if device is None and not compute.is_accelerator:
+        return TierCaps(own_host if host is not None else own_host // num_sharing, 0, shared=True)
     if device is None:
-        if not compute.is_accelerator:
-            return TierCaps(host, 0, shared=True)
         device = int(compute.capacity_nbytes() * tracer.overall_gpu_mem_ratio)
-    return TierCaps(device, host, shared=False)
+    return TierCaps(device // num_sharing, own_host, shared=False)
 
 
 def shadow_nbytes(opts: OptsConfig, compute: ComputeDevice, caps: TierCaps) -> int:

@@ -13,75 +13,72 @@ from chunkmem.plan.semantics import Residency
 from chunkmem.runtime.chunk import residency
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Mode, Trace
 from chunkmem.types import ChunkId, Tier
 
 
-class WayBack:
-    """From any residency to one of a plan's."""
+def way_to(wanted: Residency, peaks: Mapping[Tier, int], facts: PlanFacts, trace: Trace, pager: Pager) -> list[Action]:
+    """Return how to get from any residency to one of a plan's.
 
-    def __init__(self, facts: PlanFacts, trace: Trace, pager: Pager, tiers: Tiers) -> None:
-        """The arguments are those of `PlanExecutor`, and the facts of its plan."""
-        self._facts = facts
-        self._trace = trace
-        self._pager = pager
-        self._tiers = tiers
-        self.obstacle = ""
-        """Why there was no way when one was last asked for."""
+    Copies have to be over. Shadow buffers are the first to give way, those that are there and those that the plan
+    would have.
 
-    def actions(self, wanted: Residency, peaks: Mapping[Tier, int]) -> list[Action] | None:
-        """Return how to get to a residency, given what the plan takes of each tier at most; None: there is no way.
+    Args:
+        wanted: the residency.
+        peaks: what the plan takes of each tier at most, in bytes.
+        facts, trace: of the plan.
+        pager: of the chunks.
 
-        Copies have to be over. Shadow buffers are the first to give way, those that are there and those that the plan
-        would have.
-        """
-        host, shadow_nbytes = peaks[Tier.HOST], self._facts.shadow_nbytes
-        # The plan's peak includes the shadow buffers. What is reserved of it already is no room that a way could take.
-        reserved_nbytes = min(host, self._tiers.host.now.get(SHADOW, 0))
-        for host_nbytes in dict.fromkeys((host - reserved_nbytes, host - shadow_nbytes)):
-            try:
-                return self._actions(wanted, {**peaks, Tier.HOST: host_nbytes})
-            except PlanError as error:
-                self.obstacle = str(error)
-            self._pager.speculative.reserve({})
-        return None
+    Raises:
+        PlanError: there is no way; says what is in it.
+    """
+    host = peaks[Tier.HOST]
+    # The plan's peak includes the shadow buffers. What is reserved of it already is no room that a way could take.
+    reserved_nbytes = min(host, pager.store.pools[Tier.HOST].ledger.now.get(SHADOW, 0))
+    obstacle = ""  # not the error itself: with its frames it would keep what their callers have
+    for host_nbytes in dict.fromkeys((host - reserved_nbytes, host - facts.shadow_nbytes)):
+        try:
+            return _actions(wanted, {**peaks, Tier.HOST: host_nbytes}, trace, pager)
+        except PlanError as error:
+            obstacle = str(error)
+        pager.speculative.reserve({})
+    raise PlanError(obstacle)
 
-    def _actions(self, wanted: Residency, peak_nbytes: Mapping[Tier, int]) -> list[Action]:
-        """Return the actions; what the plan wants and nobody has any more is rounded again on the way.
 
-        Raises:
-            PlanError: that is not possible; says what is in the way.
-        """
-        pager, own = self._pager, self._trace.chunk_nbytes
-        store = pager.store
-        chunks = [chunk for chunk in store.chunks.values() if not chunk.stays]
-        for chunk in chunks:
-            pager.notice_writes(chunk)
-            if wanted.has_content(chunk.id) and not pager.restore(chunk):
-                raise PlanError(f"{chunk.id} takes {chunk.nbytes} bytes to be rounded again, and neither tier has them")
-        return resync(
-            residency(chunks),
-            wanted,
-            held=frozenset((c.id, t) for c in chunks for t, r in c.replicas.items() if r.pins > 0),
-            chunk_nbytes={chunk.id: chunk.nbytes for chunk in chunks},
-            free_nbytes={t: pool.ledger.limit_nbytes - pool.ledger.chunk_nbytes for t, pool in store.pools.items()},
-            peak_nbytes=peak_nbytes,
-            keep_duplicates=self._trace.mode is Mode.EVAL,
-            rounded=frozenset(c.id for c in chunks if c.can_be_rounded and c.id in own),
-        )
+def _actions(wanted: Residency, peak_nbytes: Mapping[Tier, int], trace: Trace, pager: Pager) -> list[Action]:
+    """Return the actions; what the plan wants and nobody has any more is rounded again on the way.
 
-    def reserve_shadow_buffers(self, own: Iterable[ChunkId]) -> None:
-        """Reserve what the plan has, as far as HOST has room for it and for all chunks that are not its `own`."""
-        host, resident = self._tiers.host, self._pager.store.resident[Tier.HOST]
-        own_nbytes = sum(resident[chunk].nbytes for chunk in own if chunk in resident)
-        others_nbytes = max(0, host.chunk_nbytes - host.now.get(SHADOW, 0) - own_nbytes)
-        chunks_nbytes = self._facts.peak_nbytes[Tier.HOST] - self._facts.shadow_nbytes
-        self._pager.speculative.reserve(self._facts.shadow_counts(host.limit_nbytes - chunks_nbytes - others_nbytes))
+    Raises: what `way_to` does.
+    """
+    store = pager.store
+    chunks = [chunk for chunk in store.chunks.values() if not chunk.stays]
+    for chunk in chunks:
+        pager.notice_writes(chunk)
+        if wanted.has_content(chunk.id) and not pager.restore(chunk):
+            raise PlanError(f"{chunk.id} takes {chunk.nbytes} bytes to be rounded again, and neither tier has them")
+    return resync(
+        residency(chunks),
+        wanted,
+        held=frozenset((c.id, t) for c in chunks for t, r in c.replicas.items() if r.pins > 0),
+        chunk_nbytes={chunk.id: chunk.nbytes for chunk in chunks},
+        free_nbytes={t: pool.ledger.limit_nbytes - pool.ledger.chunk_nbytes for t, pool in store.pools.items()},
+        peak_nbytes=peak_nbytes,
+        keep_duplicates=trace.mode is Mode.EVAL,
+        rounded=frozenset(c.id for c in chunks if c.can_be_rounded and c.id in trace.chunk_nbytes),
+    )
+
+
+def reserve_shadow_buffers(facts: PlanFacts, pager: Pager, *, own: Iterable[ChunkId]) -> None:
+    """Reserve what a plan has, as far as HOST has room for it and for all chunks that are not its `own`."""
+    host, resident = pager.store.pools[Tier.HOST].ledger, pager.store.resident[Tier.HOST]
+    own_nbytes = sum(resident[chunk].nbytes for chunk in own if chunk in resident)
+    others_nbytes = max(0, host.chunk_nbytes - host.now.get(SHADOW, 0) - own_nbytes)
+    chunks_nbytes = facts.peak_nbytes[Tier.HOST] - facts.shadow_nbytes
+    pager.speculative.reserve(facts.shadow_counts(host.limit_nbytes - chunks_nbytes - others_nbytes))
 
 
 def go(actions: Iterable[Action], store: ChunkStore) -> None:
-    """Do what `WayBack.actions` returned, one after the other."""
+    """Do what `way_to` returned, one after the other."""
     for action in actions:
         if isinstance(action, Alloc):
             store.take_slab(store.chunks[action.chunk], action.tier)

@@ -327,7 +327,7 @@ class StepController:
             self.known.kinds[mode].learn(entry)
             if mode is Mode.TRAIN and self._is_lone:
                 self._choose_regions_again(entry)
-        elif mode is not None and on_demand is not None and on_demand.num_copies:
+        elif mode is not None and on_demand is not None and self._moved_nbytes > on_demand:
             if self.residence.is_on and (last := self.known.kinds[mode].last) is not None:
                 last.has_moved = True
             self.known.kinds[mode].needs_plans()
@@ -413,7 +413,11 @@ class StepController:
     def _serve_on_demand(self) -> None:
         self.now.step_log = self.now.entry = self.now.plan_executor = None
         self._leave_plans()
-        self._pager.policy = self.now.on_demand = OnDemand()
+        self._pager.policy, self.now.on_demand = OnDemand(), self._moved_nbytes
+
+    @property
+    def _moved_nbytes(self) -> int:
+        return sum(self._pager.store.moved.values())
 
     def _leave_plans(self) -> None:
         drain(self._tiers.lanes, self._pager.store)

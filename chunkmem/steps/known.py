@@ -11,7 +11,6 @@ from chunkmem.plan.model import Plan
 from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.plan_executor import PlanExecutor
-from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.steps.cached_plan import CachedPlan, check_adoptable
 from chunkmem.steps.plan_cache import Key, PlanCache
@@ -40,8 +39,8 @@ class Iteration:
     """The trace and plan that it follows."""
     plan_executor: PlanExecutor | None = None
     """Follows the plan of `entry`."""
-    on_demand: OnDemand | None = None
-    """Serves it if it neither is recorded nor follows a plan."""
+    on_demand: int | None = None
+    """Bytes that had been moved between tiers when it began, if it neither is recorded nor follows a plan."""
     step_log: StepLog | None = None
     is_excused: bool = False
     """Nothing is to be learnt from it."""

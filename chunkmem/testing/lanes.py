@@ -22,9 +22,8 @@ from dataclasses import dataclass, field
 from chunkmem.errors import StateError
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.events import DoneEvent, Event
-from chunkmem.runtime.lanes import ThreadLanes
 from chunkmem.runtime.queues import HostTask, Lanes
-from chunkmem.runtime.timestamps import HostClock, HostTimestamp, Interval
+from chunkmem.runtime.timestamps import HostTimestamp, Interval
 
 LANES: tuple[Lane, ...] = tuple(lane for lane in Lane if lane not in (Lane.COMPUTE, Lane.COLLECTIVE))
 _POISON = 0xFF
@@ -62,7 +61,7 @@ class AdversarialLanes(Lanes):
     """Copies and updates held back, and run in any order that events allow: without threads, alike for a seed."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(HostClock())
+        super().__init__()
         self._random = random.Random(seed)
         self._queues: dict[Lane, deque[_Held]] = {lane: deque() for lane in LANES}
         self._eagerness = {lane: self._random.choice(_EAGERNESS) for lane in LANES}
@@ -138,7 +137,7 @@ class AdversarialLanes(Lanes):
                 held.poisoned = True
 
 
-class ThrottledLanes(ThreadLanes):
+class ThrottledLanes(Lanes):
     """Threads that copy no faster than a link of `bytes_per_s`, in both directions at once, with a latency a copy.
 
     Raises:
@@ -154,4 +153,4 @@ class ThrottledLanes(ThreadLanes):
             ctypes.memmove(target, source, nbytes)
             time.sleep(max(0.0, end_s - time.perf_counter()))
 
-        super().__init__(move)
+        super().__init__(move=move)

@@ -8,7 +8,7 @@ import torch
 
 from chunkmem.plan.cursor import label_of
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
-from chunkmem.runtime.policy import LoggedPolicy
+from chunkmem.runtime.policy import StepPolicy
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.timestamps import Clock, Timestamp
 from chunkmem.trace.loop import as_loop
@@ -16,7 +16,7 @@ from chunkmem.trace.model import Entry, Kind, Mode, Moment, Region, Trace
 from chunkmem.types import ChunkId, Role, Tier, UpdateForm
 
 
-class Recorder(LoggedPolicy):
+class Recorder(StepPolicy):
     """Takes the events of one step, which is served on demand."""
 
     def __init__(
@@ -55,6 +55,9 @@ class Recorder(LoggedPolicy):
         self._entered: list[tuple[int, str, Timestamp]] = []
         """(moment, label, when); the moment is -1 before the first one."""
         self._held: set[ChunkId] = set()
+
+    def log(self) -> StepLog:
+        return self.step_log
 
     def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
         """Something happens: the moment before is over. What was held before the step began is released unseen."""

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import chunkmem
 from chunkmem.errors import CapacityError, StateError, TierIOError
-from chunkmem.runtime.lanes import ThreadLanes
+from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.types import Role, Tier
 from tests.cpu.test_activations_hostile import (
@@ -827,7 +827,7 @@ def test_each_copy_of_a_step_fails(fails_in: int, stride: int, monkeypatch: pyte
         least = [twin.step(features(0)), required_nbytes(twin)][1]
     total, at, told = 1, 0, set()
     while at < total:
-        disk.fails_at, lanes = None, lambda compute: ThreadLanes(disk.move)
+        disk.fails_at, lanes = None, lambda compute: Lanes(move=disk.move)
         with chunkmem.ChunkManager(config(least, **OFFLOAD), make_lanes=lanes) as manager:
             twin = Twin(manager, build)
             seen = []

@@ -202,7 +202,7 @@ def test_a_slab_that_a_copy_still_uses_is_not_cut_before_that_is_over(tmp_path: 
         copies = []
         for slab in slabs:
             copies.append(Busy())
-            slab.busy = copies[-1]
+            slab.events = (copies[-1],)
             pool.free(ROLE, slab)
         assert pool.alloc(ROLE, PAGE) is slabs[1]
         assert not any(copy.waited for copy in copies), "who uses it next waits, not the pool"
@@ -232,7 +232,7 @@ def test_poisoned_slabs_are_nan(pool: DiskPool) -> None:
     slab, other = (pool.alloc(ROLE, 4 * 5000) for _ in range(2))
     for each in (slab, other):
         each.write(torch.zeros(5000))
-    other.busy = Busy()
+    other.events = (Busy(),)
     pool.free(ROLE, slab)
     pool.free(ROLE, other)
     read = torch.zeros(5000)

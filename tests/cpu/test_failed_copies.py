@@ -18,7 +18,6 @@ from torch import nn
 import chunkmem
 from chunkmem.errors import StateError, TierIOError
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.runtime.lanes import ThreadLanes
 from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.store import ChunkStore
 from tests.helpers.plain_chain import DEPTH, NUM_STEPS, WIDTH, batch_of, model_of, plain_weights, values
@@ -108,7 +107,7 @@ class Way:
         def lanes(compute: ComputeDevice) -> Lanes:
             if compute.is_accelerator:
                 pytest.skip("these lanes work in RAM only")
-            return ThreadLanes(disk.move if self.by_lanes else ctypes.memmove)
+            return Lanes(move=disk.move if self.by_lanes else ctypes.memmove)
 
         slabs = 9 if self.updates_on_device else 3
         return chunkmem.ChunkManager(config(slabs, self), make_lanes=lanes)

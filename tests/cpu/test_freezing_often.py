@@ -46,7 +46,7 @@ def freeze_once(rank: int, after: int) -> Found:
             optimizer.zero_grad()
             audit(manager)
             found.steps.append(kind_of_step(manager))
-        trial = manager.runtime.entry_points._first_steps
+        trial = manager.runtime.entry_points.first_steps
         assert trial is not None
         found.is_over = trial.is_over
     return found

@@ -74,7 +74,7 @@ def test_a_plan_out_of_reach_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> No
         raise PlanError("param chunk 7 takes 3 bytes on HOST, and 2 are free there")
 
     losses = [run.step(0)]
-    monkeypatch.setattr(way_back.WayBack, "_actions", no_way)
+    monkeypatch.setattr(way_back, "_actions", no_way)
     losses.append(run.step(1))
     message = (
         r"^a train step could not follow its plan.* on demand.*: param chunk 7 takes 3 bytes on HOST, and 2 are free"

@@ -88,11 +88,8 @@ def test_freed_memory_is_computed_in(waits: bool) -> None:
         lanes, pool = checker.lanes(), slabs_of(checker, capacity=1)
         slab, other = pool.alloc("param", 256), pool.alloc("param", 512)
         ready = [lanes.compute_event()]
-        slab.busy = lanes.copy(
-            Lane.D2H, [(torch.zeros(256, dtype=torch.uint8), slab.bytes)], after=ready, label="evict"
-        )
-        if not waits:
-            slab.busy = None
+        evicted = lanes.copy(Lane.D2H, [(torch.zeros(256, dtype=torch.uint8), slab.bytes)], after=ready, label="evict")
+        slab.events = (evicted,) if waits else ()
         pool.free("param", slab)
         pool.free("param", other)  # one is kept, so the first one goes
         assert bool(checker.races) is not waits

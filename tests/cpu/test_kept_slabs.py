@@ -28,9 +28,9 @@ from chunkmem.runtime.build import storage_library
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.kept import NativeReclaimable
-from chunkmem.runtime.lanes import ThreadLanes
 from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.runtime.pool import DevicePool, Slab
+from chunkmem.runtime.queues import Lanes
 from chunkmem.trace.model import Trace
 from tests.helpers.audit import audit
 from tests.helpers.counted_time import count_time
@@ -52,7 +52,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chunkmem.assembly.speeds.cached_machine", lambda compute, caps, by_form: SLOW)
 
 
-def run_with(make_lanes: object = lambda compute: ThreadLanes()) -> Run:
+def run_with(make_lanes: object = lambda compute: Lanes()) -> Run:
     return Run(overlap=False, device_nbytes=CAP_NBYTES, num_blocks=10, make_lanes=make_lanes)  # type: ignore[arg-type]
 
 
@@ -306,7 +306,7 @@ def test_a_cap_near_the_whole_device_needs_expandable_segments(
     config = chunkmem.Config.from_dict({"memory": {"device": int(share * (1 << 20)), "host": 1 << 20}})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        chunkmem.ChunkManager(config, make_lanes=lambda compute: ThreadLanes()).close()
+        chunkmem.ChunkManager(config, make_lanes=lambda compute: Lanes()).close()
     told = [str(warning.message) for warning in caught if "expandable_segments:True" in str(warning.message)]
     assert len(told) == warns
 
@@ -351,6 +351,6 @@ def test_measured_times_and_readers_share_a_stream_each() -> None:
 
     card = Made(is_expandable=True)
     for _ in range(3):
-        assert card._stream_of_timed is card._stream_of_timed
-        assert card._stream_of_readers is card._stream_of_readers
+        assert card._stream_of("timed") is card._stream_of("timed")
+        assert card._stream_of("readers") is card._stream_of("readers")
     assert len(made) == 2

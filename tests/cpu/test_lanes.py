@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chunkmem.errors import StateError
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.runtime.lanes import BlockingLanes, ThreadLanes, open_lanes
+from chunkmem.runtime.lanes import BlockingLanes, open_lanes
 from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.storage import ChunkStorage, default_backend
 from chunkmem.testing import AdversarialLanes, ThrottledLanes
@@ -27,7 +27,7 @@ from tests.helpers.lanes import lane_threads
 CPU = ComputeDevice(torch.device("cpu"))
 KINDS: dict[str, Callable[[], Lanes]] = {
     "blocking": lambda: BlockingLanes(CPU),
-    "threads": ThreadLanes,
+    "threads": Lanes,
     "throttled": lambda: ThrottledLanes(1 << 30, latency_s=1e-4),
     "adversarial": lambda: AdversarialLanes(seed=7),
 }
@@ -76,7 +76,7 @@ def test_pieces_are_one_copy(lanes: Lanes) -> None:
 
 def test_no_piece_is_copied_if_one_is_refused() -> None:
     target = torch.zeros(8)
-    with contextlib.closing(ThreadLanes()) as lanes, pytest.raises(StateError, match="36 bytes cannot be copied to 32"):
+    with contextlib.closing(Lanes()) as lanes, pytest.raises(StateError, match="36 bytes cannot be copied to 32"):
         pieces = [(target, torch.ones(8)), (torch.zeros(8), torch.zeros(9))]
         lanes.copy(Lane.H2D, pieces, after=[], label="block 3")
     assert torch.equal(target, torch.zeros(8))
@@ -208,5 +208,5 @@ def test_a_finished_copy_keeps_neither_its_tensors_nor_the_events_before_it(lane
 def test_open_lanes_picks() -> None:
     assert isinstance(open_lanes(CPU, blocking=True), BlockingLanes)
     lanes = open_lanes(CPU, blocking=False)
-    assert isinstance(lanes, ThreadLanes)
+    assert isinstance(lanes, Lanes)
     lanes.close()

@@ -31,7 +31,7 @@ class Poisoned:
         free = pool.free
 
         def counting(role: str, slab: Any) -> None:
-            is_read = slab.busy is not None and not slab.busy.done()  # a copy may still be taking what was there
+            is_read = any(not event.done() for event in slab.events)  # a copy may still be taking what was there
             free(role, slab)
             if not is_read:
                 assert slab.flat(torch.float32).isnan().all()

@@ -96,7 +96,7 @@ class TestGivingWay:
             def reserve(self, counts: dict[int, int]) -> None:
                 log.reserve(counts)
 
-        world.pager.speculative = Buffers()  # type: ignore[assignment]
+        world.pager.speculative = world.pager._evictor.speculative = Buffers()  # type: ignore[assignment]
         return world, log
 
     def test_new_states_are_made_on_host(self) -> None:

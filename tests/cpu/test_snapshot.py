@@ -193,7 +193,8 @@ def test_what_a_copy_fills_is_not_read() -> None:
         def done(self) -> bool:
             return self.is_over
 
-    event = chunk.replicas[HOST].slab.busy = UnderWay(DoneEvent.now().start, DoneEvent.now().end)
+    event = UnderWay(DoneEvent.now().start, DoneEvent.now().end)
+    chunk.replicas[HOST].slab.events = (event,)
     gate = opened()
     thread = Later(snapshot_of(world, [chunk], gate).take)
     assert thread.waits()
@@ -381,7 +382,7 @@ def test_a_copy_that_has_failed_fails_it_and_not_who_changes_the_chunk() -> None
             raise self.failure  # type: ignore[misc]
 
     error: Any = TierIOError("torn")
-    chunk.replicas[DEVICE].slab.busy = Failed(DoneEvent.now().start, DoneEvent.now().end, error)
+    chunk.replicas[DEVICE].slab.events = (Failed(DoneEvent.now().start, DoneEvent.now().end, error),)
     snapshot = snapshot_of(world, [chunk], opened())
     world.store.before_change(chunk)
     with pytest.raises(TierIOError, match="torn"):

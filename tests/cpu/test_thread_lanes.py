@@ -17,18 +17,18 @@ import torch
 from chunkmem.errors import StateError, TierIOError
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.events import Event
-from chunkmem.runtime.lanes import ThreadLanes
+from chunkmem.runtime.queues import Lanes
 from tests.helpers.lanes import lane_threads
 
 
 @pytest.fixture
-def threads() -> Iterator[ThreadLanes]:
-    opened = ThreadLanes()
+def threads() -> Iterator[Lanes]:
+    opened = Lanes()
     yield opened
     opened.close()
 
 
-def test_threads_start_with_the_first_copy_of_their_lane(threads: ThreadLanes) -> None:
+def test_threads_start_with_the_first_copy_of_their_lane(threads: Lanes) -> None:
     assert lane_threads() == set()
     threads.copy(Lane.D2H, [(torch.zeros(8), torch.ones(8))], after=[], label="x")
     assert lane_threads() == {"chunkmem d2h"}
@@ -39,7 +39,7 @@ def test_threads_start_with_the_first_copy_of_their_lane(threads: ThreadLanes) -
 
 
 def test_threads_end_with_lanes_that_nobody_closed() -> None:
-    lanes = ThreadLanes()
+    lanes = Lanes()
     lanes.compute_waits(lanes.copy(Lane.D2H, [(torch.zeros(8), torch.ones(8))], after=[], label="x"))
     thread = next(thread for thread in threading.enumerate() if thread.name == "chunkmem d2h")
     del lanes
@@ -47,7 +47,7 @@ def test_threads_end_with_lanes_that_nobody_closed() -> None:
     assert not thread.is_alive()
 
 
-def test_an_idle_thread_forgets_its_last_copy(threads: ThreadLanes) -> None:
+def test_an_idle_thread_forgets_its_last_copy(threads: Lanes) -> None:
     event = threads.copy(Lane.D2H, [(torch.zeros(8), torch.ones(8))], after=[], label="x")
     threads.drain()
     deadline_s = time.perf_counter() + 10
@@ -58,8 +58,8 @@ def test_an_idle_thread_forgets_its_last_copy(threads: ThreadLanes) -> None:
 
 def test_a_program_ends_without_closing_its_lanes() -> None:
     program = (
-        "import torch; from chunkmem.plan.model import Lane; from chunkmem.runtime.lanes import ThreadLanes\n"
-        "lanes = ThreadLanes(); lanes.copy(Lane.D2H, [(torch.zeros(8), torch.ones(8))], after=[], label='x').wait()"
+        "import torch; from chunkmem.plan.model import Lane; from chunkmem.runtime.queues import Lanes\n"
+        "lanes = Lanes(); lanes.copy(Lane.D2H, [(torch.zeros(8), torch.ones(8))], after=[], label='x').wait()"
     )
     subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
 
@@ -67,8 +67,8 @@ def test_a_program_ends_without_closing_its_lanes() -> None:
 def test_a_program_ends_while_an_update_is_under_way() -> None:
     """A thread that torch's code runs in cannot just be ended with the interpreter: the process would be aborted."""
     program = (
-        "import threading, torch; from chunkmem.runtime.lanes import ThreadLanes\n"
-        "lanes, one, begun, said = ThreadLanes(), torch.ones(200, 200), threading.Event(), threading.Event()\n"
+        "import threading, torch; from chunkmem.runtime.queues import Lanes\n"
+        "lanes, one, begun, said = Lanes(), torch.ones(200, 200), threading.Event(), threading.Event()\n"
         "def update():\n"
         "    begun.set(); said.wait()\n"
         "    for _ in range(600): one @ one\n"
@@ -80,7 +80,7 @@ def test_a_program_ends_while_an_update_is_under_way() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "the end\nupdated\n", "")
 
 
-def test_lanes_run_beside_each_other_and_beside_the_caller(threads: ThreadLanes) -> None:
+def test_lanes_run_beside_each_other_and_beside_the_caller(threads: Lanes) -> None:
     # Each lane's copy ends only once the other's has begun and the caller has done something else.
     meet = threading.Barrier(3, timeout=60)
     threads._move = lambda target, source, nbytes: meet.wait()
@@ -92,7 +92,7 @@ def test_lanes_run_beside_each_other_and_beside_the_caller(threads: ThreadLanes)
     threads.drain()
 
 
-def broken(threads: ThreadLanes) -> None:
+def broken(threads: Lanes) -> None:
     """Make every copy to 64 bytes fail."""
 
     def move(target: int, source: int, nbytes: int) -> None:
@@ -103,11 +103,11 @@ def broken(threads: ThreadLanes) -> None:
     threads._move = move
 
 
-def fail(threads: ThreadLanes, lane: Lane) -> Event:
+def fail(threads: Lanes, lane: Lane) -> Event:
     return threads.copy(lane, [(torch.zeros(16), torch.ones(16))], after=[], label="bad")
 
 
-def test_an_error_is_raised_by_who_waits_and_once_by_drain(threads: ThreadLanes) -> None:
+def test_an_error_is_raised_by_who_waits_and_once_by_drain(threads: Lanes) -> None:
     broken(threads)
     bad = fail(threads, Lane.H2D)
     for _ in range(2):
@@ -126,7 +126,7 @@ class Held:
 
 
 @pytest.mark.parametrize("how", ["wait", "compute_waits", "drain"])
-def test_an_event_keeps_nothing_of_who_was_told_of_its_failure(threads: ThreadLanes, how: str) -> None:
+def test_an_event_keeps_nothing_of_who_was_told_of_its_failure(threads: Lanes, how: str) -> None:
     """A model's call that ended so kept its graph, which pinned weights: the step could not be repeated."""
     broken(threads)
     bad = fail(threads, Lane.H2D)
@@ -145,7 +145,7 @@ def test_an_event_keeps_nothing_of_who_was_told_of_its_failure(threads: ThreadLa
     assert bad.failure is not None
 
 
-def test_what_relies_on_a_failed_copy_fails_too(threads: ThreadLanes) -> None:
+def test_what_relies_on_a_failed_copy_fails_too(threads: Lanes) -> None:
     broken(threads)
     bad = fail(threads, Lane.H2D)
     target = torch.zeros(8)
@@ -161,7 +161,7 @@ def test_what_relies_on_a_failed_copy_fails_too(threads: ThreadLanes) -> None:
     assert torch.equal(target, torch.ones(8))
 
 
-def test_lanes_with_an_error_that_nobody_saw_close_quietly(threads: ThreadLanes) -> None:
+def test_lanes_with_an_error_that_nobody_saw_close_quietly(threads: Lanes) -> None:
     broken(threads)
     fail(threads, Lane.D2H)
     threads.close()
@@ -169,7 +169,7 @@ def test_lanes_with_an_error_that_nobody_saw_close_quietly(threads: ThreadLanes)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_does_not_wait_for_threads_it_has_not_got(threads: ThreadLanes) -> None:
+def test_a_forked_child_does_not_wait_for_threads_it_has_not_got(threads: Lanes) -> None:
     hold = threading.Event()
     threads._move = lambda target, source, nbytes: hold.wait()
     pending = threads.copy(Lane.D2H, [(torch.zeros(8), torch.ones(8))], after=[], label="block 3")

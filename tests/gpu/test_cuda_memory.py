@@ -13,9 +13,9 @@ from chunkmem.plan.model import Lane
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.kept import reclaimable_on
-from chunkmem.runtime.lanes import StreamLanes
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.pool import DevicePool
+from chunkmem.runtime.streams import StreamLanes
 from chunkmem.types import Tier
 from tests.helpers.audit import audit
 from tests.helpers.occupied import occupied_nbytes

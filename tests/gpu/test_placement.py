@@ -14,8 +14,9 @@ import chunkmem
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Event, Piece
-from chunkmem.runtime.lanes import BlockingLanes, StreamLanes, open_lanes
+from chunkmem.runtime.lanes import BlockingLanes, open_lanes
 from chunkmem.runtime.queues import Lanes
+from chunkmem.runtime.streams import StreamLanes
 from tests.helpers.occupied import occupied_nbytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -15,9 +15,10 @@ from chunkmem.errors import StateError
 from chunkmem.plan.model import Lane
 from chunkmem.runtime import timestamps
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.runtime.lanes import BlockingLanes, StreamLanes, open_lanes
+from chunkmem.runtime.lanes import BlockingLanes, open_lanes
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.storage import ChunkStorage, default_backend
+from chunkmem.runtime.streams import StreamLanes
 from chunkmem.runtime.timestamps import StreamClock
 from chunkmem.trace.model import Kind
 

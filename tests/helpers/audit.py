@@ -104,7 +104,7 @@ def audit_ledgers(store: ChunkStore, *, log_nbytes: int = 0) -> None:
 def audit_leaving(pager: Pager) -> None:
     """Assert that who leaves a tier first is who a look at all of its replicas would find."""
     for tier in pager.store.pools:
-        room = pager._leaving.room(tier, 0)
+        room = pager._evictor.room(tier, 0)
         assert room.first is not None
         residents = list(room.residents())
         assert room.first(sum(resident.nbytes for resident in residents)) == in_leaving_order(residents)

@@ -21,8 +21,8 @@ from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Event, Piece
-from chunkmem.runtime.lanes import StreamLanes
 from chunkmem.runtime.store import ChunkStore
+from chunkmem.runtime.streams import StreamLanes
 from chunkmem.runtime.timestamps import StreamClock
 from tests.helpers.simulated import SimulatedAccelerator
 
