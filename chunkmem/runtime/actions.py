@@ -14,12 +14,12 @@ that, the plan is left.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from chunkmem.plan.ahead import updates_ahead
 from chunkmem.plan.facts import PlanFacts
-from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Round, Update, Wait, rounding_of
+from chunkmem.plan.model import FETCH, Action, Alloc, Copy, Free, Plan, Round, Update, Wait, rounding_of
 from chunkmem.plan.semantics import ABSENT, NEWEST
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica
 from chunkmem.runtime.copy_order import CopyOrder, Step
@@ -30,8 +30,9 @@ from chunkmem.runtime.policy import StepPolicy
 from chunkmem.runtime.step_log import NO_MOMENT, StepLog
 from chunkmem.runtime.store import transfer_of
 from chunkmem.runtime.tiers import Tiers
+from chunkmem.trace.merge import phase_of
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import TIERS, Tier
+from chunkmem.types import TIERS, ChunkId, Tier
 
 
 class PlanActions(StepPolicy, ABC):
@@ -55,6 +56,10 @@ class PlanActions(StepPolicy, ABC):
         self._ahead_numbers: dict[int, int] = {}
         """By group: the number that its speculative update has among the updates on HOST of this iteration."""
         self._on_plan = False
+        self._passed_over: set[int] = set()
+        """Groups whose weights all of the last forward left out, as of experts without tokens: they are not fetched
+        for its backward."""
+        self._first_holds = set(_first_holds(trace))
 
     def log(self) -> StepLog:
         return self.step_log
@@ -78,9 +83,11 @@ class PlanActions(StepPolicy, ABC):
     def _compile(self) -> list[tuple[Step, ...]]:
         """Return what to do at each moment."""
         compiled = []
-        ahead = updates_ahead(self.trace, self.plan.actions)
-        for moment, actions in zip(self.trace.moments, self.plan.actions, strict=True):
-            steps = [step for action in actions if (step := self._step(action, moment)) is not None]
+        ahead, phases = updates_ahead(self.trace, self.plan.actions), dict[ChunkId, str]()
+        for moment, actions in zip(reversed(self.trace.moments), reversed(self.plan.actions), strict=True):
+            if moment.kind is Kind.HOLD:
+                phases[moment.chunk] = phase_of(moment.label)
+            steps = [step for action in actions if (step := self._step(action, moment, phases)) is not None]
             if not self._order.is_host:
                 steps = [partial(self._leave_room, moment), *steps, self._tiers.device_pool.trim]
             if moment.kind is Kind.UPDATE:
@@ -90,14 +97,15 @@ class PlanActions(StepPolicy, ABC):
                 if self.plan.update_tiers[moment.chunk.group] is Tier.HOST:
                     steps.append(partial(self._begin_update, self._store.chunks[moment.chunk]))
             compiled.append(tuple(steps))
-        return compiled
+        return compiled[::-1]
 
     def _leave_room(self, moment: Moment) -> None:
         """Let slabs take what the non-model data of a moment leaves of the cap; [Note: Room for kept slabs]."""
         is_charged = self.plan.machine.charges_non_model and not self._order.is_host
         self._tiers.plan_decides(moment.non_model_peak_nbytes if is_charged else 0)
 
-    def _step(self, action: Action, moment: Moment) -> Step | None:
+    def _step(self, action: Action, moment: Moment, phases: Mapping[ChunkId, str]) -> Step | None:
+        """Return what carries out an action of a moment; `phases` tell in which one each chunk is held next."""
         if isinstance(action, Wait):
             return self._order.wait_step(action)
         if isinstance(action, Update):
@@ -112,7 +120,8 @@ class PlanActions(StepPolicy, ABC):
         if isinstance(action, Round):
             return lambda: self._round(chunk)
         assert isinstance(action, Copy)
-        return lambda: self._copy(chunk, action)
+        may_be_vain = action.lane is FETCH and phases.get(action.chunk) == "backward"
+        return lambda: self._copy(chunk, action, is_vain=may_be_vain and chunk.id.group in self._passed_over)
 
     def _settle(self, kind: Kind, chunk: Chunk) -> None:
         """Have what is about to be computed with a chunk, or its group, come after all copies that touch it."""
@@ -192,9 +201,9 @@ class PlanActions(StepPolicy, ABC):
             return
         self._store.drop(chunk, tier)
 
-    def _copy(self, chunk: Chunk, copy: Copy) -> None:
+    def _copy(self, chunk: Chunk, copy: Copy, *, is_vain: bool) -> None:
         lane = copy.lane
-        if chunk.version == NO_CONTENT or chunk.on(copy.target) is NEWEST:
+        if is_vain or chunk.version == NO_CONTENT or chunk.on(copy.target) is NEWEST:
             self._order.is_exact = False
             self._order.events[lane].append(None)
             return
@@ -238,3 +247,14 @@ class PlanActions(StepPolicy, ABC):
             filled = target.flat if copy.target is Tier.HOST else None
             return lanes.work(transfer, after=after, label=label, lane=lane, target=filled)
         return lanes.copy(lane, target.copied_from(source), after=after, label=label)
+
+
+def _first_holds(trace: Trace) -> Iterator[int]:
+    """Yield the moments in which a forward is the first to hold a chunk of weights."""
+    phases: dict[ChunkId, str] = {}
+    for at, moment in enumerate(trace.moments):
+        if moment.kind is Kind.HOLD and moment.chunk.role.kind.is_weights:
+            phase = phase_of(moment.label)
+            if phase == "forward" != phases.get(moment.chunk):
+                yield at
+            phases[moment.chunk] = phase

@@ -210,6 +210,8 @@ class PlanExecutor(PlanActions):
                 if found is None:
                     return
                 cue = found
+            if self._passed_over and kind is Kind.HOLD:
+                self._passed_over.discard(chunk.id.group)
             self._perform(cue)
             if self._on_plan and not self._order.is_exact:
                 self._settle(kind, chunk)
@@ -292,7 +294,9 @@ class PlanExecutor(PlanActions):
             self._perform(cue)
             chunk = cue.chunk
             assert chunk is not None
-            if cue.kind is Kind.CONSUME:
+            if self._cursor - 1 in self._first_holds:
+                self._passed_over.add(chunk.id.group)
+            elif cue.kind is Kind.CONSUME:
                 if chunk.version == NO_CONTENT:
                     self._store.consume(chunk)  # frees what the plan has given it on HOST
                 else:

@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from chunkmem.trace.model import Mode
+from chunkmem.plan.model import FETCH
+from chunkmem.trace.merge import phase_of
+from chunkmem.trace.model import Kind, Mode
+from chunkmem.types import Role
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.lanes import adversarial
 from tests.helpers.loops import LOOPS, WIDTH, Dropped, Loop, Side, frozen_at_times, mlp, trained
@@ -70,6 +73,30 @@ def test_settled_loops_wait_for_all_they_have_to(name: str, overlap: bool, has_d
     run(LOOPS[name], plain, 18)
     run(LOOPS[name], chunked, 18)
     assert chunked.losses == plain.losses
+
+
+@pytest.mark.parametrize("name", ["LayerDrop", "experts"])
+def test_what_forward_has_left_out_is_not_fetched_for_backward(name: str) -> None:
+    side, num_fetched = Side(4.5), 0
+    going = LOOPS[name](side)
+    for _ in range(24):
+        next(going)
+        assert side.manager is not None
+        executor = side.manager.runtime.controller.now.plan_executor
+        if executor is None or executor.step_log.plan_misses:  # served on demand
+            continue
+        moments = executor.trace.moments
+        came = set(executor.left_out.come(len(moments)))
+        for lane, begun, chunk, _ in executor.step_log.copies:
+            if lane is FETCH and chunk.id.role is Role.PARAM:
+                holds = [
+                    at for at, moment in enumerate(moments) if (moment.kind, moment.chunk) == (Kind.HOLD, chunk.id)
+                ]
+                before, after = ([at for at in holds if (at >= begun) is late] for late in (False, True))
+                if before and after and phase_of(moments[after[0]].label) == "backward":
+                    num_fetched += 1
+                    assert before[-1] in came, f"{chunk.label} is fetched for a backward that does not come"
+    assert num_fetched
 
 
 class Shuffled(Dropped):
