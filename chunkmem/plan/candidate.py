@@ -9,6 +9,7 @@ The life of one chunk that two blocks read, one after the other, and that is not
     evicted        [====]                     [h2d====|====]       `find_stays`: two stays; the gap is given up
     prefetched     [====]              [h2d===========|====]       as early as there is free room, `_LEAD` times earlier
     lingering      [========]          [h2d===========|====]       leaves when its room is needed, and not before
+    slabs kept     [====]    [other chunk]  [h2d======|====]       who comes next takes the slab: no Free, no Alloc
 
 `emit` turns stays into actions, `with_waits` adds what orders the lanes, and says how long the step takes.
 Which gaps are kept is decided before, by Belady's rule in less or more room (`choose.py`), for each way to place
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from chunkmem.plan.gaps import Problem
-from chunkmem.plan.intervals import find_stays, free_room, linger, prefetch
+from chunkmem.plan.intervals import find_stays, free_room, keep_slabs, linger, prefetch
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import FETCH, LANE_LINKS, Action, Copy, Plan
 from chunkmem.plan.placement import Placement
@@ -81,6 +82,7 @@ def make_program(problem: Problem, kept: frozenset[int], budget: Sequence[int], 
     free = free_room(problem, stays, budget)
     prefetch(problem, stays, free, machine, lead=_LEAD)
     linger(problem, stays, free, machine)
+    stays = keep_slabs(problem, kept, stays, free)
     # While an evaluation runs, what never leaves DEVICE need not be on HOST: training will say whether it should.
     program = emit(problem, stays, home_residents=problem.trace.mode is Mode.TRAIN)
     if program.peak_nbytes[Tier.HOST] > machine.host_nbytes:

@@ -326,3 +326,33 @@ def _latest_starts(
             )  # a link that cannot keep up does not push need back for ever
             starts[at] = limit_s - iteration * iteration_s
     return starts
+
+
+def keep_slabs(problem: Problem, kept: frozenset[int], stays: Stays, free: Room) -> Stays:
+    """Let chunks whose content dies keep their slab until the next content begins, where room is left over. Changes
+    `free`."""
+    spare = set()
+    dying = [
+        at
+        for at, g in enumerate(problem.gaps)
+        if g.after is After.DIES
+        and g.needed_below is None
+        and g.start < g.stop
+        and not problem.trace.is_remote(problem.chunks[g.chunk])
+        and is_reused(problem.chunks[g.chunk], problem.tier)
+    ]
+    for at in sorted(dying, key=lambda at: (problem.gaps[at].stop - problem.gaps[at].start, at)):
+        gap = problem.gaps[at]
+        nbytes = problem.nbytes[gap.chunk]
+        if free.last_short(gap.start, gap.stop, nbytes) is None:
+            spare.add(at)
+            free.take(gap.start, gap.stop, nbytes)
+    if not spare:
+        return stays
+    issued = {(stay.chunk, stay.start): stay.issued for stay in stays.passing if stay.source is not None}
+    freed = {(stay.chunk, stay.stop): stay.freed for stay in stays.passing}
+    joined = find_stays(problem, kept | spare)
+    for stay in joined.passing:
+        stay.freed = freed.get((stay.chunk, stay.stop), stay.stop)
+        stay.issued = issued.get((stay.chunk, stay.start), stay.issued)
+    return joined

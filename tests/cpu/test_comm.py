@@ -649,7 +649,7 @@ def test_a_group_without_torch_distributed_is_refused() -> None:
     [
         ([Shard(3, 0, torch.ones(2)), Shard(3, 0, torch.ones(2))], r"chunks \[3, 3\] are exchanged together"),
         ([Shard(3, 1, torch.ones(2))], "chunk 3 has owner 1, and there are 1 ranks"),
-        ([Shard(3, -1, torch.ones(2))], "chunk 3 has owner -1"),
+        ([Shard(3, -2, torch.ones(2))], "chunk 3 has owner -2"),
         ([Shard(3, 0, torch.ones(2, 2))], r"chunk 3 is a torch.float32 tensor of shape \[2, 2\]"),
         ([Shard(3, 0, torch.ones(6)[::2])], r"of shape \[3\], stride \[2\]; only 1-D contiguous"),
         ([Shard(3, 0, torch.ones(2, dtype=torch.complex64))], "chunk 3 is a torch.complex64 tensor"),

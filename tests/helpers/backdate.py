@@ -179,14 +179,14 @@ class HastyPerformer(PlanExecutor):
                 "another slab than the plan means was taken"
             )
 
-    def _copy(self, chunk: Chunk, copy: Copy) -> None:
+    def _copy(self, chunk: Chunk, copy: Copy, *, is_vain: bool) -> None:
         if (iterations := self._iterations) is None:
-            super()._copy(chunk, copy)
+            super()._copy(chunk, copy, is_vain=is_vain)
             return
         key = iterations.iteration, copy.lane, len(self._order.events[copy.lane])
         planned = self._reading.copies[key]
         lanes = self._order.lanes
         lanes.is_done, lanes.instead = planned in iterations.done, iterations.read.get(planned)
-        super()._copy(chunk, copy)
+        super()._copy(chunk, copy, is_vain=is_vain)
         lanes.is_done, lanes.instead = False, None
         iterations.issued[key] = self._order.events[copy.lane][-1]

@@ -9,7 +9,7 @@ import pytest
 from chunkmem.bound import traffic_bound
 from chunkmem.errors import TraceError
 from chunkmem.plan.gaps import After, find_gaps
-from chunkmem.plan.intervals import find_stays
+from chunkmem.plan.intervals import find_stays, free_room, keep_slabs
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Alloc, Copy, Free, Lane, Plan, Wait
 from chunkmem.plan.placement import FullPlacements
@@ -110,6 +110,7 @@ def test_what_does_not_fit_is_offloaded_and_all_else_stays(cap: int) -> None:
 def test_memory_of_activations_is_never_kept_for_the_next_chunk() -> None:
     problem = find_gaps(TRACE, {0: H, 1: H})
     stays = find_stays(problem, frozenset())
+    stays = keep_slabs(problem, frozenset(), stays, free_room(problem, stays, [10_000] * len(MOMENTS)))
     activations = {problem.chunks.index(chunk) for chunk in (X0, X1)}
     assert not stays.resident & activations
     assert [stay.stop - stay.start for stay in stays.passing if stay.chunk in activations] == [1, 7, 6]
