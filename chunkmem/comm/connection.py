@@ -126,29 +126,30 @@ class Connection:
         timeout_s = self.timeout_s - self._detection_s
         with self.waiting("comparing versions of chunkmem (an older one does not answer)"):
             require_same_code(self._store, self.rank, self.names, timeout_s=timeout_s)
-        self._numbers = self._gloo("numbers", range(self.size), late=farther(self.rank, self.size))
-        with self.waiting("connecting to ranks"):
-            over_ranks(self._numbers, self.rank, self.size, torch.zeros(1, device="cpu"), torch.maximum)
+        self._numbers = self._gloo("numbers", range(self.size), is_late=True)
 
-    def _gloo(self, name: str, members: Sequence[int], *, late: Sequence[int] | None = None) -> dist.ProcessGroup:
+    def _gloo(self, name: str, members: Sequence[int], *, is_late: bool = False) -> dist.ProcessGroup:
         """Return a new group over `members`, who all call it.
 
         Args:
             name: of the group.
             members: their ranks among these.
-            late: None: all are connected to each other now. Else they are when they first talk, and hang up on these; a
-                rank would wait in vain for one that has hung up before that.
+            is_late: they are connected when they first talk, those of `over_ranks` now: to hang up on these closes the
+                others, too. A rank that first talks to one which has hung up waits in vain.
         """
         assert self._store is not None
         timeout = timedelta(seconds=self.timeout_s - self._detection_s)
         store, rank, size = within(self._store, name), members.index(self.rank), len(members)
-        asks = _few_requests(store, timeout) if size > _MANY and late is None else contextlib.nullcontext()
-        connects = contextlib.nullcontext() if late is None else environment(TORCH_GLOO_LAZY_INIT="1")
+        asks = _few_requests(store, timeout) if size > _MANY and not is_late else contextlib.nullcontext()
+        connects = environment(TORCH_GLOO_LAZY_INIT="1") if is_late else contextlib.nullcontext()
         with self.waiting("opening the process groups"), asks, connects:
             # By itself, not as part of a group of several backends; it is used in the same way.
             group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
-            peers = [peer for peer in range(size) if peer != rank] if late is None else late
+            peers = farther(rank, size) if is_late else [peer for peer in range(size) if peer != rank]
             self._opened.append((group, {peer: members[peer] for peer in peers}, listener_of(store, rank)))
+        if is_late:
+            with self.waiting("connecting to ranks"):
+                over_ranks(group, rank, size, torch.zeros(1, device="cpu"), torch.maximum)
         return group
 
     def part(
@@ -165,8 +166,7 @@ class Connection:
         Raises:
             RankError: a rank did not come.
         """
-        late = () if is_rare else None
-        in_ram = self._gloo(f"{name} of {members}", members, late=late) if len(members) > 1 else None
+        in_ram = self._gloo(f"{name} of {members}", members, is_late=is_rare) if len(members) > 1 else None
         rank, size = members.index(self.rank), len(members)
         return RankGroup(rank, size, in_ram=in_ram, elsewhere=elsewhere, waiting=self.waiting)
 
