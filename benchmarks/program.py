@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from benchmarks.results import rounded, write
-from chunkmem.errors import ChunkmemError
+from chunkmem.data.errors import ChunkmemError
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 """What stands around the table in a README."""

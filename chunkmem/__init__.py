@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 from chunkmem.version import __version__
 
 if TYPE_CHECKING:
-    from chunkmem.comm.methods import ExchangeMethod
+    from chunkmem.activations.recompute import checkpoint, checkpoint_sequential
     from chunkmem.config import Config
     from chunkmem.contrib.elastic.splits import SplitSampler
     from chunkmem.contrib.frozen_cache.cache import FrozenCache
-    from chunkmem.engine import initialize_engine
-    from chunkmem.errors import (
+    from chunkmem.data.errors import (
         CapacityError,
         CheckpointError,
         ChunkmemError,
@@ -29,16 +28,17 @@ if TYPE_CHECKING:
         TierIOError,
         TraceError,
     )
+    from chunkmem.data.memory import MemoryReport
+    from chunkmem.engine import initialize_engine
     from chunkmem.freezing.schedule import FreezeSchedule
     from chunkmem.manager import ChunkManager
-    from chunkmem.memory import MemoryReport
-    from chunkmem.nn.recompute import checkpoint, checkpoint_sequential
-    from chunkmem.nn.tiled import TiledLinear
+    from chunkmem.modules.tiled import TiledLinear
     from chunkmem.optim.adam import Adam, AdamW
     from chunkmem.optim.any_class import Optimizer
     from chunkmem.optim.ema import EMA
     from chunkmem.optim.sgd import SGD
     from chunkmem.optim.tiles import tile_optimizer_state, untile_optimizer_state
+    from chunkmem.ranks.methods import ExchangeMethod
 
 __all__ = [
     "EMA",
@@ -79,22 +79,22 @@ _HOMES = MappingProxyType(
         "ChunkManager": "chunkmem.manager",
         "Config": "chunkmem.config",
         "EMA": "chunkmem.optim.ema",
-        "ExchangeMethod": "chunkmem.comm.methods",
+        "ExchangeMethod": "chunkmem.ranks.methods",
         "FreezeSchedule": "chunkmem.freezing.schedule",
         "FrozenCache": "chunkmem.contrib.frozen_cache.cache",
-        "MemoryReport": "chunkmem.memory",
+        "MemoryReport": "chunkmem.data.memory",
         "Optimizer": "chunkmem.optim.any_class",
         "SGD": "chunkmem.optim.sgd",
         "SplitSampler": "chunkmem.contrib.elastic.splits",
-        "checkpoint": "chunkmem.nn.recompute",
-        "checkpoint_sequential": "chunkmem.nn.recompute",
-        "TiledLinear": "chunkmem.nn.tiled",
+        "checkpoint": "chunkmem.activations.recompute",
+        "checkpoint_sequential": "chunkmem.activations.recompute",
+        "TiledLinear": "chunkmem.modules.tiled",
         "initialize_engine": "chunkmem.engine",
         "tile_optimizer_state": "chunkmem.optim.tiles",
         "untile_optimizer_state": "chunkmem.optim.tiles",
     }
 )
-"""Where each name lives; what is not listed is in `chunkmem.errors`."""
+"""Where each name lives; what is not listed is in `chunkmem.data.errors`."""
 
 
 def __getattr__(name: str) -> object:
@@ -102,7 +102,7 @@ def __getattr__(name: str) -> object:
         return import_module("chunkmem.nn")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES.get(name, "chunkmem.errors")), name)
+    value = getattr(import_module(_HOMES.get(name, "chunkmem.data.errors")), name)
     globals()[name] = value
     return value
 

@@ -11,13 +11,13 @@ from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.config import Config
-from chunkmem.errors import ConfigError, LayoutError, StateError
+from chunkmem.data.errors import ConfigError, LayoutError, StateError
+from chunkmem.data.sizes import shown
+from chunkmem.data.types import ACTIVATION_POLICIES
 from chunkmem.packing.built import HERE
 from chunkmem.packing.initialisers import Initialisers
 from chunkmem.packing.released import BuiltOverRanks
 from chunkmem.packing.tiling import tile_linears
-from chunkmem.sizes import shown
-from chunkmem.types import ACTIVATION_POLICIES
 
 
 class ModelBuilding:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal, Self
 
-from chunkmem.deepspeed import check_not_deepspeed
-from chunkmem.errors import ConfigError
-from chunkmem.schema import (
+from chunkmem.data.deepspeed import check_not_deepspeed
+from chunkmem.data.errors import ConfigError
+from chunkmem.data.schema import (
     BOOL,
     CAPACITY,
     NULL,
@@ -28,7 +28,7 @@ from chunkmem.schema import (
     subsection,
     whole,
 )
-from chunkmem.types import ACTIVATION_POLICIES
+from chunkmem.data.types import ACTIVATION_POLICIES
 
 _ABOVE_ZERO = number("a finite number above 0", lambda x: x > 0, exclusiveMinimum=0)
 _FINITE = number("a finite number; 0 or less is off", lambda x: True)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from chunkmem.config import Config
-from chunkmem.errors import ConfigError, StateError
+from chunkmem.data.errors import ConfigError, StateError
 from chunkmem.manager import ChunkManager
 from chunkmem.optim.adam import Adam, AdamW
 from chunkmem.runtime.device import ComputeDevice

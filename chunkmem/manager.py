@@ -25,16 +25,17 @@ from chunkmem.checkpoints.pretrained import save_pretrained
 from chunkmem.checkpoints.saver import CheckpointSaver
 from chunkmem.checkpoints.saving import state_to_save
 from chunkmem.checkpoints.streaming import weight_stream
-from chunkmem.comm.methods import ExchangeMethod
 from chunkmem.config import Config
 from chunkmem.contrib.async_pipeline.checks import require_options
 from chunkmem.contrib.async_pipeline.pipeline import AsynchronousPipeline
 from chunkmem.contrib.elastic.pipeline import ElasticPipeline
-from chunkmem.errors import CheckpointError, StateError
-from chunkmem.freezing.freezer import FreezeReport, freeze, unfreeze
+from chunkmem.data.errors import CheckpointError, StateError
+from chunkmem.data.memory import FreezeReport
+from chunkmem.data.sizes import parse_nbytes
+from chunkmem.freezing.freezer import freeze, unfreeze
 from chunkmem.freezing.schedule import FreezeSchedule
-from chunkmem.nn.gather import gathered, parameters_in
-from chunkmem.nn.local_parts import named_parts, over_stages
+from chunkmem.modules.gather import gathered, parameters_in
+from chunkmem.modules.local_parts import named_parts, over_stages
 from chunkmem.optim.converted import converted
 from chunkmem.optim.ema import EMA
 from chunkmem.optim.optimizer import RuleOptimizer
@@ -45,11 +46,11 @@ from chunkmem.pipeline.frozen import Cache
 from chunkmem.pipeline.options import ASYNCHRONOUS, PipelineOptions, blocks_of
 from chunkmem.pipeline.staged import StagedPipeline
 from chunkmem.plan.machine import Machine
+from chunkmem.ranks.methods import ExchangeMethod
 from chunkmem.reporting import Reporting
 from chunkmem.runtime.device import ComputeDevice, give_back_freed_ram
 from chunkmem.runtime.disk_file import SystemCalls
 from chunkmem.runtime.queues import Lanes
-from chunkmem.sizes import parse_nbytes
 
 
 class ChunkManager(ModelBuilding, Reporting):

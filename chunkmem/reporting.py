@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.errors import StateError
-from chunkmem.memory import MemoryReport
-from chunkmem.metrics import metrics_of
+from chunkmem.data.errors import StateError
+from chunkmem.data.memory import MemoryReport
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.trace import Trace
 from chunkmem.plan.model import Plan
 from chunkmem.plan.timeline import Timeline
+from chunkmem.report.metrics import metrics_of
 from chunkmem.runtime.report import memory_report
-from chunkmem.sizes import format_nbytes
-from chunkmem.trace.model import Trace
 
 
 class Reporting:

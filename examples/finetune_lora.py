@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import chunkmem
-from chunkmem.sizes import format_nbytes
+from chunkmem.data.sizes import format_nbytes
 
 TINY = LlamaConfig(
     vocab_size=256,

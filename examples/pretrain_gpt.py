@@ -34,9 +34,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import chunkmem
+from chunkmem.data.sizes import format_nbytes
 from chunkmem.report.files import write_report
 from chunkmem.report.run import load_run
-from chunkmem.sizes import format_nbytes
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
+from chunkmem.activations.region_choice import RegionChoices
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.gaps import in_use_nbytes
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
-from chunkmem.steps.region_choice import RegionChoices
 from tests.helpers.region_traces import Block, as_recorded, cnn_like, gpt_like
 
 MODELS = {"gpt-8": gpt_like(8), "cnn-9": cnn_like(9), "cnn-16": cnn_like(16), "gpt-24": gpt_like(24)}

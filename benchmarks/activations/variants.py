@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import chunkmem
 from benchmarks.activations.models import NUM_BATCHES, Workload
-from chunkmem.errors import CapacityError
+from chunkmem.data.errors import CapacityError
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.simulate import simulate
 from chunkmem.report.regions import region_policies

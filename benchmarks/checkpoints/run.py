@@ -27,7 +27,7 @@ from tqdm import tqdm
 import chunkmem
 from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
 from benchmarks.worker import Worker
-from chunkmem.sizes import format_nbytes
+from chunkmem.data.sizes import format_nbytes
 
 HERE = Path(__file__).parent
 NUM_LAYERS = 72

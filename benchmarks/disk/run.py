@@ -25,13 +25,13 @@ from tqdm import tqdm
 
 from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
 from benchmarks.stats import median_interval, paired_ratios
+from chunkmem.data.sizes import format_nbytes, parse_nbytes
+from chunkmem.data.types import Tier
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.disk_pool import BLOCK_NBYTES, DEPTH, DiskPool
 from chunkmem.runtime.disk_speed import file_system
 from chunkmem.runtime.ledger import Ledger
-from chunkmem.sizes import format_nbytes, parse_nbytes
-from chunkmem.types import Tier
 
 HERE = Path(__file__).parent
 WAYS = ("write", "read")

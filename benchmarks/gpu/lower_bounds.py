@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu.work import Work
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.estimate.hardware import HARDWARE
-from chunkmem.estimate.lower_bounds import lower_bounds_of
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.estimate.needs import lower_bounds_of
 
 FLOP_PER_PARAM_AND_TOKEN = 8
 """Forward 2, forward again while blocks are recomputed 2, backward 4. Attention's own products are left out."""

@@ -147,7 +147,7 @@ def predict(
 
 def ask(size: Size, device_nbytes: int, host_nbytes: int, batch: int, hardware: str) -> dict[str, Any]:
     """Return what `chunkmem estimate` says of a model in bf16 with blocks recomputed, on some hardware."""
-    from chunkmem.errors import CapacityError
+    from chunkmem.data.errors import CapacityError
     from chunkmem.estimate.hardware import HARDWARE
     from chunkmem.estimate.question import Question, device_need, find
 

@@ -27,7 +27,7 @@ from benchmarks.gpu.scale import ask
 from benchmarks.gpu.timing import full_collections
 from benchmarks.gpu.warm_up import WarmUp, warm_up
 from benchmarks.gpu.work import ADAMW, MODEL_DATA_NBYTES, NUM_BATCHES, Training, Work, compute_device
-from chunkmem.errors import ChunkmemError
+from chunkmem.data.errors import ChunkmemError
 from chunkmem.estimate.model import checkpointed
 
 DRY_BACKEND = "aot_eager"

@@ -38,7 +38,7 @@ def _no(error: Exception, reason: Reason, *, named: bool = True) -> dict[str, An
 def _is_out_of_memory(error: BaseException) -> bool:
     import torch
 
-    from chunkmem.errors import CapacityError
+    from chunkmem.data.errors import CapacityError
 
     if isinstance(error, (torch.cuda.OutOfMemoryError, CapacityError, MemoryError)):
         return True

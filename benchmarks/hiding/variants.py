@@ -16,7 +16,7 @@ import torch
 
 import chunkmem
 from benchmarks.overhead.variants import ADAMW, GPT, NUM_BATCHES, Failure, Shape, num_params
-from chunkmem.errors import CapacityError
+from chunkmem.data.errors import CapacityError
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane
 from chunkmem.plan.simulate import simulate

@@ -15,9 +15,9 @@ from tqdm import tqdm
 import chunkmem
 from benchmarks.program import BenchmarkError, surroundings
 from benchmarks.results import write
-from chunkmem.layout.pack import search_slab_nbytes
-from chunkmem.layout.spec import TensorSpec
-from chunkmem.trace.model import Trace
+from chunkmem.data.layout import TensorSpec
+from chunkmem.data.layout_pack import search_slab_nbytes
+from chunkmem.data.trace import Trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.knobs.record import BASE_NUMEL
-from chunkmem.errors import CapacityError
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import Role, Tier
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import Role, Tier
 
 LINK_SHARE = 0.3
 """The link takes this share of computing to carry every weight once in one direction."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks.results import write
-from chunkmem.layout.pack import choose_slab_nbytes, pack, search_slab_nbytes, slab_candidates
+from chunkmem.data.layout_pack import choose_slab_nbytes, pack, search_slab_nbytes, slab_candidates
 from tests.helpers import shapes
 
 MIB, GIB = 1 << 20, 1 << 30

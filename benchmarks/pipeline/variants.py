@@ -14,12 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import chunkmem
 from benchmarks.pipeline.models import NUM_BATCHES, Workload, loss_of, parts_of
-from chunkmem.errors import CapacityError
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.types import Role
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane
 from chunkmem.plan.timeline import Timeline
 from chunkmem.testing import ThrottledLanes
-from chunkmem.types import Role
 
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 NUM_WARMUP_STEPS = 16

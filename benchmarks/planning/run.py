@@ -27,11 +27,11 @@ from benchmarks.planning.loops import table as table_of_loops
 from benchmarks.planning.overhead import measure as measure_overhead
 from benchmarks.program import carry_out, command, parse, surroundings
 from benchmarks.stats import median_interval
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import Link, Role
 from chunkmem.plan.machine import LinkSpeed, Machine, host_links
 from chunkmem.plan.planner import Planner, make_plan
 from chunkmem.steps.planning import WORK_A_STEP
-from chunkmem.trace.model import Trace
-from chunkmem.types import Link, Role
 from tests.helpers.traces import random_trace, training_trace
 
 HERE = Path(__file__).parent

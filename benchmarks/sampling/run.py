@@ -20,7 +20,7 @@ import chunkmem
 from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
 from benchmarks.sampling.operators import KINDS, Caller, Operator
 from benchmarks.stats import spread
-from chunkmem.trace.model import Kind, Trace
+from chunkmem.data.trace import Kind, Trace
 
 HERE = Path(__file__).parent
 LIVES_MS = (1, 2, 3, 5, 10, 20, 50, 100)

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.program import BenchmarkError, Results, carry_out, parse, surroundings
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.types import Tier
 from chunkmem.report.run import load_run
 from chunkmem.report.summary import PlainPyTorch
-from chunkmem.sizes import format_nbytes
-from chunkmem.types import Tier
 from tests.helpers.upstream_scripts import SCRIPTS, prepare, run
 
 PACKAGES = ("trl", "transformers", "accelerate", "peft", "torch")

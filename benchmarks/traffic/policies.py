@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from benchmarks.traffic.uses import chunks_in_use, chunks_written, rooms_beside
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 
 
 @dataclass(frozen=True, slots=True)

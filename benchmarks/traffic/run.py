@@ -22,16 +22,16 @@ import chunkmem
 from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
 from benchmarks.traffic.policies import POLICIES, page
 from benchmarks.traffic.uses import device_budgets
-from chunkmem.bound import traffic_bound
-from chunkmem.errors import CapacityError
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import Role, Tier
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.candidates import candidates
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
-from chunkmem.trace.model import Trace
-from chunkmem.types import Role, Tier
+from chunkmem.report.bound import traffic_bound
 from tests.helpers.training import AMPLE_NBYTES, VARIANTS, Chunked, Trainer, Variant, capped, variants_of
 from tests.helpers.zoo import ZOO, ZooModel
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from chunkmem.errors import CapacityError
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 
 
 def device_budgets(trace: Trace, cap_nbytes: int, *, charges_non_model: bool) -> tuple[int, ...]:

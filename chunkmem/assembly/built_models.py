@@ -11,11 +11,10 @@ from torch import nn
 
 from chunkmem.assembly.entry_points import EntryPoints
 from chunkmem.assembly.parts import Modules, Sharding
-from chunkmem.comm.ranks import Ranks
-from chunkmem.errors import StateError
-from chunkmem.layout.spec import digest
-from chunkmem.nn.hooks import ModuleHooks
-from chunkmem.nn.ordinary import same_random_numbers, send_parameters
+from chunkmem.data.errors import StateError
+from chunkmem.data.layout import digest
+from chunkmem.modules.hooks import ModuleHooks
+from chunkmem.modules.ordinary import same_random_numbers, send_parameters
 from chunkmem.packing.built import HERE, Built
 from chunkmem.packing.collect import Collector
 from chunkmem.packing.elsewhere import Elsewhere, Unpacked
@@ -24,6 +23,7 @@ from chunkmem.packing.meta import BuiltOnMeta, has_meta_tensors
 from chunkmem.packing.packer import move_ordinary_tensors
 from chunkmem.packing.released import BuiltOverRanks
 from chunkmem.packing.tensor_parallel import TensorParallel
+from chunkmem.ranks.ranks import Ranks
 
 
 @dataclass(eq=False)

@@ -22,11 +22,11 @@ from chunkmem.assembly.inventory import Contents, free_copies, require_room, tak
 from chunkmem.assembly.make import build_runtime
 from chunkmem.assembly.moving import ChunkMover
 from chunkmem.assembly.runtime import Origin, Runtime
-from chunkmem.comm.ranks import Ranks
-from chunkmem.errors import StateError
-from chunkmem.layout.spec import EACH, Layout
-from chunkmem.nn.binding import dense_stride
-from chunkmem.types import Role
+from chunkmem.data.errors import StateError
+from chunkmem.data.layout import EACH, Layout
+from chunkmem.data.types import Role
+from chunkmem.modules.binding import dense_stride
+from chunkmem.ranks.ranks import Ranks
 
 
 class Repacking:

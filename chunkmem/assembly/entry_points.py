@@ -12,19 +12,19 @@ from functools import partial
 import torch
 from torch import nn
 
+from chunkmem.activations.saved_tensors import in_backward
 from chunkmem.assembly.parts import Memory, Modules, Sharding
-from chunkmem.errors import RankError, StateError
-from chunkmem.nn.autocast import AutocastCache
-from chunkmem.nn.compiled import HiddenGradients
-from chunkmem.nn.frames import in_backward
-from chunkmem.nn.guard import AccessGuard
-from chunkmem.nn.ordinary import OrdinaryTensors
+from chunkmem.data.errors import RankError, StateError
+from chunkmem.modules.autocast import AutocastCache
+from chunkmem.modules.compiled import HiddenGradients
+from chunkmem.modules.guard import AccessGuard
+from chunkmem.modules.ordinary import OrdinaryTensors
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.runtime.timestamps import Interval
+from chunkmem.steps.compiles import CompileWatch
 from chunkmem.steps.controller import StepController
 from chunkmem.steps.first_steps import FirstSteps
-from chunkmem.tracing.compiles import CompileWatch
 
 _NUM_UPDATES = 16
 

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.comm.ranks import Ranks
-from chunkmem.errors import CapacityError
-from chunkmem.layout.spec import Group, MasterCopy
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.layout import Group, MasterCopy
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.types import TIERS, Role, Tier
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.shaped_state import ShapedState, SlotForm
 from chunkmem.plan.moves import HeldGroup, Moves, WantedGroup, extra_nbytes, plan_moves
+from chunkmem.ranks.ranks import Ranks
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.tiers import Tiers
-from chunkmem.sizes import format_nbytes
-from chunkmem.types import TIERS, Role, Tier
 
 T = TypeVar("T")
 

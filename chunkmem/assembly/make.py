@@ -22,20 +22,21 @@ from chunkmem.assembly.parts import (
 )
 from chunkmem.assembly.runtime import Origin, Runtime
 from chunkmem.assembly.speeds import Links
-from chunkmem.comm.exchange import Exchange
-from chunkmem.comm.mesh import mesh_of
-from chunkmem.comm.methods import ExchangeMethod, possible_exchanges, require_method
-from chunkmem.comm.ranks import Ranks, open_ranks
 from chunkmem.config import Config, OptsConfig, flattened
-from chunkmem.errors import ConfigError
-from chunkmem.layout.spec import digest
-from chunkmem.nn.autocast import AutocastCache
-from chunkmem.nn.binding import BoundChunk
-from chunkmem.nn.wrappers import check_wrappers
+from chunkmem.data.errors import ConfigError
+from chunkmem.data.layout import digest
+from chunkmem.data.types import Tier
+from chunkmem.modules.autocast import AutocastCache
+from chunkmem.modules.binding import BoundChunk
+from chunkmem.modules.wrappers import check_wrappers
 from chunkmem.optim.by_form import updates_by_form
 from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.plan.candidate import PlanOptions
+from chunkmem.ranks.exchange import Exchange
+from chunkmem.ranks.mesh import mesh_of
+from chunkmem.ranks.methods import ExchangeMethod, possible_exchanges, require_method
+from chunkmem.ranks.ranks import Ranks, open_ranks
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.interrupts import InterruptGuard
 from chunkmem.runtime.lanes import open_lanes
@@ -47,8 +48,7 @@ from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import Tiers, shadow_nbytes, warn_of_fragmentation, warn_of_shares
 from chunkmem.steps.controller import StepController
 from chunkmem.steps.first_steps import FirstSteps
-from chunkmem.tracing.watch import Watch
-from chunkmem.types import Tier
+from chunkmem.steps.watch import Watch
 
 
 def build_runtime(origin: Origin, *, before: Runtime | None = None) -> Runtime:

@@ -14,11 +14,11 @@ import torch
 
 from chunkmem.assembly.inventory import Contents, require_room, tier_of
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.comm.neighbours import Message, Neighbours
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.moves import HeldGroup, WantedGroup
+from chunkmem.ranks.neighbours import Message, Neighbours
 from chunkmem.runtime.chunk import FIRST_CONTENT, Chunk
 from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
-from chunkmem.types import ChunkId, Role, Tier
 
 _FIRST_TAG, _NUM_TAGS = 1 << 29, 1 << 28
 

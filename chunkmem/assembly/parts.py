@@ -29,37 +29,34 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from chunkmem.comm.agreement import Operation
-from chunkmem.comm.exchange import Exchange
-from chunkmem.comm.ranks import Ranks
+from chunkmem.activations.parked import ParkedTensors
+from chunkmem.activations.region_chunks import RegionChunks
+from chunkmem.activations.region_policies import RegionPolicies
+from chunkmem.activations.regions import RegionActivations
+from chunkmem.activations.saved_tensors import ChunkHooks
 from chunkmem.config import Config
-from chunkmem.nn.access import AccessTracker
-from chunkmem.nn.backward import BackwardTracker
-from chunkmem.nn.begun import StepLedger
-from chunkmem.nn.binding import BoundChunk, ManagedParameter
-from chunkmem.nn.borders import Borders
-from chunkmem.nn.compiled import CompiledModules
-from chunkmem.nn.copies import ModelCopies
-from chunkmem.nn.fitted import FittedModules
-from chunkmem.nn.gradient_hooks import GradientHooks
-from chunkmem.nn.gradient_slots import GradientSlots
-from chunkmem.nn.gradient_values import GradientValues
-from chunkmem.nn.gradients import GradientBook
-from chunkmem.nn.guard import DeclaredReads
-from chunkmem.nn.hooks import ModuleHooks, RootCalls
-from chunkmem.nn.host_modules import HostModules
-from chunkmem.nn.lazy_tensor import LazyTensor
-from chunkmem.nn.module_policy import ModulePolicies
-from chunkmem.nn.parked import ParkedTensors
-from chunkmem.nn.reduction import OrdinaryGradients, Reduction
-from chunkmem.nn.region_chunks import RegionChunks
-from chunkmem.nn.region_policies import RegionPolicies
-from chunkmem.nn.regions import RegionActivations
-from chunkmem.nn.registry import ModelRegistry, PackedModel
-from chunkmem.nn.saved_tensors import ChunkHooks
-from chunkmem.nn.served import ParameterServer
-from chunkmem.nn.surface import ModuleSurface
-from chunkmem.nn.turn import Turn
+from chunkmem.data.module_policy import ModulePolicies
+from chunkmem.data.types import Role, Tier
+from chunkmem.modules.access import AccessTracker
+from chunkmem.modules.backward import BackwardTracker
+from chunkmem.modules.begun import StepLedger
+from chunkmem.modules.binding import BoundChunk, ManagedParameter
+from chunkmem.modules.borders import Borders
+from chunkmem.modules.compiled import CompiledModules
+from chunkmem.modules.copies import ModelCopies
+from chunkmem.modules.fitted import FittedModules
+from chunkmem.modules.gradient_hooks import GradientHooks
+from chunkmem.modules.gradient_slots import GradientSlots
+from chunkmem.modules.gradient_values import GradientValues
+from chunkmem.modules.gradients import GradientBook
+from chunkmem.modules.guard import declare
+from chunkmem.modules.hooks import ModuleHooks, RootCalls
+from chunkmem.modules.host_modules import HostModules
+from chunkmem.modules.lazy_tensor import LazyTensor
+from chunkmem.modules.reduction import OrdinaryGradients, Reduction
+from chunkmem.modules.registry import ModelRegistry, PackedModel
+from chunkmem.modules.served import ParameterServer
+from chunkmem.modules.surface import ModuleSurface
 from chunkmem.optim.block_adam import adam_states
 from chunkmem.optim.claims import Claims
 from chunkmem.optim.kernels import load_kernels
@@ -71,6 +68,12 @@ from chunkmem.optim.speculative import SpeculativeUpdater
 from chunkmem.optim.update import GroupUpdater, UpdateParts
 from chunkmem.packing.model_packer import ModelPacker
 from chunkmem.packing.packer import Packer
+from chunkmem.ranks.agreement import Operation
+from chunkmem.ranks.exchange import Exchange
+from chunkmem.ranks.ranks import Ranks
+from chunkmem.ranks.shards import ShardStore
+from chunkmem.ranks.units import Units
+from chunkmem.runtime.declared_reads import DeclaredReads
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.queues import Lanes
@@ -78,9 +81,7 @@ from chunkmem.runtime.shadow import ShadowBuffers
 from chunkmem.runtime.step_events import StepEvents
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import TierCaps
-from chunkmem.shard.shards import ShardStore
-from chunkmem.shard.units import Units
-from chunkmem.types import Role, Tier
+from chunkmem.runtime.turn import Turn
 
 T = TypeVar("T")
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
@@ -209,7 +210,7 @@ class Modules:
         for packed in added:
             self.access.add(packed.parameters)
             self.gradients.add(packed.parameters)
-            self.declared.add(packed.parameters, self.access.chunks)
+            declare(self.declared, packed.parameters, self.access.chunks)
             owned = hooks.fit(packed.root, self.registry.managed_under(packed.root), on_host=on_host)
             self.surface.fit(packed.root, owned)
             self.gradient_hooks.watch(self.registry.parameters)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.errors import CapacityError, StateError
+from chunkmem.data.errors import CapacityError, StateError
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.types import Tier
 from chunkmem.runtime.device import give_back_freed_ram
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.sizes import format_nbytes
-from chunkmem.types import Tier
 
 
 def offload(runtime: Runtime) -> None:

@@ -23,22 +23,22 @@ from chunkmem.assembly.parts import (
     Sharding,
 )
 from chunkmem.assembly.speeds import Links
-from chunkmem.comm.mesh import end_groups
-from chunkmem.comm.methods import ExchangeMethod
-from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config
-from chunkmem.errors import StateError
-from chunkmem.nn.binding import ManagedParameter, move_to
-from chunkmem.nn.gradients import GradientBook
-from chunkmem.nn.hooks import ModuleHooks
-from chunkmem.nn.module_policy import ModulePolicies
-from chunkmem.nn.registry import ModelRegistry, check_fits
+from chunkmem.data.errors import StateError
+from chunkmem.data.module_policy import ModulePolicies
+from chunkmem.modules.binding import ManagedParameter, move_to
+from chunkmem.modules.gradients import GradientBook
+from chunkmem.modules.hooks import ModuleHooks
+from chunkmem.modules.registry import ModelRegistry, check_fits
 from chunkmem.optim.chunk_states import StateHolder
 from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.optim.update import GroupUpdater
 from chunkmem.plan.machine import Machine
+from chunkmem.ranks.mesh import end_groups
+from chunkmem.ranks.methods import ExchangeMethod
+from chunkmem.ranks.ranks import Ranks
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.disk_file import SystemCalls
 from chunkmem.runtime.queues import Lanes

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from chunkmem.plan.machine import Machine
+from chunkmem.ranks.exchange_speed import measure_exchanges
+from chunkmem.ranks.shards import ShardStore
 from chunkmem.runtime.measure import UpdatesByForm, cached_machine
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.tiers import Tiers
-from chunkmem.shard.exchange_speed import measure_exchanges
-from chunkmem.shard.shards import ShardStore
 
 
 @dataclass

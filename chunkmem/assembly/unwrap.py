@@ -7,8 +7,8 @@ from torch import nn
 
 from chunkmem.assembly.change import require_let_go
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.errors import StateError
-from chunkmem.nn.binding import move_to
+from chunkmem.data.errors import StateError
+from chunkmem.modules.binding import move_to
 from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
 
 _CALL = "manager.unwrap()"

@@ -25,10 +25,10 @@ from chunkmem.checkpoints.odd_files import read_all
 from chunkmem.checkpoints.replacing import not_written, replacing, told_to_all
 from chunkmem.checkpoints.saving import PlannedSave, plan_save
 from chunkmem.checkpoints.unfinished import in_one_line, sync, written
-from chunkmem.comm.notes import Notes
-from chunkmem.errors import CheckpointError, RankError
-from chunkmem.nn.lazy_tensor import Piece
+from chunkmem.data.errors import CheckpointError, RankError
+from chunkmem.modules.lazy_tensor import Piece
 from chunkmem.optim.slot_source import SlotSource
+from chunkmem.ranks.notes import Notes
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.snapshot import Snapshot
 

@@ -17,10 +17,10 @@ from torch import nn
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.files import EXTRA, RANKS
 from chunkmem.checkpoints.reading import CheckpointFiles
-from chunkmem.comm.ranks import Ranks
-from chunkmem.errors import CheckpointError
+from chunkmem.data.errors import CheckpointError
 from chunkmem.optim.ema import PREFIX
 from chunkmem.optim.masters import MASTER_KEY
+from chunkmem.ranks.ranks import Ranks
 
 _COUNT = "count"
 """Under "ranks": how many there were."""

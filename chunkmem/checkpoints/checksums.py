@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from chunkmem.checkpoints.directory import MANIFEST
 from chunkmem.checkpoints.odd_files import parse_json, read_all
 from chunkmem.checkpoints.unfinished import written
-from chunkmem.errors import CheckpointError, said
+from chunkmem.data.errors import CheckpointError, said
 
 NAME = "checksums.json"
 """CRC-32 of values by name and offsets, of the manifest, and of these numbers themselves."""

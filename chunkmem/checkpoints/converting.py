@@ -22,9 +22,9 @@ from chunkmem.checkpoints.saved_objects import damaged_member, load_saved
 from chunkmem.checkpoints.saving import save_now
 from chunkmem.checkpoints.streaming import untied
 from chunkmem.checkpoints.unfinished import Unfinished, in_one_line, sync, written
-from chunkmem.comm.ranks import open_ranks
-from chunkmem.errors import CheckpointError, said
-from chunkmem.nn.lazy_tensor import LazyTensor
+from chunkmem.data.errors import CheckpointError, said
+from chunkmem.modules.lazy_tensor import LazyTensor
+from chunkmem.ranks.ranks import open_ranks
 
 
 class Format(enum.Enum):

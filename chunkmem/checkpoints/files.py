@@ -28,8 +28,8 @@ from chunkmem.checkpoints.checksums import checksum, entry_name, write_checksums
 from chunkmem.checkpoints.directory import MANIFEST
 from chunkmem.checkpoints.odd_files import parse_json
 from chunkmem.checkpoints.unfinished import naming
-from chunkmem.errors import CheckpointError, said
-from chunkmem.nn.lazy_tensor import LazyTensor, Piece
+from chunkmem.data.errors import CheckpointError, said
+from chunkmem.modules.lazy_tensor import LazyTensor, Piece
 
 EXTRA = "extra"
 """The key of what a user adds."""

@@ -16,9 +16,9 @@ from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.odd_files import checkpoint_path
 from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.checkpoints.saving import require_own
-from chunkmem.errors import CheckpointError, ChunkmemError, RankError, said
-from chunkmem.nn.lazy_tensor import LazyTensor
-from chunkmem.nn.registry import check_fits
+from chunkmem.data.errors import CheckpointError, ChunkmemError, RankError, said
+from chunkmem.modules.lazy_tensor import LazyTensor
+from chunkmem.modules.registry import check_fits
 from chunkmem.optim.ema import EMA
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.tiles import indexed_state

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from chunkmem.checkpoints.odd_files import path_in
-from chunkmem.errors import CheckpointError, said
+from chunkmem.data.errors import CheckpointError, said
 
 TRUST = "if you trust its author, pass trust=True (chunkmem convert: --trust)"
 _MAX_DEPTH = 64

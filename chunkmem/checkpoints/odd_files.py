@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
-from chunkmem.errors import CheckpointError, said
-from chunkmem.schema import with_unique_keys
+from chunkmem.data.errors import CheckpointError, said
+from chunkmem.data.schema import with_unique_keys
 
 
 def checkpoint_path(path: str | bytes | os.PathLike[str]) -> Path:

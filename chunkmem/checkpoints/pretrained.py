@@ -20,7 +20,7 @@ from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.safetensors_files import DTYPES, INDEX, open_safetensors
 from chunkmem.checkpoints.streaming import weight_stream
 from chunkmem.checkpoints.unfinished import Unfinished, alone_in, in_one_line, make_folder, naming, sync, written
-from chunkmem.errors import CheckpointError, ChunkmemError, TierIOError, said
+from chunkmem.data.errors import CheckpointError, ChunkmemError, TierIOError, said
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ONE = "model.safetensors"

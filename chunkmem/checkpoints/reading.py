@@ -31,8 +31,8 @@ from chunkmem.checkpoints.metadata import read_metadata
 from chunkmem.checkpoints.odd_files import opened, read_all
 from chunkmem.checkpoints.saved_objects import damaged_member, load_saved
 from chunkmem.checkpoints.stored_values import FilePart, FileSource, StoredValues, find_values
-from chunkmem.errors import CheckpointError, said
-from chunkmem.nn.lazy_tensor import Extent, LazyTensor
+from chunkmem.data.errors import CheckpointError, said
+from chunkmem.modules.lazy_tensor import Extent, LazyTensor
 from chunkmem.runtime.device import give_back_freed_ram
 
 _T = TypeVar("_T")

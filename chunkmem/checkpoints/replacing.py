@@ -38,8 +38,8 @@ from chunkmem.checkpoints.unfinished import (
     sync,
     written,
 )
-from chunkmem.comm.ranks import Ranks
-from chunkmem.errors import CheckpointError, RankError
+from chunkmem.data.errors import CheckpointError, RankError
+from chunkmem.ranks.ranks import Ranks
 
 _LABEL = "making the directory of a checkpoint"
 _SAVING = "manager.save()"

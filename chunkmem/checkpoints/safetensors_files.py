@@ -12,8 +12,8 @@ import torch
 
 from chunkmem.checkpoints.odd_files import opened, parse_json, path_in, read_all, read_at
 from chunkmem.checkpoints.stored_values import FileSource, StoredValues
-from chunkmem.errors import CheckpointError, said
-from chunkmem.nn.lazy_tensor import Extent, LazyTensor
+from chunkmem.data.errors import CheckpointError, said
+from chunkmem.modules.lazy_tensor import Extent, LazyTensor
 
 DTYPES = MappingProxyType({
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,

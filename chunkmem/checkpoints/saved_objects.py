@@ -13,7 +13,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from chunkmem.checkpoints.metadata import TRUST
-from chunkmem.errors import CheckpointError, said
+from chunkmem.data.errors import CheckpointError, said
 
 
 class UntrustedError(CheckpointError):

@@ -9,7 +9,7 @@ from typing import Any
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.asynchronous import Saving, begin_saving
 from chunkmem.checkpoints.saving import save_now
-from chunkmem.errors import CheckpointError
+from chunkmem.data.errors import CheckpointError
 
 
 class CheckpointSaver:

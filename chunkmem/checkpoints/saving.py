@@ -15,11 +15,11 @@ from chunkmem.assembly.runtime import Runtime
 from chunkmem.checkpoints.by_rank import OwnNames, divide
 from chunkmem.checkpoints.files import EXTRA, ChunkPlanner, ChunkWriter, Written
 from chunkmem.checkpoints.replacing import Replacement, replacing, told_to_all
-from chunkmem.comm.ranks import Ranks
-from chunkmem.errors import CheckpointError
+from chunkmem.data.errors import CheckpointError
 from chunkmem.optim.ema import EMA
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.tiles import named_state
+from chunkmem.ranks.ranks import Ranks
 
 _LABEL = "manager.save()"
 _WORD_S = 10.0

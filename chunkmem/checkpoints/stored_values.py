@@ -27,7 +27,7 @@ from torch import _weights_only_unpickler, nn
 from chunkmem.checkpoints.checksums import checksum
 from chunkmem.checkpoints.odd_files import opened, read_at
 from chunkmem.checkpoints.saved_objects import open_archive
-from chunkmem.nn.lazy_tensor import Extent, Source
+from chunkmem.modules.lazy_tensor import Extent, Source
 
 PIECE_NBYTES = 1 << 20
 """What goes through a buffer at a time: it stays in a cache of the processor."""

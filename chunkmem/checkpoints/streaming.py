@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.errors import StateError
-from chunkmem.nn.lazy_tensor import LazyTensor
-from chunkmem.types import Role
+from chunkmem.data.errors import StateError
+from chunkmem.data.types import Role
+from chunkmem.modules.lazy_tensor import LazyTensor
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from chunkmem.errors import CheckpointError
+from chunkmem.data.errors import CheckpointError
 
 LOCK = ".saving.lock"
 """The file whose lock those have who change a folder that others may change, too."""

@@ -13,7 +13,7 @@ from chunkmem.checkpoints.directory import standing
 from chunkmem.checkpoints.reading import CheckpointFiles, tried
 from chunkmem.checkpoints.safetensors_files import StoredTensor, open_safetensors
 from chunkmem.checkpoints.saved_objects import UntrustedError
-from chunkmem.errors import CheckpointError, said
+from chunkmem.data.errors import CheckpointError, said
 
 Progress = Callable[[int, int], object]
 """Is told how many bytes were looked at since the last time, and how many there are in all."""

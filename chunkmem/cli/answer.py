@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from chunkmem.errors import PlanError
+from chunkmem.data.errors import PlanError
 
 BAD_INPUT: Final = 2
 """The exit status when what was asked makes no sense."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from chunkmem.cli.answer import CommandResult, table
 from chunkmem.cli.machine import add_count, add_size, add_training_arguments
-from chunkmem.errors import ChunkmemError, ConfigError
-from chunkmem.sizes import format_nbytes, shown
+from chunkmem.data.errors import ChunkmemError, ConfigError
+from chunkmem.data.sizes import format_nbytes, shown
 
 if TYPE_CHECKING:
     from chunkmem.testing import CheckReport, Comparison

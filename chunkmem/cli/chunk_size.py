@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
 from chunkmem.cli.machine import add_size, default_caps
-from chunkmem.errors import ChunkmemError, ConfigError
-from chunkmem.layout.pack import SlabCandidate, search_slab_nbytes, slab_candidates
-from chunkmem.sizes import format_nbytes, shown
+from chunkmem.data.errors import ChunkmemError, ConfigError
+from chunkmem.data.layout_pack import SlabCandidate, search_slab_nbytes, slab_candidates
+from chunkmem.data.sizes import format_nbytes, shown
 
 if TYPE_CHECKING:
-    from chunkmem.layout.spec import TensorSpec
+    from chunkmem.data.layout import TensorSpec
 
 NAME = "chunk-size"
 SUMMARY = "what each chunk size would waste"

@@ -14,8 +14,8 @@ from chunkmem.cli.answer import CommandResult
 from chunkmem.cli.machine import parse_size
 from chunkmem.config import Config, flattened
 from chunkmem.contrib.deepspeed.convert import convert
-from chunkmem.errors import ConfigError
-from chunkmem.schema import Section, read_json
+from chunkmem.data.errors import ConfigError
+from chunkmem.data.schema import Section, read_json
 
 NAME = "config"
 SUMMARY = "all keys of the configuration, or a check of a file"
@@ -25,7 +25,7 @@ sets to something else than the default.
 
   chunkmem config
   chunkmem config chunkmem.json
-  chunkmem config --schema > chunkmem.schema.json     # a JSON Schema, for editors
+  chunkmem config --schema > chunkmem.data.schema.json     # a JSON Schema, for editors
   chunkmem config --markdown > configuration.md       # the same as docs/configuration.md
   chunkmem config --from ds_config.json --out chunkmem.json
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from chunkmem.cli.answer import CommandResult
 from chunkmem.cli.machine import add_size
-from chunkmem.errors import ConfigError
-from chunkmem.sizes import format_nbytes
+from chunkmem.data.errors import ConfigError
+from chunkmem.data.sizes import format_nbytes
 
 NAME = "convert"
 SUMMARY = "write a checkpoint in another format, in little memory"

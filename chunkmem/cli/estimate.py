@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from chunkmem.cli.answer import CommandResult, counted
 from chunkmem.cli.machine import add_count, add_size, add_speed, add_training_arguments, parse_speed
 from chunkmem.cli.stages import pipeline_answer, refuse_with
-from chunkmem.errors import CapacityError, ConfigError, LayoutError
+from chunkmem.data.errors import CapacityError, ConfigError, LayoutError
+from chunkmem.data.types import ACTIVATION_POLICIES, Tier
 from chunkmem.estimate.hardware import HARDWARE, Hardware
 from chunkmem.estimate.mesh import RankMesh
 from chunkmem.runtime.quiet import silenced
-from chunkmem.types import ACTIVATION_POLICIES, Tier
 
 if TYPE_CHECKING:
     from chunkmem.estimate.question import Question

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, counted, table
 from chunkmem.cli.estimate_times import assumption_lines, disk_data, disk_lines, time_data, time_lines
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.types import TIERS, Role, Tier
 from chunkmem.estimate.question import device_need
 from chunkmem.report.regions import region_data
 from chunkmem.report.text import REGION_COLUMNS, region_rows
-from chunkmem.sizes import format_nbytes
-from chunkmem.types import TIERS, Role, Tier
 
 if TYPE_CHECKING:
-    from chunkmem.errors import CapacityError
+    from chunkmem.data.errors import CapacityError
     from chunkmem.estimate.changes import Change
     from chunkmem.estimate.largest import Largest, TooLarge
     from chunkmem.estimate.needs import DeviceNeed

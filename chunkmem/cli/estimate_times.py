@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import counted
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.types import Tier
 from chunkmem.estimate.hardware import BUILD_Bps, PIN_Bps
 from chunkmem.plan.model import Lane
-from chunkmem.sizes import format_nbytes
-from chunkmem.types import Tier
 
 _DISK_SHARE = 0.5
 """Of a step that the disk reads or writes: from there on it is what the step waits for."""

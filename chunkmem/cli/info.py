@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
 from chunkmem.cli.machine import default_caps, measured_machine
+from chunkmem.data.sizes import format_nbytes
 from chunkmem.plan.model import LINK_LANES
 from chunkmem.runtime.populate import num_cores
-from chunkmem.sizes import format_nbytes
 
 if TYPE_CHECKING:
     from chunkmem.runtime.device import ComputeDevice

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chunkmem.errors import ConfigError, PlanError
+from chunkmem.data.errors import ConfigError, PlanError
+from chunkmem.data.sizes import parse_nbytes
+from chunkmem.data.types import LINKS, Tier
 from chunkmem.plan.machine import LinkSpeed, Machine
 from chunkmem.plan.model import LINK_LANES, Plan
-from chunkmem.sizes import parse_nbytes
-from chunkmem.types import LINKS, Tier
 
 if TYPE_CHECKING:
     from chunkmem.runtime.tiers import TierCaps

@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from chunkmem.cli import build, check, chunk_size, config, convert, estimate, info, plan, report, run, verify
 from chunkmem.cli.answer import BAD_INPUT, CommandResult
-from chunkmem.errors import ChunkmemError
-from chunkmem.sizes import printable
+from chunkmem.data.errors import ChunkmemError
+from chunkmem.data.sizes import printable
 from chunkmem.version import __version__
 
 DOES_NOT_FIT = 1

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, counted, table
+from chunkmem.data.sizes import format_nbytes
 from chunkmem.report.text import format_s
-from chunkmem.sizes import format_nbytes
 
 if TYPE_CHECKING:
     from chunkmem.estimate.meshes import MeshChoice, MeshStep, TooSmall

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 from chunkmem.cli.answer import CommandResult, does_not_fit, table
 from chunkmem.cli.machine import add_count, add_machine_arguments, machine_of
 from chunkmem.cli.stages import blocks_named, cut_answer, refuse_with
-from chunkmem.errors import ConfigError, PlanError
+from chunkmem.data.errors import ConfigError, PlanError
+from chunkmem.data.sizes import format_nbytes, shown
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import Tier
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.disk_bound import DiskBound, disk_bound
 from chunkmem.plan.machine import Machine
@@ -21,12 +24,9 @@ from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
 from chunkmem.report.regions import region_policies
 from chunkmem.report.text import REGION_COLUMNS, region_rows
-from chunkmem.sizes import format_nbytes, shown
-from chunkmem.trace.model import Trace
-from chunkmem.types import Tier
 
 if TYPE_CHECKING:
-    from chunkmem.bound import TrafficBound
+    from chunkmem.report.bound import TrafficBound
 
 NAME = "plan"
 SUMMARY = "plan a recorded step for another machine"
@@ -79,7 +79,7 @@ class _Stages(argparse.Action):
 
 def run(options: argparse.Namespace) -> CommandResult:
     """Plan the trace, and answer how it would run or why it does not fit."""
-    from chunkmem.bound import traffic_bound
+    from chunkmem.report.bound import traffic_bound
 
     if options.stages is not None:
         return _cut(options)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from chunkmem.cli.answer import CommandResult, table
-from chunkmem.errors import PlanError, TraceError
-from chunkmem.sizes import format_nbytes
+from chunkmem.data.errors import PlanError, TraceError
+from chunkmem.data.sizes import format_nbytes
 
 if TYPE_CHECKING:
     from chunkmem.report.run import Run

@@ -12,9 +12,9 @@ from typing import NoReturn
 from chunkmem.cli.answer import BAD_INPUT
 from chunkmem.cli.machine import add_count
 from chunkmem.config import Config, num_processes_said
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
+from chunkmem.data.schema import read_json
 from chunkmem.integrations.auto import filled
-from chunkmem.schema import read_json
 
 NAME = "run"
 SUMMARY = "train with an unchanged script, its model in chunks"

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, counted, does_not_fit, table
-from chunkmem.errors import CapacityError, ConfigError, PlanError
+from chunkmem.data.errors import CapacityError, ConfigError, PlanError
+from chunkmem.data.sizes import format_nbytes
 from chunkmem.plan.balance import Block, Stage, balance, tie_groups, tied_over
 from chunkmem.plan.pipeline_choice import PipelineCandidate, PipelineChoice
 from chunkmem.plan.pipeline_schedule import PipelineStep, Schedule
 from chunkmem.report.text import format_s
-from chunkmem.sizes import format_nbytes
 
 if TYPE_CHECKING:
     from chunkmem.estimate.question import Question
@@ -129,8 +129,8 @@ def blocks_named(text: str) -> tuple[Block, ...]:
     Raises:
         ChunkmemError: there is no such trace or model, or it has no blocks.
     """
+    from chunkmem.data.trace import Trace
     from chunkmem.report.blocks import blocks_of
-    from chunkmem.trace.model import Trace
 
     path = Path(text)
     if path.is_dir():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
-from chunkmem.sizes import format_nbytes
+from chunkmem.data.sizes import format_nbytes
 
 if TYPE_CHECKING:
     from chunkmem.checkpoints.verifying import Verified

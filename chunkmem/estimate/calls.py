@@ -13,18 +13,18 @@ from typing import Any, cast
 
 import torch
 
-from chunkmem.layout.spec import Layout
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.gradient_slots import GradientSlots
+from chunkmem.data.layout import Layout
+from chunkmem.data.trace import Kind, Region
+from chunkmem.data.types import ChunkId
+from chunkmem.modules.binding import ManagedParameter
+from chunkmem.modules.gradient_slots import GradientSlots
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.speculative import Intent
+from chunkmem.ranks.shards import ShardStore
+from chunkmem.ranks.units import Unit, Units
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.policy import OnDemand
-from chunkmem.shard.shards import ShardStore
-from chunkmem.shard.units import Unit, Units
-from chunkmem.trace.model import Kind, Region
-from chunkmem.types import ChunkId
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from math import lcm
 from types import MappingProxyType
 from typing import Any
 
-from chunkmem.errors import LayoutError, StateError
+from chunkmem.data.errors import LayoutError, StateError
+from chunkmem.data.types import TIERS
 from chunkmem.estimate.mesh import RankMesh
 from chunkmem.estimate.optimizers import is_elementwise
 from chunkmem.estimate.question import Question, below_raised, device_need, fits, with_third_tier
-from chunkmem.types import TIERS
 
 _NEAR = 1.1
 """A cap that is short by less than this factor is the first thing to change."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 from chunkmem.estimate.gpt import usual_width
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.models import resolve_model

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 from chunkmem.estimate.tensor_parallel import GATHER
 
 VOCAB = 50257

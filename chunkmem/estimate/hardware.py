@@ -28,9 +28,9 @@ from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from chunkmem.data.types import UpdateForm
 from chunkmem.estimate.mesh import ALONE, RankMesh
 from chunkmem.plan.machine import Machine, disk_links, host_links
-from chunkmem.types import UpdateForm
 
 if TYPE_CHECKING:
     import torch

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from chunkmem.errors import CapacityError
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.types import Tier
 from chunkmem.estimate.families import Family
 from chunkmem.estimate.needs import DeviceNeed
 from chunkmem.estimate.question import Finding, Question, device_need, find, find_chosen, made_once, rehearsed
-from chunkmem.types import Tier
 
 MOST_LAYERS = 1000
 """Where the search ends."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import prod
 
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 
 _MOST_RANKS = 2**31 - 1
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 
-from chunkmem.errors import CapacityError, ConfigError
+from chunkmem.data.errors import CapacityError, ConfigError
 from chunkmem.estimate.mesh import RankMesh, meshes
 from chunkmem.estimate.model_blocks import model_blocks
 from chunkmem.estimate.question import Question, find, find_chosen

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.question import Question
-from chunkmem.nn.values import tensors_in
 from chunkmem.plan.balance import Block
 from chunkmem.report.blocks import blocks_of
+from chunkmem.runtime.values import tensors_in
 
 
 def model_blocks(question: Question) -> tuple[Block, ...]:

@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 from chunkmem.estimate.model import blocks_in
 from chunkmem.estimate.models import imported
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.modules.binding import ManagedParameter
 from chunkmem.optim.any_class import require_whole, tiles_in
 from chunkmem.optim.class_calls import require_class
 from chunkmem.optim.class_rule import ClassHyper, ClassRule

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from chunkmem.comm.agreement import Operation
-from chunkmem.comm.connection import Connection
-from chunkmem.comm.exchange import PendingWork, Shard, has_one_of_each
-from chunkmem.comm.groups import RankGroup
-from chunkmem.comm.methods import ExchangeMethod, Grouped, PointToPoint
+from chunkmem.ranks.agreement import Operation
+from chunkmem.ranks.connection import Connection
+from chunkmem.ranks.exchange import PendingWork, Shard, has_one_of_each
+from chunkmem.ranks.groups import RankGroup
+from chunkmem.ranks.methods import ExchangeMethod, Grouped, PointToPoint
 
 
 class Unison(Connection):

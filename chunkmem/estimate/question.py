@@ -9,29 +9,35 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from chunkmem.comm.exchange import Traffic
-from chunkmem.errors import CapacityError
+from chunkmem.activations.plan_regions import choose_regions
+from chunkmem.activations.shared_regions import kept_nbytes
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.layout_pack import SLAB_FLOOR_NBYTES, SLABS_PER_CAP
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import PLACE, Role, Tier
 from chunkmem.estimate.hardware import FASTER, SLOWER, Hardware
-from chunkmem.estimate.lower_bounds import LowerBounds, lower_bounds_of
 from chunkmem.estimate.model import Model
-from chunkmem.estimate.needs import DeviceNeed, least_as_gateway, least_on_device, least_on_host
+from chunkmem.estimate.needs import (
+    DeviceNeed,
+    LowerBounds,
+    least_as_gateway,
+    least_on_device,
+    least_on_host,
+    lower_bounds_of,
+)
 from chunkmem.estimate.rank_stage import RankStage, RankSteps, Step
 from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
 from chunkmem.estimate.weightless import counted_memory
-from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, SLABS_PER_CAP
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.candidates import candidates
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import make_plan
-from chunkmem.plan.regions import choose_regions
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
+from chunkmem.ranks.exchange import Traffic
 from chunkmem.report.regions import RegionPolicy, region_policies
 from chunkmem.runtime.ledger import Ledger
-from chunkmem.trace.model import Trace
-from chunkmem.trace.shared import kept_nbytes
-from chunkmem.types import PLACE, Role, Tier
 
 UNLIMITED_NBYTES = 2**60
 """A HOST that nobody has said the size of."""

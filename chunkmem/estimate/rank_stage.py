@@ -8,28 +8,28 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from chunkmem.activations.region_chunks import activation_chunk
 from chunkmem.assembly.parts import Memory, make_training, make_update_parts
-from chunkmem.comm.exchange import Traffic
-from chunkmem.comm.ranks import Ranks
+from chunkmem.data.layout import Layout, digest
+from chunkmem.data.layout_pack import dealt
+from chunkmem.data.trace import Kind, Mode, Moments, Region, Trace
+from chunkmem.data.types import Role, Tier
 from chunkmem.estimate.calls import LoggedOptimizer, Measured, StepCalls
 from chunkmem.estimate.peers import CountedInRam, CountedOverLibrary, Unison
 from chunkmem.estimate.weightless import ANYTHING
-from chunkmem.layout.pack import dealt
-from chunkmem.layout.spec import Layout, digest
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.region_chunks import activation_chunk
+from chunkmem.modules.binding import ManagedParameter
 from chunkmem.optim.adam_rule import AdamRule
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.speculative import Intent
+from chunkmem.ranks.exchange import Traffic
+from chunkmem.ranks.exchange_speed import measure_exchanges
+from chunkmem.ranks.ranks import Ranks
+from chunkmem.ranks.units import Unit
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.timestamps import HostClock
-from chunkmem.shard.exchange_speed import measure_exchanges
-from chunkmem.shard.units import Unit
-from chunkmem.trace.model import Kind, Mode, Moments, Region, Trace
-from chunkmem.tracing.recorder import Recorder
-from chunkmem.types import Role, Tier
+from chunkmem.steps.recorder import Recorder
 
 
 @dataclass(frozen=True)

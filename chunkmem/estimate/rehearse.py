@@ -31,9 +31,13 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkmem.assembly.parts import DTYPES, make_modules, make_training, make_update_parts
-from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config
-from chunkmem.errors import ChunkmemError, LayoutError, TraceError
+from chunkmem.data.errors import ChunkmemError, LayoutError, TraceError
+from chunkmem.data.layout import Layout
+from chunkmem.data.layout_pack import dealt
+from chunkmem.data.module_policy import ModulePolicies
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import Role
 from chunkmem.estimate.calls import (
     CallLog,
     LoggedEvents,
@@ -43,30 +47,25 @@ from chunkmem.estimate.calls import (
     Measured,
     StepCalls,
 )
-from chunkmem.estimate.clock import HostOperators, OperatorClock
 from chunkmem.estimate.hardware import HARDWARE, Hardware
 from chunkmem.estimate.mesh import ALONE, RankMesh
 from chunkmem.estimate.model import Model, checkpointed
 from chunkmem.estimate.needs import gradient_peak_nbytes
+from chunkmem.estimate.operators import HostOperators, OperatorClock, with_workspace
 from chunkmem.estimate.optimizers import BUILT_IN, states_kept
 from chunkmem.estimate.peers import Unison
 from chunkmem.estimate.rank_stage import RankStage, RankSteps
 from chunkmem.estimate.tensor_parallel import make_local
 from chunkmem.estimate.weightless import ANYTHING, NO_CAP_NBYTES, counted_memory, uncapped
-from chunkmem.estimate.workspace import with_workspace
-from chunkmem.layout.pack import dealt
-from chunkmem.layout.spec import Layout
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.guard import only_makes_a_view
-from chunkmem.nn.module_policy import ModulePolicies
+from chunkmem.modules.binding import ManagedParameter
+from chunkmem.modules.guard import only_makes_a_view
 from chunkmem.optim.block_adam import adam_states
 from chunkmem.optim.rule import StateSpec
 from chunkmem.packing.built import Built
 from chunkmem.packing.tiling import tile_linears
+from chunkmem.ranks.ranks import Ranks
 from chunkmem.runtime.lanes import BlockingLanes
-from chunkmem.trace.model import Trace
-from chunkmem.tracing.probe import LiveStorageProbe
-from chunkmem.types import Role
+from chunkmem.steps.probe import LiveStorageProbe
 
 _NOT_THE_USERS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 _DEVICE = torch.ops.prim.device.default

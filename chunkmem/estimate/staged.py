@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from chunkmem.errors import CapacityError
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.types import Tier
 from chunkmem.estimate.question import Question
 from chunkmem.plan.balance import Block, Stage
 from chunkmem.plan.pipeline_choice import PipelineChoice, PipelineMachine, choose_schedule
-from chunkmem.sizes import format_nbytes
-from chunkmem.types import Tier
 
 MICRO_BATCHES_A_STAGE = 4
 """Where their number is not given: the bubble is a fifth then."""

@@ -8,7 +8,8 @@ from typing import cast
 import torch
 
 from chunkmem.assembly.parts import Memory
-from chunkmem.nn.binding import BoundChunk, ManagedParameter
+from chunkmem.data.types import Tier
+from chunkmem.modules.binding import BoundChunk, ManagedParameter
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.ledger import Ledger
@@ -17,7 +18,6 @@ from chunkmem.runtime.pool import DevicePool, Slab
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import TierCaps
 from chunkmem.runtime.timestamps import HostClock
-from chunkmem.types import Tier
 
 NO_CAP_NBYTES = 2**62
 ANYTHING = torch.empty((), device="meta")

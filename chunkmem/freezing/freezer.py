@@ -14,20 +14,19 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.errors import CapacityError, ConfigError, StateError
+from chunkmem.data.errors import CapacityError, ConfigError, StateError
+from chunkmem.data.memory import FreezeReport
+from chunkmem.data.trace import Trace
 from chunkmem.freezing.packing_again import PackingAgain, has_states, training_nbytes
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.gather import parameters_in
+from chunkmem.modules.binding import ManagedParameter
+from chunkmem.modules.gather import parameters_in
 from chunkmem.runtime.chunk import NO_CONTENT
-from chunkmem.sizes import format_nbytes
 from chunkmem.steps.plan_cache import Key
-from chunkmem.trace.model import Trace
 
 
 def expect_step(runtime: Runtime) -> None:
@@ -79,29 +78,6 @@ def _follow_again(runtime: Runtime, key: Key) -> bool:
         return now == {chunk for chunk in trace.chunk_nbytes if chunk.group in groups and chunk.role.kind.is_of_update}
 
     return runtime.controller.known.follow_again(key, is_current)
-
-
-@dataclass(frozen=True)
-class FreezeReport:
-    """What `manager.freeze` or `manager.unfreeze` has done. `str()` is one line."""
-
-    num_params: int
-    """Elements whose parameters are frozen, or trained, from now on, and were not before."""
-    freed_nbytes: int = 0
-    """Given back on all tiers of this rank."""
-    left_nbytes: int = 0
-    """Of their optimizer states and master weights on this rank, in chunks that others still need: smaller chunks
-    (`default_chunk_size`) give more back."""
-    packed_nbytes: int = 0
-    """Of what was given back: by packing chunks again of which less than half is trained."""
-    not_packed: str = ""
-    """Why that was not done, although it would have given memory back."""
-
-    def __str__(self) -> str:
-        packed = f", {format_nbytes(self.packed_nbytes)} of it by packing chunks again" if self.packed_nbytes else ""
-        left = f", {format_nbytes(self.left_nbytes)} left in chunks that others need" if self.left_nbytes else ""
-        why = f" ({self.not_packed})" if self.not_packed else ""
-        return f"{self.num_params} parameters, {format_nbytes(self.freed_nbytes)} given back{packed}{left}{why}"
 
 
 def freeze(

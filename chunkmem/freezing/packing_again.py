@@ -19,19 +19,19 @@ from torch import nn
 
 from chunkmem.assembly.change import Repacking, require_let_go
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.comm.mesh import Mesh
-from chunkmem.comm.ranks import open_ranks
-from chunkmem.errors import CapacityError, StateError
-from chunkmem.layout.spec import Group, Layout, MasterCopy
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.lazy_gradient import LazyGradient
-from chunkmem.nn.parameter_reads import own_parameters
+from chunkmem.data.errors import CapacityError, StateError
+from chunkmem.data.layout import Group, Layout, MasterCopy
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.types import Role, Tier
+from chunkmem.modules.binding import ManagedParameter
+from chunkmem.modules.lazy_gradient import LazyGradient
+from chunkmem.modules.parameter_reads import own_parameters
 from chunkmem.optim.block_adam import adam_states
 from chunkmem.optim.rule import StateSpec
 from chunkmem.packing.built import PutOff
 from chunkmem.packing.packer import groups_by_role
-from chunkmem.sizes import format_nbytes
-from chunkmem.types import Role, Tier
+from chunkmem.ranks.mesh import Mesh
+from chunkmem.ranks.ranks import open_ranks
 
 _CALL = "manager.freeze()"
 _PACKED = "manager.freeze() has packed its chunks again since; take state_dict() or optimizer.state[param] again"

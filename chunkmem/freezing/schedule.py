@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from chunkmem.comm.ranks import Ranks
-from chunkmem.errors import CheckpointError, ConfigError, StateError
+from chunkmem.data.errors import CheckpointError, ConfigError, StateError
 from chunkmem.freezing.follows import HasRuntime
+from chunkmem.ranks.ranks import Ranks
 
 
 class Gathers(HasRuntime, Protocol):

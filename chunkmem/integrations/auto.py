@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from chunkmem.errors import ConfigError
-from chunkmem.sizes import shown
+from chunkmem.data.errors import ConfigError
+from chunkmem.data.sizes import shown
 
 AUTO: Final = "auto"
 _ARGUMENTS: Final = MappingProxyType(

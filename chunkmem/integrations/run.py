@@ -28,13 +28,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from chunkmem.config import Config
-from chunkmem.errors import ChunkmemError, StateError
+from chunkmem.data.errors import ChunkmemError, StateError
+from chunkmem.data.schema import read_json
 from chunkmem.integrations.auto import check_options, check_precision, filled
 from chunkmem.manager import ChunkManager
 from chunkmem.optim.converted import become, converted
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.schema import read_json
 
 _RECORD_S: Final = 5.0
 _LAUNCHER: Final = ".strategies.launchers.subprocess_script._SubprocessScriptLauncher"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 from chunkmem.integrations.run import TakeOver
 from chunkmem.manager import ChunkManager
 

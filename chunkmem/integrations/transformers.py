@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 from chunkmem.manager import ChunkManager
-from chunkmem.metrics import NAMES
+from chunkmem.report.metrics import NAMES
 
 DEFAULT_NAMES: Final = (
     "memory/device_peak_bytes",

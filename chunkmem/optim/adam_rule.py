@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
+from chunkmem.data.types import Role
 from chunkmem.optim.checks import check_available, check_number, number
 from chunkmem.optim.device_order import DevicePowers
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.ops import number_on
 from chunkmem.optim.rule import ChunkMemory, SlotUpdate, StateSpec, UpdateItem, UpdateRule, Views, fill, slots_of
 from chunkmem.optim.segments import HyperParameters, Outputs, SegmentPass, Segments
-from chunkmem.types import Role
 
 EXP_AVG, EXP_AVG_SQ = Role("exp_avg"), Role("exp_avg_sq")
 _REFUSED = ("amsgrad", "maximize")

@@ -10,9 +10,8 @@ from typing import Any, cast
 import torch
 from torch.optim.optimizer import ParamsT
 
-from chunkmem.comm.local_parts import LocalPart
-from chunkmem.errors import ConfigError
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.data.errors import ConfigError
+from chunkmem.modules.binding import ManagedParameter
 from chunkmem.optim.checks import flag
 from chunkmem.optim.class_calls import NOT_OPTIONS, options_of, require_class
 from chunkmem.optim.class_rule import ClassRule
@@ -23,6 +22,7 @@ from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.rule import UpdateRule
 from chunkmem.optim.tiles import tiled_weights
 from chunkmem.optim.whole import WholeClass, WholeRule, WholeStep
+from chunkmem.ranks.local_parts import LocalPart
 
 CLASS_KEY = "optimizer"
 """Of a parameter group that is added: its class, if there are several."""

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
+from chunkmem.data.types import UpdateForm
 from chunkmem.optim.codes import SIGNED, UNSIGNED
 from chunkmem.optim.kernels import Kernels
 from chunkmem.optim.segments import HyperParameters, Segments
-from chunkmem.types import UpdateForm
 
 _HYPER = HyperParameters([1e-3], [0.9], [0.999], [1e-8], [0.01], [10])
 

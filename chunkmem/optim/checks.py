@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 
 
 def check_available(group: Mapping[str, Any], refused: Sequence[str]) -> None:

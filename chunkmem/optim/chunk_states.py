@@ -8,15 +8,15 @@ from typing import Any, Protocol
 
 import torch
 
-from chunkmem.errors import ConfigError, StateError
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.data.errors import ConfigError, StateError
+from chunkmem.data.types import Role
+from chunkmem.modules.binding import ManagedParameter
 from chunkmem.optim.entries import NO_UPDATES, Entry, EntryForm, Record, copied_to_cpu
 from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.in_backward import Owner
 from chunkmem.optim.members import GroupMembers
 from chunkmem.optim.rule import StateSpec, UpdateRule
 from chunkmem.optim.slot_source import lazy_state
-from chunkmem.types import Role
 
 Specs = tuple[StateSpec, ...]
 

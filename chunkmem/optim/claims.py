@@ -5,8 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from chunkmem.errors import ConfigError, StateError
-from chunkmem.nn.binding import ManagedParameter, by_group
+from chunkmem.data.errors import ConfigError, StateError
+from chunkmem.data.types import ChunkId, Role
+from chunkmem.modules.binding import ManagedParameter, by_group
 from chunkmem.optim.in_backward import Owner
 from chunkmem.optim.room import require_room
 from chunkmem.optim.rule import StateSpec
@@ -14,7 +15,6 @@ from chunkmem.optim.shaped_state import merged
 from chunkmem.optim.speculative import Intent
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.types import ChunkId, Role
 
 Wanted = Mapping[ManagedParameter, Sequence[StateSpec]]
 """By parameter: the states that its optimizer keeps."""

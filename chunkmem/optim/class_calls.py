@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 from chunkmem.optim.entries import Entry
 
 NOT_OPTIONS = ("params", "param_names")

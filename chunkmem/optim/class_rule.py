@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from chunkmem.errors import StateError
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.data.errors import StateError
+from chunkmem.data.types import Role
+from chunkmem.modules.binding import ManagedParameter
 from chunkmem.optim.class_calls import copied, frozen, options_of
 from chunkmem.optim.class_trials import ClassTrial, kinds_of
 from chunkmem.optim.entries import BlankEntry, Entry, EntryForm, Record, TensorForm
 from chunkmem.optim.ops import number_on
 from chunkmem.optim.rule import H, StateSpec, UpdateItem, UpdateRule, Views, slots_of
 from chunkmem.optim.shaped_state import ShapedState, SlotForm
-from chunkmem.types import Role
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 from chunkmem.optim.class_calls import ClassCall, copied
 from chunkmem.optim.entries import Entry, EntryForm, NumberForm, TensorForm, can_be_kept
 

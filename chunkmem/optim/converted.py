@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 from chunkmem.optim.adam import Adam, AdamW
 from chunkmem.optim.any_class import Optimizer
 from chunkmem.optim.host import HasOptimizerHost

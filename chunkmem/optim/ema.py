@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from chunkmem.comm.local_parts import LocalPart
-from chunkmem.errors import CheckpointError, ConfigError, StateError
-from chunkmem.nn.binding import ManagedParameter, by_group
-from chunkmem.nn.lazy_tensor import copy_values
-from chunkmem.nn.local_parts import shown
+from chunkmem.data.errors import CheckpointError, ConfigError, StateError
+from chunkmem.data.types import AVERAGES, MEMORY, Role
+from chunkmem.modules.binding import ManagedParameter, by_group
+from chunkmem.modules.lazy_tensor import copy_values
+from chunkmem.modules.local_parts import shown
 from chunkmem.optim.chunk_states import HeldStates
 from chunkmem.optim.host import HasOptimizerHost, OptimizerHost
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.slot_source import lazy_state
+from chunkmem.ranks.local_parts import LocalPart
 from chunkmem.runtime.chunk import slot_views
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.failed import lost_error
-from chunkmem.types import AVERAGES, MEMORY, Role
 
 _NAME = "ema"
 _COUNT = "n_averaged"

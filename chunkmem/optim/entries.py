@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_map_only
 
-from chunkmem.nn.binding import dense_stride
+from chunkmem.modules.binding import dense_stride
 from chunkmem.runtime.device import runtime_mode
 
 Entry = dict[str, Any]

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from chunkmem.errors import StateError
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.gradients import GradientBook
-from chunkmem.nn.registry import ModelRegistry
+from chunkmem.data.errors import StateError
+from chunkmem.modules.binding import ManagedParameter
+from chunkmem.modules.gradients import GradientBook
+from chunkmem.modules.registry import ModelRegistry
 from chunkmem.optim.optimizer import RuleOptimizer
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from chunkmem.errors import StateError
-from chunkmem.nn.begun import BegunStep, options_in_words
-from chunkmem.nn.binding import ManagedParameter, by_group
+from chunkmem.data.errors import StateError
+from chunkmem.modules.begun import BegunStep, options_in_words
+from chunkmem.modules.binding import ManagedParameter, by_group
 from chunkmem.optim.chunk_states import ChunkStates
 from chunkmem.optim.entries import Record
 from chunkmem.optim.host import OptimizerHost

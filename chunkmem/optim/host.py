@@ -9,12 +9,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.registry import ModelRegistry
+from chunkmem.modules.binding import ManagedParameter
+from chunkmem.modules.registry import ModelRegistry
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.optim.update import GroupUpdater
+from chunkmem.ranks.ranks import Ranks
 
 T = TypeVar("T")
 

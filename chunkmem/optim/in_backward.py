@@ -16,7 +16,7 @@ Over ranks, a group waits until its owner has the mean, which is reduced once ba
 part in it. Every rank then counts its weights as new, as it cannot know whether the owner has left them to `step()`.
 
 From its update to `step()`, a weight is newer than in plain PyTorch. Nobody may read it there: see
-[Note: Begun steps] in `chunkmem.nn.begun`.
+[Note: Begun steps] in `chunkmem.modules.begun`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 from weakref import ref
 
-from chunkmem.errors import ConfigError, StateError
-from chunkmem.nn.begun import BegunStep, StepLedger
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.frames import in_backward
-from chunkmem.nn.gradients import GradientBook
+from chunkmem.activations.saved_tensors import in_backward
+from chunkmem.data.errors import ConfigError, StateError
+from chunkmem.modules.begun import BegunStep, StepLedger
+from chunkmem.modules.binding import ManagedParameter
+from chunkmem.modules.gradients import GradientBook
 from chunkmem.optim.speculative import Intent
+from chunkmem.ranks.units import Backwards
 from chunkmem.runtime.pager import Pager
-from chunkmem.shard.units import Backwards
 
 
 def require_possible(max_grad_norm: float, *, scaler: object | None) -> None:

@@ -7,13 +7,13 @@ from typing import Final
 
 import torch
 
-from chunkmem.comm.ranks import Ranks
-from chunkmem.errors import CheckpointError
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.data.errors import CheckpointError
+from chunkmem.data.types import Role
+from chunkmem.modules.binding import ManagedParameter
 from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.slot_source import SlotSource
 from chunkmem.optim.update import GroupUpdater
-from chunkmem.types import Role
+from chunkmem.ranks.ranks import Ranks
 
 MASTER_KEY: Final = "master_weights"
 """Where a `state_dict` of an optimizer has them, by the index of the parameter."""

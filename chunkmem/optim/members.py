@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.modules.binding import ManagedParameter
 from chunkmem.optim.entries import TensorForm
 from chunkmem.optim.host import OptimizerHost
 

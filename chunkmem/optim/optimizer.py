@@ -10,11 +10,10 @@ import torch
 from torch.optim.optimizer import ParamsT
 from torch.utils._pytree import tree_map
 
-from chunkmem.comm.local_parts import LocalPart
-from chunkmem.errors import StateError
-from chunkmem.nn.begun import BegunStep, options_in_words
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.local_parts import shown
+from chunkmem.data.errors import StateError
+from chunkmem.modules.begun import BegunStep, options_in_words
+from chunkmem.modules.binding import ManagedParameter
+from chunkmem.modules.local_parts import shown
 from chunkmem.optim.checks import check_number, flag, number
 from chunkmem.optim.chunk_states import HeldStates
 from chunkmem.optim.groupwise import GroupwiseStep
@@ -28,6 +27,7 @@ from chunkmem.optim.scaler import LossScaler
 from chunkmem.optim.state import OptimizerState
 from chunkmem.optim.tiles import require_together
 from chunkmem.optim.whole import WholeRule, WholeStep
+from chunkmem.ranks.local_parts import LocalPart
 
 
 class RuleOptimizer(torch.optim.Optimizer):

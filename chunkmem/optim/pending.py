@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkmem.errors import StateError
-from chunkmem.nn.binding import ManagedParameter, by_group
-from chunkmem.nn.lazy_gradient import LazyGradient
+from chunkmem.data.errors import StateError
+from chunkmem.modules.binding import ManagedParameter, by_group
+from chunkmem.modules.lazy_gradient import LazyGradient
 from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.ops import global_norm, number_on, on_host
 from chunkmem.runtime.device import runtime_mode

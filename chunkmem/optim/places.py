@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from chunkmem.data.types import Role, Tier
 from chunkmem.plan.placement import GroupNeed, first_residents
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import TierCaps
-from chunkmem.types import Role, Tier
 
 
 @dataclass(eq=False)

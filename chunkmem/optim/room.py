@@ -8,11 +8,11 @@ from itertools import chain
 from math import gcd
 from statistics import mode
 
-from chunkmem.errors import CapacityError
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.runtime.chunk import NO_CONTENT
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.sizes import format_nbytes
-from chunkmem.types import ChunkId, Role, Tier
 
 
 def require_room(

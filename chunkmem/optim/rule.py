@@ -9,14 +9,14 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from chunkmem.layout.spec import ALIGN_NBYTES, Group, MasterCopy, Slot
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.lazy_tensor import copy_values
+from chunkmem.data.layout import ALIGN_NBYTES, Group, MasterCopy, Slot
+from chunkmem.data.types import ChunkId, Role
+from chunkmem.modules.binding import ManagedParameter
+from chunkmem.modules.lazy_tensor import copy_values
 from chunkmem.optim.codes import BlockCodes
 from chunkmem.optim.entries import FIRST_UPDATE, NO_UPDATES, Entry, EntryForm, NumberForm, Record, TensorForm
 from chunkmem.runtime.chunk import Chunk, SlotForms
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.types import ChunkId, Role
 
 H = TypeVar("H", bound=Hashable)
 Views = Mapping[Role, Sequence[torch.Tensor]]

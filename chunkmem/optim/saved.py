@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from chunkmem.errors import CheckpointError, ConfigError
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.lazy_tensor import LazyTensor
+from chunkmem.data.errors import CheckpointError, ConfigError
+from chunkmem.modules.binding import ManagedParameter
+from chunkmem.modules.lazy_tensor import LazyTensor
 from chunkmem.optim.entries import BlankEntry
 from chunkmem.optim.groupwise import GroupwiseStep
 from chunkmem.optim.host import OptimizerHost

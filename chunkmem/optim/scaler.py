@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from chunkmem.config import Fp16Config
-from chunkmem.errors import CheckpointError
+from chunkmem.data.errors import CheckpointError
 
 _FACTOR = 2.0
 

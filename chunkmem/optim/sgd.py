@@ -10,12 +10,12 @@ import torch
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
+from chunkmem.data.types import Role
 from chunkmem.optim.checks import check_available, check_number, flag, number
 from chunkmem.optim.host import HasOptimizerHost
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.rule import SlotUpdate, StateSpec, UpdateRule
-from chunkmem.types import Role
 
 _MOMENTUM = StateSpec(Role("momentum_buffer"))
 _REFUSED = ("maximize", "differentiable")

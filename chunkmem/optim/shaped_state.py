@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from chunkmem.errors import ConfigError
-from chunkmem.layout.spec import Group
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.data.errors import ConfigError
+from chunkmem.data.layout import Group
+from chunkmem.modules.binding import ManagedParameter
 from chunkmem.optim.entries import TensorForm
 from chunkmem.optim.rule import StateSpec
 from chunkmem.runtime.chunk import Chunk, SlotForms

@@ -8,13 +8,13 @@ from functools import partial
 
 import torch
 
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Source
+from chunkmem.data.types import Role
+from chunkmem.modules.binding import ManagedParameter
+from chunkmem.modules.lazy_tensor import Extent, LazyTensor, Source
 from chunkmem.optim.host import OptimizerHost, Owners
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.update import GroupUpdater
 from chunkmem.runtime.chunk import Chunk
-from chunkmem.types import Role
 
 
 @dataclass(eq=False)

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from chunkmem.errors import TierIOError
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.data.errors import TierIOError
+from chunkmem.data.types import Role, Tier
+from chunkmem.modules.binding import ManagedParameter
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.rule import ChunkMemory, UpdateItem, UpdateRule
 from chunkmem.runtime.chunk import Chunk, Replica, slot_views
@@ -28,7 +29,6 @@ from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.shadow import ShadowBuffers
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.types import Role, Tier
 
 WINDOW = 10
 """Steps that are looked back on."""

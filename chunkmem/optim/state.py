@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from chunkmem.errors import StateError
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.values import storage_id
+from chunkmem.data.errors import StateError
+from chunkmem.modules.binding import ManagedParameter
 from chunkmem.optim.chunk_states import ChunkStates
+from chunkmem.runtime.values import storage_id
 
 
 class StateCopy(torch.Tensor):

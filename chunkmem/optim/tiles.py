@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from chunkmem.errors import CheckpointError, ConfigError
-from chunkmem.nn.tiled import TiledLinear
+from chunkmem.data.errors import CheckpointError, ConfigError
+from chunkmem.modules.tiled import TiledLinear
 from chunkmem.optim.masters import MASTER_KEY
 
 

@@ -9,13 +9,14 @@ from weakref import WeakSet
 
 import torch
 
-from chunkmem.errors import StateError
-from chunkmem.layout.spec import MasterCopy
-from chunkmem.nn.begun import StepLedger
-from chunkmem.nn.binding import ManagedParameter, by_group
-from chunkmem.nn.gradients import GradientBook
-from chunkmem.nn.lazy_gradient import LazyGradient
-from chunkmem.nn.lazy_tensor import copy_values
+from chunkmem.data.errors import StateError
+from chunkmem.data.layout import MasterCopy
+from chunkmem.data.types import ChunkId, Role, Tier
+from chunkmem.modules.begun import StepLedger
+from chunkmem.modules.binding import ManagedParameter, by_group
+from chunkmem.modules.gradients import GradientBook
+from chunkmem.modules.lazy_gradient import LazyGradient
+from chunkmem.modules.lazy_tensor import copy_values
 from chunkmem.optim.claims import Claims, Wanted
 from chunkmem.optim.entries import TensorForm
 from chunkmem.optim.in_backward import BackwardUpdates, Owner
@@ -24,13 +25,12 @@ from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.rule import fill
 from chunkmem.optim.speculative import Intent, SpeculativeUpdater
+from chunkmem.ranks.units import Backwards
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, slot_views
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.failed import lost_error
 from chunkmem.runtime.host_memory import HostMemory
 from chunkmem.runtime.pager import Pager
-from chunkmem.shard.units import Backwards
-from chunkmem.types import ChunkId, Role, Tier
 
 
 @dataclass(frozen=True)

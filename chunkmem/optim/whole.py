@@ -24,11 +24,11 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
-from chunkmem.layout.spec import ALIGN_NBYTES
-from chunkmem.nn.begun import BegunStep
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.lazy_gradient import LazyGradient
-from chunkmem.nn.values import storage_id
+from chunkmem.data.layout import ALIGN_NBYTES
+from chunkmem.data.types import ChunkKind, Role, Tier
+from chunkmem.modules.begun import BegunStep
+from chunkmem.modules.binding import ManagedParameter
+from chunkmem.modules.lazy_gradient import LazyGradient
 from chunkmem.optim.class_calls import options_of, unhooked_step
 from chunkmem.optim.class_rule import RuleOfClasses
 from chunkmem.optim.entries import EntryForm, Record, TensorForm, copied_to_cpu
@@ -39,7 +39,7 @@ from chunkmem.optim.rule import UpdateItem, slots_of
 from chunkmem.optim.speculative import Intent
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.host_memory import HostMemory
-from chunkmem.types import ChunkKind, Role, Tier
+from chunkmem.runtime.values import storage_id
 
 ROLE: Final = Role("whole", ChunkKind("what an optimizer has at once", stays=True))
 """Of memory for leaves, their gradients and states."""

@@ -9,11 +9,11 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from chunkmem.layout.pack import SLAB_FLOOR_NBYTES
-from chunkmem.layout.spec import EACH, Group, Layout, MasterCopy, digest
-from chunkmem.nn.binding import ManagedParameter, dense_stride
+from chunkmem.data.layout import EACH, Group, Layout, MasterCopy, digest
+from chunkmem.data.layout_pack import SLAB_FLOOR_NBYTES
+from chunkmem.modules.binding import ManagedParameter, dense_stride
+from chunkmem.ranks.shards import ShardStore
 from chunkmem.runtime.device import give_back_freed_ram
-from chunkmem.shard.shards import ShardStore
 
 
 class FreedRam:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkmem.errors import LayoutError, StateError
-from chunkmem.nn.binding import blank, move_to
-from chunkmem.nn.fitted import FittedModules
-from chunkmem.nn.parameter_reads import own_parameters
+from chunkmem.data.errors import LayoutError, StateError
+from chunkmem.modules.binding import blank, move_to
+from chunkmem.modules.fitted import FittedModules
+from chunkmem.modules.parameter_reads import own_parameters
 from chunkmem.packing.built import Built
 from chunkmem.packing.initialisers import Initialisers
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from chunkmem.nn.tiled import TiledLinear
+from chunkmem.modules.tiled import TiledLinear
 
 InitFunction = Callable[[nn.Module], object]
 

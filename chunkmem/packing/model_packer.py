@@ -9,10 +9,10 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from chunkmem.layout.pack import choose_slab_nbytes, pack
-from chunkmem.layout.spec import ALIGN_NBYTES, Layout, MasterCopy
-from chunkmem.nn.parameter_reads import own_parameters
-from chunkmem.nn.registry import ModelRegistry, PackedModel
+from chunkmem.data.layout import ALIGN_NBYTES, Layout, MasterCopy
+from chunkmem.data.layout_pack import choose_slab_nbytes, pack
+from chunkmem.modules.parameter_reads import own_parameters
+from chunkmem.modules.registry import ModelRegistry, PackedModel
 from chunkmem.packing.built import Built
 from chunkmem.packing.packable import check_separate, named_parameters_of
 from chunkmem.packing.packer import Packer, tensor_specs

@@ -10,11 +10,11 @@ from torch import nn
 from torch.jit._script import RecursiveScriptModule
 from torch.nn.parameter import is_lazy
 
-from chunkmem.errors import LayoutError, StateError
-from chunkmem.nn.binding import serves_itself
-from chunkmem.nn.parameter_reads import is_managed, own_parameters
-from chunkmem.nn.values import storage_id
+from chunkmem.data.errors import LayoutError, StateError
+from chunkmem.modules.binding import serves_itself
+from chunkmem.modules.parameter_reads import is_managed, own_parameters
 from chunkmem.packing.built import Built
+from chunkmem.runtime.values import storage_id
 
 _LAZY = (
     "is lazy, its shape is not known yet; build the model outside manager.init(), run one batch through it first, then "

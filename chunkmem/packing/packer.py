@@ -10,16 +10,16 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from chunkmem.errors import CapacityError
-from chunkmem.layout.spec import Group, Layout, MasterCopy, TensorSpec
-from chunkmem.nn.binding import BoundChunk, ManagedParameter, move_to
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.layout import Group, Layout, MasterCopy, TensorSpec
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.types import ChunkId, Role, Tier
+from chunkmem.modules.binding import BoundChunk, ManagedParameter, move_to
 from chunkmem.packing.built import Built, FreedRam
 from chunkmem.packing.precision import AS_BUILT, Precision
 from chunkmem.runtime.chunk import FIRST_CONTENT, Chunk, SlotForms
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
-from chunkmem.sizes import format_nbytes
-from chunkmem.types import ChunkId, Role, Tier
 
 _FP32_NBYTES = 4
 _BAR_DELAY_S = 2.0

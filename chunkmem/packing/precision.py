@@ -28,9 +28,9 @@ from itertools import chain
 import torch
 from torch import nn
 
-from chunkmem.errors import LayoutError
-from chunkmem.layout.spec import MasterCopy
-from chunkmem.nn.parameter_reads import own_parameters
+from chunkmem.data.errors import LayoutError
+from chunkmem.data.layout import MasterCopy
+from chunkmem.modules.parameter_reads import own_parameters
 
 _LOW = (torch.bfloat16, torch.float16)
 _CONVERTIBLE = (torch.float32, *_LOW)

@@ -41,17 +41,17 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunkmem.comm.exchange import Shard, hand_over
-from chunkmem.errors import StateError
-from chunkmem.layout.spec import Layout
-from chunkmem.nn.binding import dense_stride
-from chunkmem.nn.guard import makes_one_like, only_makes_a_view, tensors_of, written_by
-from chunkmem.nn.parameter_reads import is_managed, own_parameters
+from chunkmem.data.errors import StateError
+from chunkmem.data.layout import Layout
+from chunkmem.modules.binding import dense_stride
+from chunkmem.modules.guard import makes_one_like, only_makes_a_view, tensors_of, written_by
+from chunkmem.modules.parameter_reads import is_managed, own_parameters
 from chunkmem.packing.built import Built
 from chunkmem.packing.collect import Collector
 from chunkmem.packing.released_memory import Released, ReleasedMemory, Weight, can_go, content_of, is_alone
+from chunkmem.ranks.exchange import Shard, hand_over
+from chunkmem.ranks.shards import ShardStore
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.shard.shards import ShardStore
 
 _OF_SHAPE = ("aten::is_same_size", "aten::is_pinned")
 _OVERWRITES = frozenset(

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chunkmem.nn.binding import blank
-from chunkmem.nn.values import storage_id
+from chunkmem.modules.binding import blank
 from chunkmem.packing.built import FreedRam
 from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.values import storage_id
 
 _ALONE = 2
 """Uses of a storage that one tensor has: the tensor, and who counts."""

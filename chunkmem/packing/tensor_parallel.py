@@ -1,4 +1,4 @@
-"""Models with tensor parallelism are packed by the local parts of their DTensors; see `chunkmem.nn.local_parts`."""
+"""Pack models with tensor parallelism by the local parts of their DTensors; see `chunkmem.modules.local_parts`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkmem.comm.local_parts import LocalPart, is_dtensor
-from chunkmem.comm.ranks import Ranks
-from chunkmem.errors import LayoutError
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.local_parts import parts_of, put_together, shown, shown_class, take_apart
-from chunkmem.nn.parameter_reads import own_parameters
-from chunkmem.nn.registry import ModelRegistry
+from chunkmem.data.errors import LayoutError
+from chunkmem.modules.binding import ManagedParameter
+from chunkmem.modules.local_parts import parts_of, put_together, shown, shown_class, take_apart
+from chunkmem.modules.parameter_reads import own_parameters
+from chunkmem.modules.registry import ModelRegistry
+from chunkmem.ranks.local_parts import LocalPart, is_dtensor
+from chunkmem.ranks.ranks import Ranks
 
 
 class TensorParallel:

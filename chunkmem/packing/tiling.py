@@ -9,9 +9,9 @@ from types import FrameType, GeneratorType
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from chunkmem.errors import LayoutError, StateError
-from chunkmem.nn.parameter_reads import is_managed
-from chunkmem.nn.tiled import make_tiled
+from chunkmem.data.errors import LayoutError, StateError
+from chunkmem.modules.parameter_reads import is_managed
+from chunkmem.modules.tiled import make_tiled
 from chunkmem.packing.released_memory import is_alone
 from chunkmem.runtime.device import runtime_mode
 

@@ -3,7 +3,7 @@
 A block may look at values (`.item()`, experts that are chosen by them), or a rank have no inputs to find shapes out
 from. Then the sender of what a stage has returned says before what it is, and the receiver waits for that where the
 schedule has it receive: sends are posted before. Messages are matched in that order, so no rank waits for itself
-(`chunkmem.comm.neighbours`). Gradients need no such word: their receiver has made what they are of.
+(`chunkmem.ranks.neighbours`). Gradients need no such word: their receiver has made what they are of.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import torch
 
-from chunkmem.comm.neighbours import Message, Neighbours
 from chunkmem.pipeline.forms import BorderForm
+from chunkmem.ranks.neighbours import Message, Neighbours
 
 _FIRST_TAG = 1 << 28
 """First tag of these messages: above the tags of activations, below those of tied parameters."""

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkmem.errors import StateError
-from chunkmem.nn.borders import cast_floats
-from chunkmem.nn.values import Structure, storage_id, tensors_in
+from chunkmem.data.errors import StateError
+from chunkmem.modules.borders import cast_floats
 from chunkmem.pipeline.micro_batches import loss_of
 from chunkmem.pipeline.options import PipelineOptions
+from chunkmem.runtime.values import Structure, storage_id, tensors_in
 
 
 def arguments_of(value: Any) -> tuple[Any, ...]:

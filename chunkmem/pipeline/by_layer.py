@@ -10,9 +10,9 @@ Gradients are those of a loop that runs all forwards and then all backwards in r
 blocks share gets those of the later block first.
 
 Where a plan moves nothing, the order of blocks does not matter: steps are the plain loop, and nobody hears of calls
-(`chunkmem.nn.hooks`, [Note: Resident models]). Nothing is parked, and no graph is cut. What autograd saves is no chunk
-then, so there has to be room for activations twice, and a batch with other shapes than those that were heard of runs by
-layer. So do blocks that share a weight, for the order of its gradients.
+(`chunkmem.modules.hooks`, [Note: Resident models]). Nothing is parked, and no graph is cut. What autograd saves is no
+chunk then, so there has to be room for activations twice, and a batch with other shapes than those that were heard of
+runs by layer. So do blocks that share a weight, for the order of its gradients.
 
 Decided in ADR 35.
 """
@@ -30,14 +30,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkmem.activations.call_state import CallState
+from chunkmem.activations.random_sources import RandomStates, global_sources
+from chunkmem.activations.recompute import recomputing
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.errors import ConfigError, LayoutError, StateError
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.borders import cast_floats
-from chunkmem.nn.call_state import CallState
-from chunkmem.nn.random_sources import RandomStates, global_sources
-from chunkmem.nn.recompute import recomputing
-from chunkmem.nn.values import Structure, is_flat
+from chunkmem.data.errors import ConfigError, LayoutError, StateError
+from chunkmem.data.sizes import shown
+from chunkmem.modules.binding import ManagedParameter
+from chunkmem.modules.borders import cast_floats
 from chunkmem.pipeline.arguments import Item, LossItem, arguments_of, call_with
 from chunkmem.pipeline.call_times import CallTimes
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
@@ -48,7 +48,7 @@ from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.outputs import BlockOutput, Gradients
 from chunkmem.pipeline.random_streams import MicroBatchStreams, RandomStreams, states_of
 from chunkmem.pipeline.width import Pipeline
-from chunkmem.sizes import shown
+from chunkmem.runtime.values import Structure, is_flat
 
 
 class _Outermost(nn.Module):

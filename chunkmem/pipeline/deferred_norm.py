@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 
 _RUNNING, _COUNT = ("running_mean", "running_var"), "num_batches_tracked"
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from chunkmem.errors import ConfigError
-from chunkmem.freezing.freezer import FreezeReport
-from chunkmem.freezing.schedule import FreezeSchedule, Gathers
+from chunkmem.data.errors import ConfigError
+from chunkmem.data.memory import FreezeReport
 
 
-class Freezes(Gathers, Protocol):
+@runtime_checkable
+class EpochSchedule(Protocol):
+    """A `chunkmem.FreezeSchedule`."""
+
+    adaptive: bool
+
+    def step(self) -> Any: ...
+
+    def observe(self, manager: Any) -> None: ...
+
+
+class Freezes(Protocol):
     """A `chunkmem.ChunkManager`."""
 
     def freeze(self, modules: Any) -> FreezeReport: ...
@@ -18,13 +28,13 @@ class Freezes(Gathers, Protocol):
 class Epochs:
     """Has a schedule look at gradients in a few steps of each epoch, and freezes what it says at the end."""
 
-    def __init__(self, manager: Freezes, schedule: FreezeSchedule) -> None:
+    def __init__(self, manager: Freezes, schedule: EpochSchedule) -> None:
         """Begin an epoch.
 
         Raises:
             ConfigError: it is no schedule.
         """
-        if not all(hasattr(schedule, name) for name in ("step", "observe", "adaptive")):
+        if not isinstance(schedule, EpochSchedule):
             raise ConfigError(f"freeze is a {type(schedule).__name__}; give a chunkmem.FreezeSchedule")
         self._manager = manager
         self._schedule = schedule

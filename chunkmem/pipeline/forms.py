@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_structure
 
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 from chunkmem.pipeline.micro_batches import MicroBatch
 from chunkmem.runtime.quiet import silenced
 

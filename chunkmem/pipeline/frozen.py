@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from chunkmem.comm.ranks import Ranks
-from chunkmem.nn.values import tensors_in
 from chunkmem.pipeline.micro_batches import MicroBatch
-from chunkmem.shard.units import Units
+from chunkmem.ranks.ranks import Ranks
+from chunkmem.ranks.units import Units
+from chunkmem.runtime.values import tensors_in
 
 
 class FrozenBlocks:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from chunkmem.comm.ranks import Ranks
-from chunkmem.errors import ConfigError, StateError
-from chunkmem.nn.values import tensors_in
+from chunkmem.data.errors import ConfigError, StateError
 from chunkmem.pipeline.micro_batches import MicroBatch
+from chunkmem.ranks.ranks import Ranks
+from chunkmem.runtime.values import tensors_in
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.types import Tier
+from chunkmem.data.types import Tier
 
 
 class HeldStage:

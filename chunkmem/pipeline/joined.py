@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from chunkmem.errors import StateError
-from chunkmem.nn.values import Structure
+from chunkmem.data.errors import StateError
 from chunkmem.pipeline.outputs import Gradients, with_history
+from chunkmem.runtime.values import Structure
 
 Backward = Callable[[Sequence[Gradients]], None]
 """Runs the backward of a batch, given by micro-batch the gradients of all tensors that it has returned."""

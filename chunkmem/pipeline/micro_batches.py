@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from chunkmem.errors import LayoutError
+from chunkmem.data.errors import LayoutError
 from chunkmem.pipeline.arguments import arguments_of
 from chunkmem.pipeline.options import PipelineOptions
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from chunkmem.errors import ConfigError, LayoutError
+from chunkmem.data.errors import ConfigError, LayoutError
+from chunkmem.data.sizes import shown
 from chunkmem.pipeline.epochs import Epochs
 from chunkmem.pipeline.frozen import Cache
 from chunkmem.pipeline.micro_batches import MicroBatch
-from chunkmem.sizes import shown
 
 CHECKPOINTS = ("auto", "always", "except_last", "never")
 """Values of `checkpoint`: which calls of blocks are recomputed in backward."""

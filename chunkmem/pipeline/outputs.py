@@ -14,10 +14,10 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from chunkmem.errors import StateError
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.parked import Parked, ParkedTensors
-from chunkmem.nn.values import Structure, tensors_in
+from chunkmem.activations.parked import Parked, ParkedTensors
+from chunkmem.data.errors import StateError
+from chunkmem.modules.binding import ManagedParameter
+from chunkmem.runtime.values import Structure, tensors_in
 
 Gradients = Sequence[torch.Tensor | None]
 

@@ -23,11 +23,9 @@ import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from chunkmem.activations.parked import Parked
+from chunkmem.activations.regions import RegionActivations
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.comm.neighbours import Message, Neighbours
-from chunkmem.nn.parked import Parked
-from chunkmem.nn.regions import RegionActivations
-from chunkmem.nn.values import Structure
 from chunkmem.pipeline.announced import AnnouncedForms
 from chunkmem.pipeline.arguments import arguments_of
 from chunkmem.pipeline.call_times import CallTimes
@@ -39,7 +37,9 @@ from chunkmem.pipeline.modules import StageModule
 from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.outputs import begin_history
 from chunkmem.plan.timeline import StageWork
+from chunkmem.ranks.neighbours import Message, Neighbours
 from chunkmem.runtime.timestamps import Interval
+from chunkmem.runtime.values import Structure
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,8 @@ import torch
 from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.comm.neighbours import Neighbours
-from chunkmem.errors import ChunkmemError, ConfigError, RankError, StateError
+from chunkmem.data.errors import ChunkmemError, ConfigError, RankError, StateError
 from chunkmem.pipeline.announced import AnnouncedForms
-from chunkmem.pipeline.automatic import choose
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.forms import BorderForms
 from chunkmem.pipeline.frozen import FrozenBlocks, FrozenPrefix
@@ -28,10 +26,11 @@ from chunkmem.pipeline.micro_batches import not_given, split
 from chunkmem.pipeline.modules import StageModule, divide
 from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.outputs import Gradients
-from chunkmem.pipeline.schedules import FOR_ANY_NUMBER, check_schedule, make_schedule
+from chunkmem.pipeline.schedules import FOR_ANY_NUMBER, check_schedule, choose, make_schedule
 from chunkmem.pipeline.stage import PackedStage, StageStep
 from chunkmem.pipeline.ties import TiedParameters
 from chunkmem.pipeline.width import Pipeline
+from chunkmem.ranks.neighbours import Neighbours
 
 
 def stages_of(

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.comm.exchange import sum_dtype
-from chunkmem.comm.neighbours import Message, Neighbours
-from chunkmem.comm.ranks import Ranks
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.modules.binding import ManagedParameter
+from chunkmem.ranks.exchange import sum_dtype
+from chunkmem.ranks.neighbours import Message, Neighbours
+from chunkmem.ranks.ranks import Ranks
 
 _FIRST_TAG = 1 << 29
 """First tag of these messages: above the tags of activations."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.errors import StateError
-from chunkmem.freezing.freezer import FreezeReport
+from chunkmem.data.errors import StateError
+from chunkmem.data.memory import FreezeReport
 from chunkmem.pipeline.call_times import CallTimes
 from chunkmem.pipeline.options import PipelineOptions
 

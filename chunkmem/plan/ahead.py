@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from chunkmem.data.trace import Kind, Moment, Trace
+from chunkmem.data.types import Role, Tier
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Copy, Free, Update
-from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import Role, Tier
 
 SHADOW = "shadow buffers"
 """Name of the shadow buffers in ledgers and reports, where other rows have a role."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
 
-from chunkmem.errors import CapacityError, ConfigError
-from chunkmem.sizes import format_nbytes
+from chunkmem.data.errors import CapacityError, ConfigError
+from chunkmem.data.sizes import format_nbytes
 
 
 @dataclass(frozen=True)

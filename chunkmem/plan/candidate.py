@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from chunkmem.data.trace import Mode
+from chunkmem.data.types import Tier
 from chunkmem.plan.gaps import Problem
 from chunkmem.plan.intervals import find_stays, free_room, keep_slabs, linger, prefetch
 from chunkmem.plan.machine import Machine
@@ -29,8 +31,6 @@ from chunkmem.plan.model import FETCH, LANE_LINKS, Action, Copy, Plan
 from chunkmem.plan.placement import Placement
 from chunkmem.plan.program import Program, emit
 from chunkmem.plan.timeline import Timeline
-from chunkmem.trace.model import Mode
-from chunkmem.types import Tier
 
 _LEAD = 2.0
 """Copies are issued this many times earlier than they would have to be, against jitter."""

@@ -10,12 +10,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 
-from chunkmem.errors import CapacityError, PlanError, TraceError
+from chunkmem.data.errors import CapacityError, PlanError, TraceError
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import TIERS, Tier
 from chunkmem.plan.ahead import advance_updates, log_nbytes, updates_ahead
 from chunkmem.plan.candidate import Candidate, PlanOptions, make_program
 from chunkmem.plan.choose import furthest_next_use, sweep
 from chunkmem.plan.disk import least_nbytes, offload, too_small
 from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
+from chunkmem.plan.loop import as_loop
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Lane, Plan
 from chunkmem.plan.placement import (
@@ -27,10 +31,6 @@ from chunkmem.plan.placement import (
 )
 from chunkmem.plan.program import Program
 from chunkmem.plan.simulate import with_waits
-from chunkmem.sizes import format_nbytes
-from chunkmem.trace.loop import as_loop
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import TIERS, Tier
 
 CLOSE = 0.01
 """Times this close are equal, for measured durations are no better than that: there, what is moved decides."""

@@ -6,9 +6,9 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
-from chunkmem.trace.merge import phase_of
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import ChunkId
+from chunkmem.plan.merge import phase_of
 
 Said = tuple[Kind, ChunkId, str]
 """What is known of an event: its kind, its chunk, and the label of the moment it begins."""

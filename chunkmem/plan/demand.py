@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from chunkmem.data.types import ChunkId
 from chunkmem.plan.victims import Resident, choose_victims, in_leaving_order, spare_needless
-from chunkmem.types import ChunkId
 
 
 @dataclass(frozen=True, slots=True)

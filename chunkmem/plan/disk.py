@@ -17,16 +17,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from chunkmem.errors import CapacityError
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.trace import Kind, Moment, Trace
+from chunkmem.data.types import PLACE, TIERS, ChunkId, Tier
 from chunkmem.plan.choose import Order, furthest_next_use, sweep
 from chunkmem.plan.gaps import Life, Problem, Use, problem_of
 from chunkmem.plan.intervals import find_stays, free_room, linger, prefetch
 from chunkmem.plan.machine import Machine, cap_key
 from chunkmem.plan.model import Action, Copy, Free, Update
 from chunkmem.plan.program import Emitter, Program, needs
-from chunkmem.sizes import format_nbytes
-from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import PLACE, TIERS, ChunkId, Tier
 
 _LEAD = 1.5
 """Chunks are read this many times earlier than they would have to be, against jitter."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import ChunkId
 from chunkmem.plan.gaps import budgets
 from chunkmem.plan.machine import Machine
-from chunkmem.trace.model import Trace
-from chunkmem.types import ChunkId
 
 
 @dataclass(frozen=True, slots=True)

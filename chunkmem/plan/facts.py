@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import ChunkId, Tier
 from chunkmem.plan.ahead import updates_ahead
 from chunkmem.plan.model import Copy, Lane, Plan, Round, Update, Wait
 from chunkmem.plan.simulate import peak_nbytes
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Tier
 
 
 @dataclass(frozen=True)

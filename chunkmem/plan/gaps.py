@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
-from chunkmem.errors import CapacityError, PlanError
+from chunkmem.data.errors import CapacityError, PlanError
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import ChunkId, Tier, neighbor
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.semantics import arrives
-from chunkmem.sizes import format_nbytes
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Tier, neighbor
 
 
 class After(enum.Enum):

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from chunkmem.errors import PlanError
+from chunkmem.data.errors import PlanError
+from chunkmem.data.trace import Moment
+from chunkmem.data.types import DEVICE_LINKS, LINKS, ChunkId, Role, Tier
 from chunkmem.plan.lane_times import Bandwidth, Queue, end_times
 from chunkmem.plan.model import DIRECTIONS, FETCH, LINK_LANES, Lane, is_reused, rounding_of
 from chunkmem.plan.timeline import Span
-from chunkmem.trace.model import Moment
-from chunkmem.types import DEVICE_LINKS, LINKS, ChunkId, Role, Tier
 
 LANES = tuple(Lane)
 """All lanes; a program names a lane by its index here."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
+from chunkmem.data.types import Tier
 from chunkmem.plan.gaps import After, Gap, Problem
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import is_reused
-from chunkmem.types import Tier
 
 
 class Room:

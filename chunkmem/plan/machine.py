@@ -9,10 +9,10 @@ from itertools import takewhile
 from math import inf, isfinite
 from typing import Annotated, Any
 
-from chunkmem.errors import PlanError
-from chunkmem.trace.codec import Mark, Seconds, Speed
-from chunkmem.trace.saved import Saved
-from chunkmem.types import LINKS, MEMORY, TIERS, Link, Tier, UpdateForm
+from chunkmem.data.codec import Mark, Seconds, Speed
+from chunkmem.data.errors import PlanError
+from chunkmem.data.json_files import Saved
+from chunkmem.data.types import LINKS, MEMORY, TIERS, Link, Tier, UpdateForm
 
 
 @dataclass(frozen=True, slots=True)

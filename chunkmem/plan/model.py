@@ -29,11 +29,11 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated
 
-from chunkmem.errors import PlanError
+from chunkmem.data.codec import Integer, Mark
+from chunkmem.data.errors import PlanError
+from chunkmem.data.json_files import Saved
+from chunkmem.data.types import MEMORY, ChunkId, Link, Tier, neighbor
 from chunkmem.plan.machine import Machine
-from chunkmem.trace.codec import Integer, Mark
-from chunkmem.trace.saved import Saved
-from chunkmem.types import MEMORY, ChunkId, Link, Tier, neighbor
 
 
 class Lane(enum.Enum):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from chunkmem.errors import CapacityError, ConfigError
+from chunkmem.data.errors import CapacityError, ConfigError
 from chunkmem.plan.balance import Block, Stage, balance
 from chunkmem.plan.pipeline_schedule import PipelineStep, Schedule, StageTimes, simulate_pipeline
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from statistics import mode
 
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.gaps import find_gaps, held_nbytes
-from chunkmem.trace.model import Trace
-from chunkmem.types import ChunkId, Role, Tier
 
 _PASSING_CHUNKS = 3
 """Of the usual size that resident groups leave room for on DEVICE, so that those which pass are fetched ahead."""

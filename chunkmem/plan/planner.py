@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
+from chunkmem.data.trace import Trace
 from chunkmem.plan.candidate import Candidate, PlanOptions
 from chunkmem.plan.candidates import CLOSE, Candidates
 from chunkmem.plan.garbage import no_collections
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.simulate import simulate
-from chunkmem.trace.model import Trace
 
 
 class Planner:

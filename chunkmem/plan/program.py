@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import ChunkId, Tier
 from chunkmem.plan.gaps import Problem
 from chunkmem.plan.intervals import Stays
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Round, Update
 from chunkmem.plan.semantics import arrives
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Tier
 
 _WRITING = frozenset({Kind.CREATE, Kind.WRITE})
 _CHANGING = _WRITING | {Kind.CONSUME}

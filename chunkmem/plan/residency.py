@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from chunkmem.errors import CapacityError, PlanError
+from chunkmem.data.errors import CapacityError, PlanError
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import PLACE, TIERS, ChunkId, Tier
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Update, Wait
 from chunkmem.plan.semantics import ABSENT, NEWEST, State
-from chunkmem.trace.model import Trace
-from chunkmem.types import PLACE, TIERS, ChunkId, Tier
 
 _STATES = ("absent", "without the newest version", "there")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from chunkmem.errors import PlanError
+from chunkmem.data.errors import PlanError
+from chunkmem.data.types import PLACE, TIERS, ChunkId, Tier, neighbor
 from chunkmem.plan.machine import cap_key
 from chunkmem.plan.model import Action, Alloc, Copy, Free
 from chunkmem.plan.semantics import ABSENT, EMPTY, NEWEST, Residency, State
-from chunkmem.types import PLACE, TIERS, ChunkId, Tier, neighbor
 
 
 def resync(

@@ -9,9 +9,9 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from chunkmem.data.trace import Kind, Moment, Trace
+from chunkmem.data.types import PLACE, TIERS, ChunkId, Tier
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Plan, Round, Update
-from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import PLACE, TIERS, ChunkId, Tier
 
 
 class ReplicaState(enum.IntEnum):

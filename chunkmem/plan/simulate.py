@@ -11,15 +11,15 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from chunkmem.errors import PlanError
+from chunkmem.data.errors import PlanError
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import PLACE, Tier
 from chunkmem.plan.hazards import FETCHES, LANES, Await, LaneProgram, SimulatedLanes
 from chunkmem.plan.lane_times import Bandwidth
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan, Wait
 from chunkmem.plan.timeline import Timeline, python_between_s
 from chunkmem.plan.verify import Reader
-from chunkmem.trace.model import Trace
-from chunkmem.types import PLACE, Tier
 
 
 def simulate(plan: Plan, trace: Trace, *, machine: Machine | None = None, iterations: int = 3) -> Timeline:

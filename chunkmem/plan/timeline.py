@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from chunkmem.errors import PlanError
+from chunkmem.data.codec import Integer, Label, Seconds
+from chunkmem.data.errors import PlanError
+from chunkmem.data.json_files import Saved
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import ChunkId, Tier
 from chunkmem.plan.model import LANE_LINKS, Lane
-from chunkmem.sizes import format_nbytes
-from chunkmem.trace.codec import Integer, Label, Seconds
-from chunkmem.trace.model import Trace
-from chunkmem.trace.saved import Saved
-from chunkmem.types import ChunkId, Tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import isfinite
 
+from chunkmem.data.trace import Kind, Moment, Trace
+from chunkmem.data.types import MEMORY, ChunkId, Role, Tier, UpdateForm
 from chunkmem.plan.ahead import log_nbytes, update_s, updates_ahead
 from chunkmem.plan.hazards import (
     COLLECTIVE,
@@ -24,8 +26,6 @@ from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Round, Update, Wait
 from chunkmem.plan.residency import CheckedState, Position
 from chunkmem.plan.semantics import ABSENT, NEWEST, arrives
-from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import MEMORY, ChunkId, Role, Tier, UpdateForm
 
 
 class Reader:

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from chunkmem.types import ChunkId
+from chunkmem.data.types import ChunkId
 
 
 class Standing(enum.IntEnum):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from chunkmem.errors import TraceError
+from chunkmem.data.errors import TraceError
+from chunkmem.data.labels import layer_of
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import Role
 from chunkmem.plan.balance import Block
 from chunkmem.report.clock import BACKWARD, FORWARD, STEP, phase_names
 from chunkmem.report.modules import layer_named
-from chunkmem.trace.layers import layer_of
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import Role
 
 
 @dataclass

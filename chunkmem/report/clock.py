@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import TypeVar
 
+from chunkmem.data.trace import Kind, Moment, Trace
 from chunkmem.plan.model import Lane
 from chunkmem.plan.timeline import Timeline
-from chunkmem.trace.model import Kind, Moment, Trace
 
 T = TypeVar("T")
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"

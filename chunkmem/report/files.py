@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from chunkmem.errors import PlanError
-from chunkmem.files import replace_file
+from chunkmem.data.errors import PlanError
+from chunkmem.data.files import replace_file
 from chunkmem.report.page import timeline_page
 from chunkmem.report.perfetto import perfetto_trace
 from chunkmem.report.picture import memory_picture

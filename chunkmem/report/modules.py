@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from chunkmem.data.labels import in_layer, layer_of, module_named
+from chunkmem.data.trace import Moment, Trace
 from chunkmem.report.clock import STEP, phase_names, runs
-from chunkmem.trace.layers import in_layer, layer_of, module_named
-from chunkmem.trace.model import Moment, Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from html import escape
 from importlib import resources
 from typing import Any, NamedTuple
 
+from chunkmem.data.sizes import format_nbytes
 from chunkmem.plan.model import DIRECTIONS
 from chunkmem.plan.timeline import Timeline
 from chunkmem.report.clock import AGAIN, BACKWARD, FORWARD, STEP, phases
@@ -36,7 +37,6 @@ from chunkmem.report.tracks import (
     stage_tracks,
     starts_ns,
 )
-from chunkmem.sizes import format_nbytes
 
 _SCRIPTS = ("draw.js", "page.js")
 """In this order; the later one uses what the earlier one defines."""

@@ -9,11 +9,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from chunkmem.data.types import Tier
 from chunkmem.plan.timeline import Timeline
 from chunkmem.report.clock import moment_starts_s, phases
 from chunkmem.report.replay import role_nbytes
 from chunkmem.report.run import LANE_NAMES, Run, label_of, lane_of
-from chunkmem.types import Tier
 
 _PHASES, _STALLS, _STAGES = "step", "stalls", "pipeline stages"
 _COMPUTE, *_OTHERS = LANE_NAMES.values()

@@ -7,14 +7,14 @@ from itertools import cycle
 from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.types import Role, Tier
 from chunkmem.report.clock import AGAIN, phases, recomputations
 from chunkmem.report.figure import new_figure, png_of
 from chunkmem.report.replay import role_nbytes
 from chunkmem.report.run import Run
 from chunkmem.report.summary import PlainPyTorch
 from chunkmem.report.text import plan_misses
-from chunkmem.sizes import format_nbytes
-from chunkmem.types import Role, Tier
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

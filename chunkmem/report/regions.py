@@ -10,11 +10,11 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
+from chunkmem.data.activations import Content, activation_contents
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import DEVICE_LINKS, ChunkId
 from chunkmem.plan.model import Copy, Plan
 from chunkmem.report.clock import recomputations
-from chunkmem.trace.activations import Content, activation_contents
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import DEVICE_LINKS, ChunkId
 
 
 class Policy(enum.Enum):

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import PLACE, ChunkId, Role, Tier
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Round, Update
 from chunkmem.plan.semantics import ABSENT, ReplicaState
 from chunkmem.plan.verify import Reader
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import PLACE, ChunkId, Role, Tier
 
 States = tuple[ReplicaState, ...]
 """What a chunk has on each tier that there is, in the order of `TIERS`."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from chunkmem.errors import PlanError, TraceError
+from chunkmem.data.errors import PlanError, TraceError
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import ChunkId, Tier
 from chunkmem.plan.model import DIRECTIONS, Lane, Plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Span, Timeline
 from chunkmem.report.replay import ChunkHistory, replay
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Tier
 
 LANE_NAMES = {
     Lane.COMPUTE: "compute",

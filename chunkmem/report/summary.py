@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from chunkmem.data.trace import Moment, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.model import Lane
 from chunkmem.plan.timeline import Timeline, differences
 from chunkmem.report.regions import region_data, region_policies
 from chunkmem.report.run import Run
-from chunkmem.trace.model import Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from chunkmem.data.sizes import format_nbytes
 from chunkmem.plan.model import DIRECTIONS
 from chunkmem.report.regions import DONE, RegionPolicy, alike
-from chunkmem.sizes import format_nbytes
 
 Row = tuple[str, ...]
 REGION_COLUMNS = ("activations", "", "bytes", "to recompute or copy")

@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from chunkmem.data.activations import activation_contents
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import TIERS, ChunkId
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.plan.semantics import ABSENT, EMPTY, NEWEST
 from chunkmem.plan.timeline import Span, StageWork, Timeline
@@ -16,10 +20,6 @@ from chunkmem.report.modules import layer_runs, submodule_runs
 from chunkmem.report.replay import ChunkHistory, States
 from chunkmem.report.run import LANE_NAMES, Run, label_of, lane_of
 from chunkmem.report.summary import PlainPyTorch
-from chunkmem.sizes import format_nbytes
-from chunkmem.trace.activations import activation_contents
-from chunkmem.trace.model import Trace
-from chunkmem.types import TIERS, ChunkId
 
 BOTH, NO_CONTENT, NOWHERE = "both", "no content", "nowhere"
 HELD, STALL, LAYER = "in use", "stall", "layer"

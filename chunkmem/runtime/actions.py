@@ -17,8 +17,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
+from chunkmem.data.trace import Kind, Moment, Trace
+from chunkmem.data.types import TIERS, ChunkId, Tier
 from chunkmem.plan.ahead import updates_ahead
 from chunkmem.plan.facts import PlanFacts
+from chunkmem.plan.merge import phase_of
 from chunkmem.plan.model import FETCH, Action, Alloc, Copy, Free, Plan, Round, Update, Wait, rounding_of
 from chunkmem.plan.semantics import ABSENT, NEWEST
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica
@@ -30,9 +33,6 @@ from chunkmem.runtime.policy import StepPolicy
 from chunkmem.runtime.step_log import NO_MOMENT, StepLog
 from chunkmem.runtime.store import transfer_of
 from chunkmem.runtime.tiers import Tiers
-from chunkmem.trace.merge import phase_of
-from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import TIERS, ChunkId, Tier
 
 
 class PlanActions(StepPolicy, ABC):

@@ -12,13 +12,13 @@ from typing import Literal
 
 import torch
 
-from chunkmem.errors import CapacityError
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.types import Tier
 from chunkmem.runtime.device import ComputeDevice, prefer_large_pages, runtime_mode
 from chunkmem.runtime.free_room import Extent, FreeRoom
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.pool import CutPool, Slab
-from chunkmem.sizes import format_nbytes
-from chunkmem.types import Tier
 
 _SEGMENT_NBYTES = 256 << 20
 """Largest piece of host memory mapped ahead of need; where it is pinned, more, by a share of the cap."""

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 from chunkmem.runtime.device import cuda_capability
 from chunkmem.runtime.own_folder import default_cache_dir, make_own, own_folder, require_own
 from chunkmem.runtime.quiet import silenced

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import torch
 
-from chunkmem.layout.spec import EACH, Group
+from chunkmem.data.layout import EACH, Group
+from chunkmem.data.types import TIERS, ChunkId, Tier
 from chunkmem.plan.semantics import ReplicaState, Residency
 from chunkmem.runtime.pool import Slab
-from chunkmem.types import TIERS, ChunkId, Tier
 
 NO_CONTENT = -1
 """The version of a chunk, or of a replica, that holds nothing."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from chunkmem.data.types import TIERS, Tier, neighbor
 from chunkmem.plan.model import FETCH, LINK_LANES, Lane, Wait
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import COPY_LANES, Event, host_waits
@@ -24,7 +25,6 @@ from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.types import TIERS, Tier, neighbor
 
 Step = Callable[[], object]
 ORDERED_LANES = (*COPY_LANES, Lane.HOST_UPDATE)

@@ -17,7 +17,7 @@ import psutil
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 from chunkmem.runtime.populate import num_cores, populate
 from chunkmem.runtime.timestamps import Clock, HostClock, StreamClock
 

@@ -23,9 +23,9 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from chunkmem.errors import ConfigError, StateError, TierIOError
+from chunkmem.data.errors import ConfigError, StateError, TierIOError
+from chunkmem.data.sizes import format_nbytes
 from chunkmem.runtime.device import prefer_large_pages
-from chunkmem.sizes import format_nbytes
 
 _ALIGNMENTS = (4 << 10, 16 << 10, 64 << 10)
 """Tried in turn. Disks and file systems ask for 512 or 4096 bytes, few for more."""

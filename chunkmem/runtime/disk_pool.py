@@ -23,14 +23,14 @@ from typing import NamedTuple
 
 import torch
 
-from chunkmem.errors import StateError, TierIOError
+from chunkmem.data.errors import StateError, TierIOError
+from chunkmem.data.sizes import format_nbytes
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.disk_file import SYSTEM_CALLS, AlignedBuffer, DiskFile, SystemCalls, is_full, round_up
 from chunkmem.runtime.free_room import Extent, FreeRoom
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.pool import POISON, CutPool, Slab
 from chunkmem.runtime.transfer_threads import TransferThreads
-from chunkmem.sizes import format_nbytes
 
 BLOCK_NBYTES, DEPTH = 16 << 20, 4
 """Large blocks, as a thread needs Python's lock for each; the system cuts them into pieces that move at once."""

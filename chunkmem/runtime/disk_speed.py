@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 
-from chunkmem.errors import ConfigError
+from chunkmem.data.codec import Positive, Rate
+from chunkmem.data.errors import ConfigError
+from chunkmem.data.json_files import Saved
+from chunkmem.data.sizes import format_nbytes
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.disk_file import SYSTEM_CALLS, AlignedBuffer, DiskFile, SystemCalls, folder_at
 from chunkmem.runtime.disk_pool import DiskSlab, DiskTransfers
 from chunkmem.runtime.free_room import Extent
 from chunkmem.runtime.populate import num_cores
 from chunkmem.runtime.speeds import kept_speeds, median_s, processor, time_s
-from chunkmem.sizes import format_nbytes
-from chunkmem.trace.codec import Positive, Rate
-from chunkmem.trace.saved import Saved
 
 _CANDIDATES = ((16 << 20, 4), (8 << 20, 8), (32 << 20, 2), (4 << 20, 8), (16 << 20, 8))
 """Bytes of a block, and how many are moved at once. The likeliest first: on a slow disk, the others are left out.

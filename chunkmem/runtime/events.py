@@ -15,11 +15,11 @@ from typing import Protocol, Self
 
 import torch
 
-from chunkmem.errors import StateError, TierIOError
+from chunkmem.data.errors import StateError, TierIOError
+from chunkmem.data.types import Tier
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.timestamps import Clock, HostTimestamp, Interval
-from chunkmem.types import Tier
 
 COPY_LANES = tuple(LANE_LINKS)
 """The lanes that copy between tiers."""

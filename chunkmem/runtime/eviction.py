@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from chunkmem.errors import CapacityError
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.types import PLACE, ChunkId, Role, Tier, neighbor
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.demand import RoomPlan, Shortage, TierRoom, make_room
 from chunkmem.plan.machine import cap_key
@@ -17,8 +19,6 @@ from chunkmem.runtime.ledger import CACHE
 from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.policy import SpeculativeUpdates
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.sizes import format_nbytes
-from chunkmem.types import PLACE, ChunkId, Role, Tier, neighbor
 
 
 class Holder(Protocol):

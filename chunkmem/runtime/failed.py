@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, deque
 
-from chunkmem.errors import TierIOError
+from chunkmem.data.errors import TierIOError
+from chunkmem.data.types import Tier
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.issued import IssuedCopy, LeftUpdate
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.types import Tier
 
 
 def lost_error(reader: object, chunk: Chunk) -> TierIOError:

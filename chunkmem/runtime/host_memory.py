@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from chunkmem.layout.spec import Group
+from chunkmem.data.layout import Group
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.types import ChunkId, Role, Tier
 
 
 class HostMemory:

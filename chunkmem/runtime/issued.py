@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from chunkmem.errors import TierIOError
+from chunkmem.data.errors import TierIOError
+from chunkmem.data.types import Tier
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.pool import Slab
-from chunkmem.types import Tier
 
 
 @dataclass(frozen=True, slots=True, eq=False)

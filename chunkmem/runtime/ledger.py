@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from chunkmem.data.types import Tier
 from chunkmem.plan.ahead import SHADOW
-from chunkmem.types import Tier
 
 CACHE = "cache"
 """The role of slabs that are free but kept for reuse."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from chunkmem.data.types import UpdateForm
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice, ram_nbytes, runtime_mode
@@ -19,7 +20,6 @@ from chunkmem.runtime.populate import num_cores
 from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.speeds import kept_speeds, median_s, processor, time_s
 from chunkmem.runtime.tiers import TierCaps
-from chunkmem.types import UpdateForm
 
 UpdatesByForm = Callable[[int], Iterable[tuple[UpdateForm, int, Callable[[], object]]]]
 """Of so many elements: for each form of an update on HOST the bytes it passes over, and what updates them."""

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
-from chunkmem.errors import CapacityError, StateError
+from chunkmem.data.errors import CapacityError, StateError
+from chunkmem.data.trace import Kind
+from chunkmem.data.types import MEMORY, PLACE, TIERS, Tier
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, SavedMemory
 from chunkmem.runtime.device import runtime_mode
@@ -25,8 +27,6 @@ from chunkmem.runtime.step_events import StepEvents
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.timestamps import Interval, Timestamp
 from chunkmem.runtime.writes import residency_kept
-from chunkmem.trace.model import Kind
-from chunkmem.types import MEMORY, PLACE, TIERS, Tier
 
 
 class Pager:
@@ -72,7 +72,7 @@ class Pager:
         self.events = StepEvents()
         """Listeners of a step."""
         self._is_by_block = False
-        """More is pinned at once than has to be: [Note: Blocks as a whole] in `chunkmem.nn.blocks`."""
+        """More is pinned at once than has to be: [Note: Blocks as a whole] in `chunkmem.modules.blocks`."""
         self.events.by_block.append(partial(setattr, self, "_is_by_block"))
         store.on_copy = self._copied
         self._clock = 0

@@ -32,7 +32,9 @@ from dataclasses import dataclass
 import torch
 from torch.autograd import profiler
 
-from chunkmem.errors import PlanError, TierIOError
+from chunkmem.data.errors import PlanError, TierIOError
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import Tier
 from chunkmem.plan.cursor import Said, TraceCursor, label_of
 from chunkmem.plan.garbage import no_collections
 from chunkmem.plan.model import Plan
@@ -40,13 +42,10 @@ from chunkmem.plan.semantics import Residency, residency_before
 from chunkmem.runtime.actions import PlanActions
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, residency
 from chunkmem.runtime.copy_order import Step
-from chunkmem.runtime.left_out import LeftOut
+from chunkmem.runtime.off_plan import LeftOut, go, reserve_shadow_buffers, way_to
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.tiers import Tiers
-from chunkmem.runtime.way_back import go, reserve_shadow_buffers, way_to
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import Tier
 
 _ELSEWHERE = -1
 """No moment of this plan."""

@@ -1,7 +1,7 @@
 """What decides, from one access to the next, what is moved: one object at a time, which the pager asks.
 
 OnDemand        nothing is known: what is not where it is needed is brought with blocking copies
-Recorder        the same, and written down (`chunkmem.tracing.recorder`)
+Recorder        the same, and written down (`chunkmem.steps.recorder`)
 PlanExecutor       a plan is followed (`chunkmem.runtime.plan_executor`)
 BetweenSteps    one of these, after the step that it was for
 """
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from chunkmem.data.trace import Kind
+from chunkmem.data.types import Tier
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.step_log import StepLog
-from chunkmem.trace.model import Kind
-from chunkmem.types import Tier
 
 
 class StepPolicy(Protocol):

@@ -19,7 +19,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from chunkmem.errors import TierIOError
+from chunkmem.data.errors import TierIOError
 from chunkmem.runtime.device import ComputeDevice, prefer_large_pages, runtime_mode
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.kept import NativeReclaimable

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 import torch
 
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.events import (

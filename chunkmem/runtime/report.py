@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from chunkmem.memory import MemoryReport, MovedReport, TierReport
+from chunkmem.data.memory import MemoryReport, MovedReport, TierReport
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import LINKS, Tier
 from chunkmem.plan.gaps import in_use_nbytes
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.tiers import Tiers
-from chunkmem.trace.model import Trace
-from chunkmem.types import LINKS, Tier
 
 
 def memory_report(

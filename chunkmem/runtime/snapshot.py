@@ -30,10 +30,10 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkmem.errors import CheckpointError
+from chunkmem.data.errors import CheckpointError
+from chunkmem.data.types import TIERS, Tier
 from chunkmem.runtime.chunk import Chunk, Replica, read_slot
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.types import TIERS, Tier
 
 _POLL_S = 0.002
 """How often the thread looks for a chunk to read while copies are filling all of them, or all are pinned."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from chunkmem.errors import ChunkmemError
-from chunkmem.files import replace_file
-from chunkmem.trace.saved import Saved
+from chunkmem.data.errors import ChunkmemError
+from chunkmem.data.files import replace_file
+from chunkmem.data.json_files import Saved
 
 Measured = TypeVar("Measured", bound=Saved)
 

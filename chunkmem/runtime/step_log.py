@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
 
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import Tier
 from chunkmem.plan.model import DIRECTIONS, FETCH, LINK_LANES, Lane
 from chunkmem.plan.timeline import Span, StageCall, StageWork, StepFigures, Timeline, no_bytes_moved, python_between_s
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import DoneEvent, Event
 from chunkmem.runtime.timestamps import Clock, Interval, Timestamp
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import Tier
 
 NO_MOMENT = -1
 """Of what was done before the first moment, or is not what a moment was for."""

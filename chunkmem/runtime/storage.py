@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import cast
 
 import torch
 
-from chunkmem.errors import TierIOError
+from chunkmem.data.errors import TierIOError
+from chunkmem.data.types import LINKS, MEMORY, TIERS, ChunkId, Link, Role, Tier
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, read_slot, slot_views
 from chunkmem.runtime.device import runtime_mode
@@ -19,7 +20,6 @@ from chunkmem.runtime.issued import IssuedCopy, LeftUpdate
 from chunkmem.runtime.pool import DevicePool, Slab, SlabPool
 from chunkmem.runtime.snapshot import Snapshot
 from chunkmem.runtime.timestamps import Clock, Interval
-from chunkmem.types import LINKS, MEMORY, TIERS, ChunkId, Link, Role, Tier
 
 _MANY_COPIES = 32
 """Number of copies on record at which the finished ones are dropped."""

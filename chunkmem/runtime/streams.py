@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from chunkmem.data.types import Tier
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.events import COPY_LANES, Event, Piece, named_range, require_copyable
 from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.timestamps import Interval, StreamClock, StreamTimestamp
-from chunkmem.types import Tier
 
 
 @dataclass(eq=False, slots=True)

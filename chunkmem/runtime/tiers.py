@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chunkmem.config import Config, DiskConfig, MemTracerConfig, OptsConfig
+from chunkmem.data.types import Link, Tier
 from chunkmem.plan.machine import LinkSpeed, disk_links
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice, ram_nbytes
@@ -18,7 +19,6 @@ from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.pool import DevicePool, SlabPool
 from chunkmem.runtime.queues import Lanes
-from chunkmem.types import Link, Tier
 
 _UNKNOWN_SPEED = DiskSpeed(1e9, 1e9, 1e-4, BLOCK_NBYTES, DEPTH)
 """Assumed bytes per second of a disk that cannot be measured."""

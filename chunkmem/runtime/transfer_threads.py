@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 
 Scratch = TypeVar("Scratch")
 """The private buffer of each thread."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from chunkmem.data.types import LINKS, PLACE, TIERS, Tier
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.types import LINKS, PLACE, TIERS, Tier
 
 
 @contextmanager

@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from chunkmem.errors import CapacityError, PlanError
+from chunkmem.data.errors import CapacityError, PlanError
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.trace import Mode, Trace
+from chunkmem.data.types import ChunkId, Tier
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.cursor import Said, TraceCursor
 from chunkmem.plan.machine import Machine
@@ -21,11 +24,8 @@ from chunkmem.runtime.device import give_back_freed_ram
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.runtime.tiers import Tiers
-from chunkmem.sizes import format_nbytes
 from chunkmem.steps.plan_log import log_planning
 from chunkmem.steps.planning import StepPlanner
-from chunkmem.trace.model import Mode, Trace
-from chunkmem.types import ChunkId, Tier
 
 _MAX_REFINEMENTS = 3
 _CLOSE = 0.05
@@ -138,7 +138,7 @@ class CachedPlan:
 
     @property
     def is_by_block(self) -> bool:
-        """Steps like this one hear of blocks as a whole: [Note: Blocks as a whole] in `chunkmem.nn.blocks`."""
+        """Steps like this one hear of blocks as a whole: [Note: Blocks as a whole] in `chunkmem.modules.blocks`."""
         return self.trace is not None and self.trace.by_block
 
     def fits(self, chunks: Mapping[ChunkId, Chunk]) -> bool:

@@ -12,7 +12,11 @@ from functools import cache
 
 import torch
 
-from chunkmem.errors import TraceError
+from chunkmem.activations.region_choice import RegionChoices
+from chunkmem.activations.regions import RegionActivations
+from chunkmem.data.errors import TraceError
+from chunkmem.data.trace import Kind, Mode, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.cursor import label_of
 from chunkmem.plan.garbage import no_collections
@@ -30,12 +34,9 @@ from chunkmem.steps.iteration_end import IterationEnd
 from chunkmem.steps.known import Iteration, KnownSteps
 from chunkmem.steps.plan_cache import Key
 from chunkmem.steps.plan_log import LOG
-from chunkmem.steps.region_choice import RegionChoices, Regions
+from chunkmem.steps.recorder import Recorder
 from chunkmem.steps.timelines import LastTimelines
-from chunkmem.trace.model import Kind, Mode, Trace
-from chunkmem.tracing.recorder import Recorder
-from chunkmem.tracing.watch import Watch
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.steps.watch import Watch
 
 
 class StepController:
@@ -52,7 +53,7 @@ class StepController:
         watch: Callable[[], Watch],
         trainable: Callable[[], bytes],
         num_backwards: Callable[[], int],
-        regions: Regions,
+        regions: RegionActivations,
         is_model: Callable[[int], bool],
         is_lone: bool = True,
     ) -> None:

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from chunkmem.comm.ranks import Ranks
-from chunkmem.shard.prefetch import PrefetchSchedule
+from chunkmem.ranks.prefetch import PrefetchSchedule
+from chunkmem.ranks.ranks import Ranks
 from chunkmem.steps.controller import StepController
 
 _LABEL = "learning what is exchanged"

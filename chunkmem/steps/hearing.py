@@ -1,7 +1,7 @@
 """How much of a step has to be heard of.
 
-Of a model that fits nothing, see [Note: Resident models] in `chunkmem.nn.hooks`; of one that nearly fits its blocks,
-see [Note: Blocks as a whole] in `chunkmem.nn.blocks`.
+Of a model that fits nothing, see [Note: Resident models] in `chunkmem.modules.hooks`; of one that nearly fits its
+blocks, see [Note: Blocks as a whole] in `chunkmem.modules.blocks`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from contextlib import ExitStack
 
 from torch import nn
 
-from chunkmem.errors import CapacityError
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import Role
 from chunkmem.plan.machine import Machine
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_events import StepEvents
 from chunkmem.steps.cached_plan import CachedPlan
 from chunkmem.steps.plan_cache import Key, PlanCache
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import Role
 
 WORTH = 64
 """Modules in blocks: for fewer, another recorded step costs more than it saves soon."""

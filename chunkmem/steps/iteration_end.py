@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chunkmem.types import ChunkId
+from chunkmem.data.types import ChunkId
 
 _MAX_STEPS = 4
 """Optimizer steps in an iteration. If gradients are not even by then, they never may be."""

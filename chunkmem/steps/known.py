@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from chunkmem.errors import PlanError, TraceError
+from chunkmem.activations.region_choice import RegionChoices
+from chunkmem.data.errors import PlanError, TraceError
+from chunkmem.data.trace import Mode, Trace
 from chunkmem.plan.model import Plan
 from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime.pager import Pager
@@ -14,10 +16,8 @@ from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.steps.cached_plan import CachedPlan, check_adoptable
 from chunkmem.steps.plan_cache import Key, PlanCache
-from chunkmem.steps.region_choice import RegionChoices
-from chunkmem.trace.model import Mode, Trace
-from chunkmem.tracing.recorder import Recorder
-from chunkmem.tracing.watch import Watch
+from chunkmem.steps.recorder import Recorder
+from chunkmem.steps.watch import Watch
 
 
 @dataclass(slots=True)

@@ -23,12 +23,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from chunkmem.errors import TraceError
+from chunkmem.data.errors import TraceError
+from chunkmem.data.trace import Mode, Trace
 from chunkmem.plan.cursor import Said
+from chunkmem.plan.merge import merge
 from chunkmem.steps.cached_plan import CachedPlan, Outcome
 from chunkmem.steps.plan_log import LOG
-from chunkmem.trace.merge import merge
-from chunkmem.trace.model import Mode, Trace
 
 _MAX_KINDS = 16
 _NUM_AT_ONCE = 4

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+from chunkmem.data.trace import Mode
 from chunkmem.plan.model import Plan
 from chunkmem.plan.timeline import Timeline
-from chunkmem.trace.model import Mode
 
 LOG: Final = logging.getLogger("chunkmem.plan")
 

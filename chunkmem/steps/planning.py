@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from chunkmem.errors import CapacityError
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.trace import Mode, Trace
+from chunkmem.data.types import MEMORY, Tier
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import Planner
 from chunkmem.plan.simulate import simulate
-from chunkmem.trace.model import Mode, Trace
-from chunkmem.types import MEMORY, Tier
 
 WORK_A_STEP = 400_000
 """Of a planner, in its units: less than half a second, and up to one candidate more."""

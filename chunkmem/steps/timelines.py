@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import Tier
 from chunkmem.plan.timeline import StepFigures, Timeline
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import Tiers
-from chunkmem.trace.model import Trace
-from chunkmem.types import Tier
 
 
 class LastTimelines:

@@ -13,13 +13,13 @@ from torch import nn
 
 from chunkmem.assembly.parts import DTYPES
 from chunkmem.config import Config
-from chunkmem.errors import CapacityError, ChunkmemError, ConfigError
+from chunkmem.data.errors import CapacityError, ChunkmemError, ConfigError
+from chunkmem.data.layout_pack import search_slab_nbytes
+from chunkmem.data.memory import MemoryReport
 from chunkmem.estimate.models import model_and_loss
 from chunkmem.estimate.optimizers import class_named
 from chunkmem.estimate.rehearse import place_of
-from chunkmem.layout.pack import search_slab_nbytes
 from chunkmem.manager import ChunkManager
-from chunkmem.memory import MemoryReport
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.queues import Lanes
 from chunkmem.testing.comparison import AGAIN, FIRST, SMALLEST, CheckReport, Comparison

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 from chunkmem.runtime.disk_file import SYSTEM_CALLS, AlignedBuffer, SystemCalls
 
 _POISON = 0xFF

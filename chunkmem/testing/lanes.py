@@ -19,7 +19,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.events import DoneEvent, Event
 from chunkmem.runtime.queues import HostTask, Lanes

@@ -10,7 +10,7 @@ from torch import nn
 from chunkmem.assembly.parts import DTYPES
 from chunkmem.config import Config
 from chunkmem.estimate.optimizers import BUILT_IN, Trained
-from chunkmem.nn.borders import Borders
+from chunkmem.modules.borders import Borders
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.packing.precision import precision_of
 from chunkmem.testing.training import Side, Stepped

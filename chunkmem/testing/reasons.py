@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkmem.errors import ChunkmemError
-from chunkmem.layout.spec import TensorSpec
+from chunkmem.data.errors import ChunkmemError
+from chunkmem.data.layout import TensorSpec
 from chunkmem.packing.packer import tensor_specs
 from chunkmem.packing.precision import precision_of
 from chunkmem.testing.difference import Difference

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 from chunkmem.estimate.models import loss_of
 from chunkmem.estimate.optimizers import BUILT_IN, Trained, trained_by
 from chunkmem.estimate.rehearse import shape_of
 from chunkmem.manager import ChunkManager
-from chunkmem.nn.guard import AccessGuard
+from chunkmem.modules.guard import AccessGuard
 from chunkmem.optim.adam import Adam, AdamW
 from chunkmem.optim.any_class import Optimizer
 

@@ -12,7 +12,7 @@ from chunkmem.cli.main import main
 from chunkmem.config import Config
 from chunkmem.contrib.deepspeed import keys as deepspeed_keys
 from chunkmem.contrib.deepspeed.convert import KeyOutcome, convert
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 
 OF_TRANSFORMERS: dict[str, Any] = {
     "fp16": {

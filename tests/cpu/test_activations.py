@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import chunkmem
-from chunkmem.nn.binding import BoundChunk
+from chunkmem.data.activations import activation_contents
+from chunkmem.data.types import Role
+from chunkmem.modules.binding import BoundChunk
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.store import Chunk
-from chunkmem.trace.activations import activation_contents
-from chunkmem.types import Role
 from tests.cpu.test_precision import LOWERED
 from tests.helpers.lanes import adversarial
 from tests.helpers.low_precision import LowPlain

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import chunkmem
+from chunkmem.data.types import Role
 from chunkmem.runtime.chunk import NO_CONTENT
-from chunkmem.types import Role
 from tests.helpers.lanes import adversarial
 from tests.helpers.pins import pinned_by_backward
 from tests.helpers.twins import (

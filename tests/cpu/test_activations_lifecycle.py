@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import chunkmem
-from chunkmem.errors import CapacityError, StateError, TierIOError
+from chunkmem.data.errors import CapacityError, StateError, TierIOError
+from chunkmem.data.types import Role, Tier
 from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.types import Role, Tier
 from tests.cpu.test_activations_hostile import (
     OFFLOAD,
     STEPS,
@@ -770,7 +770,7 @@ def test_many_steps_leave_nothing_behind(num_steps: int) -> None:
 
 def test_what_the_ledger_has_freed_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """In ordinary training nobody gets hold of a region's memory: all of it is emptied."""
-    from chunkmem.nn.saved_storages import SavedStorages
+    from chunkmem.activations.saved_storages import SavedStorages
 
     empty, sizes = SavedStorages.empty, []
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import chunkmem
+from chunkmem.data.types import Role
 from chunkmem.runtime.copy_order import CopyOrder
 from chunkmem.runtime.pool import Slab
-from chunkmem.types import Role
 from tests.cpu.test_activations import CASES, config, smallest_nbytes
 from tests.helpers.happens_before import HappensBefore
 from tests.helpers.scenes import Undisturbed

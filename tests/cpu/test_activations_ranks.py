@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.steps.region_choice import RegionChoices
-from chunkmem.types import Role, Tier
+from chunkmem.activations.region_choice import RegionChoices
+from chunkmem.data.types import Role, Tier
 from tests.helpers.audit import assert_as_predicted
 from tests.helpers.low_precision import LowPlain
 from tests.helpers.ranks import Team

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import chunkmem
+from chunkmem.data.trace import Trace
 from chunkmem.plan.model import Lane, Plan
-from chunkmem.trace.model import Trace
 from tests.helpers.audit import assert_as_predicted, audit, copies_of
 from tests.helpers.lanes import MakeLanes, adversarial, lanes_by_name_fixture  # noqa: F401
 from tests.helpers.rehearsal import cap_nbytes, plans, rehearsed

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.comm.agreement import Operation, numbers_of, verdict
-from chunkmem.comm.ranks import open_ranks
-from chunkmem.errors import ChunkmemError
-from chunkmem.shard.shards import ShardStore
+from chunkmem.data.errors import ChunkmemError
+from chunkmem.ranks.agreement import Operation, numbers_of, verdict
+from chunkmem.ranks.ranks import open_ranks
+from chunkmem.ranks.shards import ShardStore
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import WIDTH, Block
 from tests.helpers.spread import spread

@@ -14,11 +14,11 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import chunkmem
+from chunkmem.data.types import Role, Tier
 from chunkmem.optim.class_rule import ClassRule
 from chunkmem.optim.rule import UpdateItem
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.issued import LeftUpdate
-from chunkmem.types import Role, Tier
 from tests.cpu.test_deferred_updates import Unhurried
 from tests.helpers.any_class import MUON, WAYS, WHOLE, ClassTwin, Way, by_name, entries, muon_and_adamw
 from tests.helpers.audit import audit

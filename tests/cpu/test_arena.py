@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkmem.errors import CapacityError
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.types import Tier
 from chunkmem.runtime import arena as arena_module
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.shadow import ShadowBuffers
-from chunkmem.types import Tier
 
 SLAB = 256
 PARAM = "param"

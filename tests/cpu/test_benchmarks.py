@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from chunkmem.trace.model import Trace
+from chunkmem.data.trace import Trace
 from tests.helpers.programs import run_python
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import chunkmem
-from chunkmem.nn.binding import move_to, stands_at
+from chunkmem.modules.binding import move_to, stands_at
 from tests.helpers.training import AMPLE_NBYTES, VARIANTS, Chunked, Trainer, capped, train_plain
 from tests.helpers.zoo import ZOO
 

@@ -17,11 +17,11 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 import chunkmem
-from chunkmem.errors import CapacityError
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.trace import Mode, Trace
+from chunkmem.data.types import Role
 from chunkmem.runtime.pager import Pager
 from chunkmem.steps.cached_plan import CachedPlan
-from chunkmem.trace.model import Mode, Trace
-from chunkmem.types import Role
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.twins import WIDTH, Twin, assert_equal, config, cpu_only, features, resident_at_once
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.types import Tier
+from chunkmem.data.types import Tier
 from tests.helpers.audit import audit, audit_ledgers
 from tests.helpers.spread import spread
 from tests.helpers.training import (

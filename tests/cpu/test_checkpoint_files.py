@@ -24,7 +24,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import chunkmem
-from chunkmem.nn.lazy_tensor import LazyTensor
+from chunkmem.modules.lazy_tensor import LazyTensor
 from tests.helpers.ranks import Team
 from tests.helpers.saved_training import Net, Saved, assert_same
 from tests.helpers.spread import spread

@@ -15,14 +15,14 @@ import pytest
 
 import chunkmem
 from chunkmem.cli.main import main
-from chunkmem.layout.pack import choose_slab_nbytes
-from chunkmem.layout.spec import TensorSpec
+from chunkmem.data.layout import TensorSpec
+from chunkmem.data.layout_pack import choose_slab_nbytes
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import Tier
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane, Plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.build import Recipe
-from chunkmem.trace.model import Trace
-from chunkmem.types import Tier
 from tests.helpers.traces import training_trace
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from chunkmem.cli.main import main
+from chunkmem.data.trace import Mode, Moment, Trace
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.planner import make_plan
-from chunkmem.trace.model import Mode, Moment, Trace
 from tests.helpers.traces import training_trace
 
 MIB = 1 << 20

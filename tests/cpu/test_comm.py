@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from chunkmem.comm import connection, same_code
-from chunkmem.comm.exchange import Shard, mean_in_order
-from chunkmem.comm.methods import Chunkwise, Grouped, PointToPoint, possible_exchanges
-from chunkmem.comm.ranks import Ranks, open_ranks
-from chunkmem.errors import ConfigError, RankError, StateError
+from chunkmem.data.errors import ConfigError, RankError, StateError
+from chunkmem.ranks import agreement, connection
+from chunkmem.ranks.exchange import Shard, mean_in_order
+from chunkmem.ranks.methods import Chunkwise, Grouped, PointToPoint, possible_exchanges
+from chunkmem.ranks.ranks import Ranks, open_ranks
 from chunkmem.runtime.device import ComputeDevice
 from tests.helpers.ranks import Team
 
@@ -365,7 +365,7 @@ def test_a_rank_that_does_not_open_is_named(team: Team) -> None:
 
 def be_another_version(rank: int) -> tuple[str, tuple[int, ...]]:
     digest = "another one" if rank == 2 else "one"
-    with patch.object(same_code, "code_digest", lambda: digest), pytest.raises(RankError) as caught:
+    with patch.object(agreement, "code_digest", lambda: digest), pytest.raises(RankError) as caught:
         open_ranks(timeout_s=TIMEOUT_S)
     open_ranks(timeout_s=TIMEOUT_S).close()
     return str(caught.value), caught.value.ranks

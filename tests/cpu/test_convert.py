@@ -16,7 +16,7 @@ import chunkmem
 from chunkmem.checkpoints.converting import Format, convert
 from chunkmem.checkpoints.safetensors_files import open_safetensors
 from chunkmem.cli.main import main
-from chunkmem.nn.lazy_tensor import LazyTensor
+from chunkmem.modules.lazy_tensor import LazyTensor
 from tests.helpers.saved_files import contents
 from tests.helpers.saved_training import Saved, assert_same
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import chunkmem
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 
 STEPS = 3

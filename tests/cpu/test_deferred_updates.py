@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import chunkmem
+from chunkmem.data.types import Role, Tier
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.testing.lanes import AdversarialLanes
-from chunkmem.types import Role, Tier
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.lanes import MakeLanes, lanes_by_name_fixture  # noqa: F401
 from tests.helpers.overlapped import WIDTH, Run, assert_alike

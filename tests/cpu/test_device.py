@@ -14,7 +14,7 @@ from torch import nn
 
 import chunkmem
 from chunkmem.cli import info
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 from chunkmem.optim.kernels import Kernels
 from chunkmem.runtime import measure
 from chunkmem.runtime.device import ComputeDevice

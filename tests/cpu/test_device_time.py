@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 import chunkmem
-from chunkmem.layout.spec import Group
+from chunkmem.data.layout import Group
+from chunkmem.data.trace import Kind, Mode, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.model import Lane
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
@@ -29,9 +31,7 @@ from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.trace.model import Kind, Mode, Trace
-from chunkmem.tracing.recorder import Recorder
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.steps.recorder import Recorder
 from tests.helpers.audit import audit
 from tests.helpers.device_time import LINK_Bps, Stream, TimedDevice, TimedLanes, TimedLinear, TimingEvent, timed_device
 from tests.helpers.spread import spread

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import chunkmem
-from chunkmem.errors import StateError, TierIOError
+from chunkmem.data.errors import StateError, TierIOError
+from chunkmem.data.types import Tier
 from chunkmem.testing import Fault, FaultKind, FaultyDisk
-from chunkmem.types import Tier
 from tests.helpers.audit import audit
 from tests.helpers.plain_chain import DEPTH, NUM_STEPS, WIDTH, batch_of, model_of, plain_weights, values
 from tests.helpers.spread import spread

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunkmem.errors import ConfigError, TierIOError
+from chunkmem.data.errors import ConfigError, TierIOError
 from chunkmem.runtime.disk_pool import DiskPool
 from chunkmem.testing.disk import Fault, FaultKind, FaultyDisk, ThrottledDisk
 from tests.helpers.disk import BLOCK, ROLE, new_pool, numbers, open_files, opened, wait_until

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from chunkmem.errors import ConfigError, StateError, TierIOError
+from chunkmem.data.errors import ConfigError, StateError, TierIOError
 from chunkmem.runtime.disk_file import DiskFile
 from chunkmem.runtime.disk_pool import DiskPool
 from chunkmem.testing.disk import FaultyDisk, ThrottledDisk

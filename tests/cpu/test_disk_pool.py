@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 from chunkmem.runtime.disk_file import SystemCalls
 from chunkmem.runtime.disk_pool import DiskPool, DiskSlab
 from chunkmem.runtime.transfer_threads import TransferThreads

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import chunkmem
-from chunkmem.errors import ConfigError, TierIOError
+from chunkmem.data.errors import ConfigError, TierIOError
 from chunkmem.runtime import disk_speed
 from chunkmem.runtime.disk_file import DiskFile
 from chunkmem.runtime.disk_speed import DiskSpeed, cached_disk_speed, measure_disk

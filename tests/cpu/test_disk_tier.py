@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.errors import CapacityError
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.types import Role, Tier
 from chunkmem.plan.model import Lane
-from chunkmem.types import Role, Tier
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.lanes import adversarial
 from tests.helpers.spread import spread

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
+from chunkmem.data.types import Role, Tier, UpdateForm
 from chunkmem.optim.codes import BLOCK
 from chunkmem.plan.model import Lane
-from chunkmem.types import Role, Tier, UpdateForm
 from tests.helpers.ranks import Team
 from tests.helpers.saved_training import Saved, assert_same
 from tests.helpers.spread import spread

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import chunkmem
-from chunkmem.types import Role, Tier
+from chunkmem.data.types import Role, Tier
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.ranks import Team
 from tests.helpers.saved_training import Net, Saved, Training, assert_same

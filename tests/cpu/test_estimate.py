@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from chunkmem.cli.main import main
+from chunkmem.data.types import Tier
 from chunkmem.estimate.changes import smallest_changes
 from chunkmem.estimate.gpt import GPT, SHAPES
 from chunkmem.estimate.hardware import HARDWARE
@@ -26,7 +27,6 @@ from chunkmem.estimate.question import (
     step_range_s,
     trains_on_demand,
 )
-from chunkmem.types import Tier
 from tests.helpers.estimate_command import asked, assert_refused
 from tests.helpers.estimated import WORDS
 

@@ -11,14 +11,14 @@ from torch import nn
 
 import chunkmem
 from chunkmem.cli.main import main
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import Role, Tier
 from chunkmem.estimate.hardware import HARDWARE
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.question import Question, device_need, find, find_chosen
 from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
 from chunkmem.plan.simulate import simulate
 from chunkmem.report.regions import Policy
-from chunkmem.trace.model import Trace
-from chunkmem.types import Role, Tier
 from tests.helpers.training import HOST_NBYTES, VARIANTS, Chunked, Trainer
 from tests.helpers.twins import cpu_only
 from tests.helpers.zoo import ZOO

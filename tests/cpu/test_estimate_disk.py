@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import chunkmem
+from chunkmem.data.types import Tier
 from chunkmem.estimate.changes import raised_caps
 from chunkmem.estimate.hardware import HARDWARE
 from chunkmem.estimate.models import resolve_model
 from chunkmem.estimate.question import Question, device_need, disk_need, find, fits, step_range_s
 from chunkmem.plan.model import Lane
-from chunkmem.types import Tier
 from tests.helpers.estimate_command import asked, assert_refused
 
 MLP = "tests.helpers.estimated:mlp"

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from chunkmem.errors import PlanError
+from chunkmem.data.errors import PlanError
+from chunkmem.data.trace import Kind, Mode, Moment, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.estimate.hardware import HARDWARE, Hardware
-from chunkmem.estimate.lower_bounds import lower_bounds_of
+from chunkmem.estimate.needs import lower_bounds_of
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.candidates import candidates
 from chunkmem.plan.model import Plan
-from chunkmem.trace.model import Kind, Mode, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
 from tests.unit.test_plan_properties import AMPLE, drawn_trace, smallest_cap
 
 ROLES = (Role.PARAM, Role.GRAD, Role("exp_avg"), Role("exp_avg_sq"))

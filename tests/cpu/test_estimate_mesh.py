@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from chunkmem.cli.main import main
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 from chunkmem.estimate.families import Family
 from chunkmem.estimate.gpt import shape_of
 from chunkmem.estimate.hardware import HARDWARE

@@ -14,13 +14,13 @@ from torch import nn
 
 import chunkmem
 from chunkmem.cli.main import main
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import Role, Tier
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
 from chunkmem.plan.model import Plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
-from chunkmem.trace.model import Trace
-from chunkmem.types import Role, Tier
 from tests.helpers.any_class import Lion
 from tests.helpers.estimate_command import asked, assert_refused
 from tests.helpers.training import capped, freeze_half

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import chunkmem
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import Role, Tier
 from chunkmem.estimate.mesh import RankMesh
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.question import device_need, find, trains_on_demand
@@ -19,8 +21,6 @@ from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
-from chunkmem.trace.model import Trace
-from chunkmem.types import Role, Tier
 from tests.helpers.estimated_ranks import AMPLE_NBYTES, CASES, IN_RAM, Case, Facts, train
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, make_config

@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import chunkmem
-from chunkmem.errors import TraceError
+from chunkmem.data.errors import TraceError
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import Role, Tier
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
 from chunkmem.plan.simulate import simulate
-from chunkmem.trace.model import Trace
-from chunkmem.tracing.probe import LiveStorageProbe
-from chunkmem.types import Role, Tier
+from chunkmem.steps.probe import LiveStorageProbe
 from tests.helpers.probe_mode import watching
 from tests.helpers.training import VARIANTS, WIDTH, Chunked, Trainer, Variant, capped, footprint, freeze_half
 from tests.helpers.zoo import ZOO, ZooModel

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import chunkmem
-from chunkmem.errors import StateError, TierIOError
+from chunkmem.data.errors import StateError, TierIOError
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.store import ChunkStore

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import chunkmem
-from chunkmem.types import Role
+from chunkmem.data.types import Role
 from tests.helpers.audit import assert_as_predicted, audit, kind_of_step
 from tests.helpers.low_precision import LowPlain
 from tests.helpers.spread import spread

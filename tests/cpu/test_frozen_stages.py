@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
-from chunkmem.comm.neighbours import Message, Neighbours
-from chunkmem.comm.ranks import Ranks, open_ranks
+from chunkmem.data.types import Role
 from chunkmem.freezing import schedule
 from chunkmem.plan.model import Lane
 from chunkmem.plan.timeline import StageWork
-from chunkmem.types import Role
+from chunkmem.ranks.neighbours import Message, Neighbours
+from chunkmem.ranks.ranks import Ranks, open_ranks
 from tests.helpers.audit import audit
 from tests.helpers.frozen_training import BATCH, NUM_SAMPLES, OPTIONS, SAMPLE_NBYTES, Net, Task, loss_of
 from tests.helpers.low_precision import LowPlain

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.errors import PlanError
+from chunkmem.data.errors import PlanError
 from chunkmem.estimate.gpt import GPT, Shape
 from chunkmem.plan.model import Lane
-from chunkmem.runtime import way_back
+from chunkmem.runtime import off_plan
 from tests.helpers.audit import audit
 from tests.helpers.overlapped import WIDTH, Block
 from tests.helpers.twins import cpu_only
@@ -74,7 +74,7 @@ def test_a_plan_out_of_reach_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> No
         raise PlanError("param chunk 7 takes 3 bytes on HOST, and 2 are free there")
 
     losses = [run.step(0)]
-    monkeypatch.setattr(way_back, "_actions", no_way)
+    monkeypatch.setattr(off_plan, "_actions", no_way)
     losses.append(run.step(1))
     message = (
         r"^a train step could not follow its plan.* on demand.*: param chunk 7 takes 3 bytes on HOST, and 2 are free"

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import chunkmem
-from chunkmem.errors import StateError, TierIOError
+from chunkmem.data.errors import StateError, TierIOError
+from chunkmem.data.trace import Kind
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.plan_executor import PlanExecutor
-from chunkmem.trace.model import Kind
 from tests.helpers.ranks import Team
 from tests.helpers.spread import spread
 from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config, cpu_only, features, never_resident

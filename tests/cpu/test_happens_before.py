@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import chunkmem
+from chunkmem.data.types import Tier
 from chunkmem.optim.speculative import SpeculativeUpdater
 from chunkmem.plan.model import Lane, Plan, Wait
 from chunkmem.runtime.actions import PlanActions
@@ -24,7 +25,6 @@ from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.copy_order import CopyOrder
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.pool import Slab
-from chunkmem.types import Tier
 from tests.cpu.test_precision import LOWERED
 from tests.cpu.test_precision import chunked as chunked_low
 from tests.cpu.test_precision import plain as plain_low

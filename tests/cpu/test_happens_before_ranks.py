@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
-from chunkmem.comm import methods
-from chunkmem.comm.exchange import PendingWork
-from chunkmem.comm.methods import Chunkwise, ExchangeMethod, Grouped, PointToPoint
+from chunkmem.ranks import methods
+from chunkmem.ranks.exchange import PendingWork
+from chunkmem.ranks.methods import Chunkwise, ExchangeMethod, Grouped, PointToPoint
 from tests.helpers import ordered_exchange
 from tests.helpers.happens_before import HappensBefore
 from tests.helpers.ranks import Team

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import chunkmem
-from chunkmem.errors import RankError, StateError
+from chunkmem.data.errors import RankError, StateError
 from tests.helpers.ranks import Team
 from tests.helpers.signals import Line, Lines
 from tests.helpers.spread import spread

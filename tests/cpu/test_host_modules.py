@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import chunkmem
-from chunkmem.errors import CapacityError, LayoutError, StateError, TraceError
-from chunkmem.nn.turn import Turn
+from chunkmem.data.errors import CapacityError, LayoutError, StateError, TraceError
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import Role, Tier
 from chunkmem.plan.model import Plan
-from chunkmem.trace.model import Trace
-from chunkmem.types import Role, Tier
+from chunkmem.runtime.turn import Turn
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.lanes import adversarial
 from tests.helpers.programs import run_python
@@ -296,11 +296,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _setup_privateuseone_for_python_backend("toy")  # a device that torch can name, without memory: tensors are fake
-from chunkmem.nn.access import AccessTracker
-from chunkmem.nn.frames import Frame
-from chunkmem.nn.module_policy import ModulePolicies
-from chunkmem.nn.host_modules import HostModules
-from chunkmem.types import Tier
+from chunkmem.modules.access import AccessTracker
+from chunkmem.modules.frames import Frame
+from chunkmem.data.module_policy import ModulePolicies
+from chunkmem.modules.host_modules import HostModules
+from chunkmem.data.types import Tier
 
 BATCH, LENGTH, WORDS, WIDTH = 4, 8, 1000, 16
 

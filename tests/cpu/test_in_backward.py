@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import chunkmem
-from chunkmem.trace.model import Kind
+from chunkmem.data.trace import Kind
 from tests.helpers.spread import spread
 from tests.helpers.training import compute_device
 from tests.helpers.twins import AMPLE_NBYTES, CHUNK_NUMEL, Blocks, Twin, assert_equal, config, features, mlp

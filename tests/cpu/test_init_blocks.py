@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.nn.lazy_gradient import LazyGradient
-from chunkmem.nn.parameter_reads import ParameterReads
+from chunkmem.modules.lazy_gradient import LazyGradient
+from chunkmem.modules.parameter_reads import ParameterReads
 from tests.helpers.audit import audit
 from tests.helpers.programs import run_python
 from tests.helpers.training import compute_device

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import chunkmem
-from chunkmem.nn.parameter_reads import ParameterReads
+from chunkmem.modules.parameter_reads import ParameterReads
 from tests.helpers.audit import audit
 from tests.helpers.twins import SEED, WIDTH, Blocks, Twin, assert_equal, config, cpu_only, features
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.comm.exchange import Shard
-from chunkmem.comm.methods import PointToPoint
+from chunkmem.ranks.exchange import Shard
+from chunkmem.ranks.methods import PointToPoint
 from tests.helpers.ranks import Team
 
 DTYPES = (torch.int8, torch.bool, torch.int64, torch.uint8)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 from chunkmem.runtime.policy import BetweenSteps
 from tests.helpers.audit import audit
 from tests.helpers.ranks import Team

@@ -23,6 +23,7 @@ import torch
 
 import chunkmem
 from chunkmem.cli.main import main
+from chunkmem.data.trace import Trace
 from chunkmem.runtime import device
 from chunkmem.runtime.build import storage_library
 from chunkmem.runtime.device import ComputeDevice
@@ -31,7 +32,6 @@ from chunkmem.runtime.kept import NativeReclaimable
 from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.runtime.pool import DevicePool, Slab
 from chunkmem.runtime.queues import Lanes
-from chunkmem.trace.model import Trace
 from tests.helpers.audit import audit
 from tests.helpers.counted_time import count_time
 from tests.helpers.happens_before import SLOW, HappensBefore

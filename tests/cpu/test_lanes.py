@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.lanes import BlockingLanes, open_lanes

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.nn.lazy_gradient import LazyGradient
-from chunkmem.types import Tier
+from chunkmem.data.types import Tier
+from chunkmem.modules.lazy_gradient import LazyGradient
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.training import compute_device
 from tests.helpers.twins import WIDTH, Blocks, Twin, assert_equal, config, copied, features, same

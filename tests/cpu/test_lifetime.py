@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import chunkmem
 from chunkmem.assembly.change import Repacking
+from chunkmem.data.types import Role, Tier
 from chunkmem.freezing.packing_again import PackingAgain
-from chunkmem.types import Role, Tier
 from tests.helpers.audit import audit, audit_ledgers
 from tests.helpers.spread import spread
 from tests.helpers.training import compute_device

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from chunkmem.nn.live_chunks import LiveChunks
-from chunkmem.nn.region_calls import CallRecord, RegionCall
-from chunkmem.nn.region_chunks import RegionChunks
-from chunkmem.nn.saved_storages import SavedStorage, SavedStorages
-from chunkmem.nn.turn import Turn
+from chunkmem.activations.live_chunks import LiveChunks
+from chunkmem.activations.region_calls import CallRecord, RegionCall
+from chunkmem.activations.region_chunks import RegionChunks
+from chunkmem.activations.saved_storages import SavedStorage, SavedStorages
+from chunkmem.data.trace import Kind
+from chunkmem.data.types import Role, Tier
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.policy import OnDemand
-from chunkmem.trace.model import Kind
-from chunkmem.types import Role, Tier
+from chunkmem.runtime.turn import Turn
 from tests.helpers.world import World
 
 NUMEL = 64

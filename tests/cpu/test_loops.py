@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from chunkmem.data.trace import Kind, Mode
+from chunkmem.data.types import Role
+from chunkmem.plan.merge import phase_of
 from chunkmem.plan.model import FETCH
-from chunkmem.trace.merge import phase_of
-from chunkmem.trace.model import Kind, Mode
-from chunkmem.types import Role
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.lanes import adversarial
 from tests.helpers.loops import LOOPS, WIDTH, Dropped, Loop, Side, frozen_at_times, mlp, trained

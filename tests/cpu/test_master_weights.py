@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.errors import CapacityError, CheckpointError
+from chunkmem.data.errors import CapacityError, CheckpointError
+from chunkmem.data.types import Role
 from chunkmem.estimate.rehearse import Setting, rehearse
 from chunkmem.optim.scaler import LossScaler
-from chunkmem.types import Role
 from tests.cpu.test_estimate_truth import as_model
 from tests.cpu.test_precision import AMPLE_NBYTES, FP16, chunked, config
 from tests.helpers.audit import audit

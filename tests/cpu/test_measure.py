@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunkmem.errors import PlanError
+from chunkmem.data.errors import PlanError
+from chunkmem.data.types import DEVICE_LINKS, Tier, UpdateForm
 from chunkmem.optim.by_form import updates_by_form
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.plan.machine import Machine, host_links
@@ -26,7 +27,6 @@ from chunkmem.runtime import device, measure, speeds
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.measure import cached_machine, measure_machine
 from chunkmem.runtime.tiers import TierCaps
-from chunkmem.types import DEVICE_LINKS, Tier, UpdateForm
 from tests.helpers.simulated import SimulatedAccelerator
 
 CPU = ComputeDevice(torch.device("cpu"))

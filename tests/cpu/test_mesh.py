@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import chunkmem
-from chunkmem.comm.exchange import Exchange, PendingWork, Shard, Work
-from chunkmem.comm.mesh import mesh_of
-from chunkmem.comm.methods import Replicated, possible_exchanges
-from chunkmem.comm.ranks import Ranks, open_ranks
+from chunkmem.ranks.exchange import Exchange, PendingWork, Shard, Work
+from chunkmem.ranks.exchange_speed import NUM_TRIALS
+from chunkmem.ranks.mesh import mesh_of
+from chunkmem.ranks.methods import Replicated, possible_exchanges
+from chunkmem.ranks.ranks import Ranks, open_ranks
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.shard.exchange_speed import NUM_TRIALS
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Net, Task, batch_of, loss_of, make_config, open_manager, serial
 from tests.helpers.spread import spread

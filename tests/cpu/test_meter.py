@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import chunkmem
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import Tier
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.ledger import CACHE, Ledger
 from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.pool import DevicePool
 from chunkmem.runtime.tiers import Tiers
-from chunkmem.trace.model import Trace
-from chunkmem.types import Tier
 from tests.helpers.chunk_caps import count_chunks_alone
 from tests.helpers.counted import CountedDevice, blocking, counted, counted_only
 from tests.helpers.happens_before import SLOW

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import chunkmem
+from chunkmem.data.types import Tier
 from chunkmem.plan.simulate import simulate
-from chunkmem.types import Tier
 from tests.helpers.ranks import Team
 from tests.helpers.twins import CHUNK_NUMEL, WIDTH, Blocks, cpu_only
 

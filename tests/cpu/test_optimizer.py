@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import chunkmem
+from chunkmem.data.types import Role, Tier
 from chunkmem.optim.adam_rule import _steps_on
-from chunkmem.types import Role, Tier
 from tests.helpers.twins import (
     AMPLE_NBYTES,
     WIDTH,

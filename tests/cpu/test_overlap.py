@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import chunkmem
+from chunkmem.data.types import Role, Tier
 from chunkmem.optim import pending
 from chunkmem.optim.device_order import DevicePowers
 from chunkmem.optim.kernels import Kernels
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.ops import global_norm
 from chunkmem.plan.ahead import SHADOW
-from chunkmem.types import Role, Tier
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.lanes import MakeLanes, lanes_by_name_fixture  # noqa: F401
 from tests.helpers.overlapped import Run, assert_alike

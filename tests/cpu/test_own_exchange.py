@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import chunkmem
-from chunkmem.comm.exchange import Shard
+from chunkmem.ranks.exchange import Shard
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, make_config, serial
 
@@ -140,7 +140,7 @@ def test_what_one_rank_raises_in_it_is_raised_on_all(
     pair: Team, method: type[chunkmem.ExchangeMethod], words: str
 ) -> None:
     for line in pair.errors(train, (method, method), Task()):
-        assert line.startswith("chunkmem.errors.RankError: ")
+        assert line.startswith("chunkmem.data.errors.RankError: ")
         assert words in re.sub(r"after \d+\.\d s", "after … s", line)
 
 

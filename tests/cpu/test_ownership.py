@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import chunkmem
-from chunkmem.layout.pack import pack
-from chunkmem.layout.spec import Layout
+from chunkmem.data.layout import Layout
+from chunkmem.data.layout_pack import pack
 from chunkmem.packing import model_packer
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, make_config, serial

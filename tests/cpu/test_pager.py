@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkmem.errors import CapacityError, StateError
+from chunkmem.data.errors import CapacityError, StateError
+from chunkmem.data.types import Role, Tier
 from chunkmem.runtime.chunk import NO_CONTENT
-from chunkmem.types import Role, Tier
 from tests.helpers.world import NO_LIMIT, SLAB, World, packed, values_on
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

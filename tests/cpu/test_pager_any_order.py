@@ -19,9 +19,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from chunkmem.errors import CapacityError, StateError
+from chunkmem.data.errors import CapacityError, StateError
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.runtime.chunk import Chunk, Replica
-from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.world import NO_LIMIT, SLAB, packed, values_on
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

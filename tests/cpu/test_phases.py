@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import chunkmem
 from chunkmem.checkpoints.streaming import untied
-from chunkmem.errors import CapacityError, StateError
-from chunkmem.nn.lazy_gradient import LazyGradient
+from chunkmem.data.errors import CapacityError, StateError
+from chunkmem.modules.lazy_gradient import LazyGradient
 from chunkmem.pipeline.staged import StagedPipeline
 from tests.helpers import staged_training
 from tests.helpers.audit import audit

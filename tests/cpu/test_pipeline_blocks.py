@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import chunkmem
-from chunkmem.errors import TraceError
+from chunkmem.data.errors import TraceError
+from chunkmem.data.trace import Kind, Mode, Moment, Trace
+from chunkmem.data.types import ChunkId, Role
 from chunkmem.plan.balance import balance, tie_groups, tied_over
 from chunkmem.report.blocks import blocks_of
-from chunkmem.trace.model import Kind, Mode, Moment, Trace
-from chunkmem.types import ChunkId, Role
 from tests.helpers.traces import LAYOUT
 from tests.helpers.twins import cpu_only
 from tests.helpers.zoo import ZOO

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.nn.regions import RegionActivations
+from chunkmem.activations.regions import RegionActivations
+from chunkmem.data.activations import Content, activation_contents
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import Role
 from chunkmem.plan.model import Lane
-from chunkmem.trace.activations import Content, activation_contents
-from chunkmem.trace.model import Trace
-from chunkmem.types import Role
 from tests.helpers.audit import audit
 from tests.helpers.ranks import Team
 from tests.helpers.spread import spread

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import chunkmem
-from chunkmem.trace.activations import Content, activation_contents
-from chunkmem.trace.model import Kind
-from chunkmem.types import Role
+from chunkmem.data.activations import Content, activation_contents
+from chunkmem.data.trace import Kind
+from chunkmem.data.types import Role
 from tests.helpers.audit import audit
 from tests.helpers.pipelined import WIDTH, Chain, Residual, features, loop_step
 from tests.helpers.twins import cpu_only

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import chunkmem
-from chunkmem.comm.methods import PointToPoint
 from chunkmem.plan.timeline import Timeline
+from chunkmem.ranks.methods import PointToPoint
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import Block, mean_of
 from tests.helpers.spread import spread

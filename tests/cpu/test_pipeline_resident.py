@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import chunkmem
+from chunkmem.data.types import Role
 from chunkmem.pipeline.call_times import CallTimes
-from chunkmem.types import Role
 from tests.cpu.test_pipeline_hostile import DrawsMore, Twins, managed, simple
 from tests.helpers.audit import audit
 from tests.helpers.pipelined import WIDTH, Chain, Residual, features

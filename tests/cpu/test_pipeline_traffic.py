@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 import chunkmem
-from chunkmem.nn.backward_calls import BackwardCall
-from chunkmem.nn.nodes import NodePins
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import Role
+from chunkmem.modules.backward_calls import BackwardCall
+from chunkmem.modules.nodes import NodePins
 from chunkmem.plan.model import Lane
 from chunkmem.plan.timeline import Timeline
-from chunkmem.trace.model import Trace
-from chunkmem.types import Role
 
 WIDTH, DEPTH, BATCH = 32, 6, 32
 NUM_STEPS = 5

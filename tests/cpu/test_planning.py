@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import chunkmem
+from chunkmem.data.trace import Trace
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import make_plan
 from chunkmem.steps import cached_plan, planning
 from chunkmem.steps.planning import StepPlanner
-from chunkmem.trace.model import Trace
 from tests.helpers.audit import audit
 from tests.helpers.twins import cpu_only
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import chunkmem
-from chunkmem.types import Tier
+from chunkmem.data.types import Tier
 from tests.helpers.training import VARIANTS, Chunked, Trainer, assert_same, capped, footprint, train_plain
 from tests.helpers.zoo import ZOO
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chunkmem.data.types import Tier
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.ledger import CACHE, Ledger
 from chunkmem.runtime.pool import DevicePool, Slab, SlabPool
-from chunkmem.types import Tier
 
 SLAB = 256
 PARAM, GRAD = "param", "grad"

@@ -18,13 +18,13 @@ import torch
 import tqdm
 
 import chunkmem
+from chunkmem.data.types import Tier
 from chunkmem.runtime import device as device_module
 from chunkmem.runtime import populate as populate_module
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.populate import num_cores, populate
-from chunkmem.types import Tier
 
 NBYTES = (16 << 20) + mmap.PAGESIZE
 PAGEMAP = Path("/proc/self/pagemap")

@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn import functional
 
 import chunkmem
+from chunkmem.data.trace import Kind
+from chunkmem.data.types import ChunkId, Role
 from chunkmem.estimate.rehearse import Setting, rehearse
 from chunkmem.optim.kernels import Kernels
 from chunkmem.optim.scaler import LossScaler
-from chunkmem.trace.model import Kind
-from chunkmem.types import ChunkId, Role
 from tests.cpu.test_estimate_truth import ONE_BATCH, as_model
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.low_precision import LowPlain

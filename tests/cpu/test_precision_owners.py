@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import chunkmem
-from chunkmem.errors import LayoutError
+from chunkmem.data.errors import LayoutError
 from chunkmem.estimate.rehearse import Setting, rehearse
 from chunkmem.optim.scaler import LossScaler
 from tests.cpu.test_estimate_truth import as_model

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_stack
 
-from chunkmem.errors import StateError
-from chunkmem.nn.guard import AccessGuard
+from chunkmem.data.errors import StateError
+from chunkmem.modules.guard import AccessGuard
 from chunkmem.runtime.meter import NonModelMeter
-from chunkmem.tracing.probe import LiveStorageProbe
-from chunkmem.tracing.watch import Watch
+from chunkmem.steps.probe import LiveStorageProbe
+from chunkmem.steps.watch import Watch
 from tests.helpers.probe_mode import watching
 
 N = 1000

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.comm.connection import Connection
-from chunkmem.comm.exchange import Exchange, Shard, Traffic, Work
+from chunkmem.data.types import Tier
 from chunkmem.plan.model import Lane
+from chunkmem.ranks.connection import Connection
+from chunkmem.ranks.exchange import Exchange, Shard, Traffic, Work
+from chunkmem.ranks.prefetch import PrefetchSchedule
+from chunkmem.ranks.shards import ShardStore
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.shard.prefetch import PrefetchSchedule
-from chunkmem.shard.shards import ShardStore
-from chunkmem.types import Tier
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.late_exchange import LateExchange
 from tests.helpers.ranks import Team

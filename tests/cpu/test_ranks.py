@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.trace.model import Kind
+from chunkmem.data.trace import Kind
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import (
     MODELS,
@@ -354,7 +354,7 @@ def test_nothing_is_computed_with_weights_that_are_newer_than_their_step(
     teams: dict[int, Team], what: str, words: str
 ) -> None:
     for said in teams[2].errors(compute_too_early, what):
-        assert said.startswith("chunkmem.errors.StateError: ")
+        assert said.startswith("chunkmem.data.errors.StateError: ")
         assert words in said
 
 

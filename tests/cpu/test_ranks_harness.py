@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 from tests.helpers import ranks
 from tests.helpers.ranks import RankFailure, Team
 
@@ -142,7 +142,9 @@ def refuse(rank: int, late: int, only: tuple[int, ...]) -> None:
 
 
 def test_errors_of_all_ranks_need_not_come_soon_after_each_other(team: Team) -> None:
-    assert team.errors(refuse, 1, (0, 1)) == [f"chunkmem.errors.StateError: rank {rank} refuses" for rank in (0, 1)]
+    assert team.errors(refuse, 1, (0, 1)) == [
+        f"chunkmem.data.errors.StateError: rank {rank} refuses" for rank in (0, 1)
+    ]
     assert children() == []
 
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 import chunkmem
-from chunkmem.errors import ConfigError, StateError
-from chunkmem.nn.random_sources import RandomStates, global_sources
+from chunkmem.activations.random_sources import RandomStates, global_sources
+from chunkmem.data.errors import ConfigError, StateError
 
 Run = Callable[..., Any]
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import chunkmem
-from chunkmem.nn.call_state import CallState
-from chunkmem.types import Tier
+from chunkmem.activations.call_state import CallState
+from chunkmem.data.types import Tier
 from tests.helpers.audit import assert_as_predicted, audit
 
 Run = Callable[..., Any]

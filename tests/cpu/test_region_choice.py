@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import chunkmem
+from chunkmem.activations.region_choice import RegionChoices
+from chunkmem.activations.shared_regions import kept_nbytes, outside_nbytes
+from chunkmem.data.trace import Kind, Trace
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.planner import make_plan
 from chunkmem.steps.plan_cache import Key
-from chunkmem.steps.region_choice import RegionChoices
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.trace.shared import kept_nbytes, outside_nbytes
 from tests.cpu.test_activations import AMPLE_NBYTES, CASES, config, smallest_nbytes
 from tests.helpers.lanes import adversarial
 from tests.helpers.region_traces import Block, as_recorded, gpt_like, region_trace

@@ -252,12 +252,14 @@ def test_own_share_is_all_that_has_to_fit(teams: dict[int, Team]) -> None:
     found = teams[2].run(weigh, "fp32", keys)
     assert [packed for _, packed, _ in found] == [4 * CHUNK_NBYTES, 3 * CHUNK_NBYTES]
     for words in teams[2].errors(weigh, "fp32", {**keys, "release_after_init": True}):
-        assert words.startswith("chunkmem.errors.CapacityError: packing: the weights take 43.75 KiB in chunks, and ")
+        assert words.startswith(
+            "chunkmem.data.errors.CapacityError: packing: the weights take 43.75 KiB in chunks, and "
+        )
 
 
 def test_a_rank_without_room_stops_all(teams: dict[int, Team]) -> None:
     first, second = teams[2].errors(weigh, "fp32", {"memory": {"device": CHUNK_NBYTES, "host": 2 * CHUNK_NBYTES}})
-    start = "chunkmem.errors.CapacityError: packing: the weights take "
+    start = "chunkmem.data.errors.CapacityError: packing: the weights take "
     end = (
         "; raise memory.host from 12.50 KiB to at least 18.75 KiB (19200 bytes); training takes gradients and "
         "optimizer states too, for which 100.00 KiB (102400 bytes) is certain to do"

@@ -336,7 +336,7 @@ def read_on_one(rank: int) -> None:
 def test_a_rank_that_reads_alone_stops_all(teams: dict[int, Team]) -> None:
     first, second = teams[2].errors(read_on_one)
     assert first == second
-    assert first.startswith("chunkmem.errors.RankError: the ranks are in different places: rank 0 in ")
+    assert first.startswith("chunkmem.data.errors.RankError: the ranks are in different places: rank 0 in ")
     assert "rank 1 in 'comparing what is computed from weights while the model is built" in first
 
 

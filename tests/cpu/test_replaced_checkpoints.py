@@ -20,7 +20,7 @@ from chunkmem.checkpoints import replacing, unfinished
 from chunkmem.checkpoints.converting import Format, convert
 from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.checkpoints.saving import save_now
-from chunkmem.comm.ranks import open_ranks
+from chunkmem.ranks.ranks import open_ranks
 from tests.helpers.killed import at_once, failing_at, is_killed_at
 from tests.helpers.saved_files import contents
 from tests.helpers.saved_training import Saved

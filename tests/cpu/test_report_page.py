@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from chunkmem.data.types import Tier
 from chunkmem.plan.model import Lane
 from chunkmem.plan.semantics import NEWEST
 from chunkmem.plan.timeline import Timeline
 from chunkmem.report.page import timeline_page
 from chunkmem.report.replay import replay
 from chunkmem.report.run import Run
-from chunkmem.types import Tier
 from tests.helpers.browser import HAS_BROWSER, Page, start_browser
 from tests.helpers.runs import MIB, make_run
 from tests.helpers.traces import param

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 import chunkmem
-from chunkmem.types import Tier
+from chunkmem.data.types import Tier
 from tests.helpers.audit import audit
 from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config, cpu_only, features, mlp
 

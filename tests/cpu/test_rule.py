@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.layout.spec import Group, MasterCopy, Slot
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.data.layout import Group, MasterCopy, Slot
+from chunkmem.data.types import Role
+from chunkmem.modules.binding import ManagedParameter
 from chunkmem.optim.codes import SIGNED
 from chunkmem.optim.entries import EntryForm, TensorForm
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.rule import SlotUpdate, StateSpec, UpdateRule
 from chunkmem.optim.shaped_state import ShapedState, SlotForm
 from chunkmem.plan.model import Lane
-from chunkmem.types import Role
 from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config, copied, cpu_only, features
 
 SUM, LAST = Role("norm_sum"), Role("last_grad")

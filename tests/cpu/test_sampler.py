@@ -21,8 +21,8 @@ import torch
 
 from chunkmem import AdamW, ChunkManager, Config
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.tracing.probe import LiveStorageProbe
-from chunkmem.tracing.watch import ResidentMemory, SamplingThread, _Samples, reader_for
+from chunkmem.steps.probe import LiveStorageProbe
+from chunkmem.steps.watch import ResidentMemory, SamplingThread, _Samples, reader_for
 from tests.helpers.probe_mode import watching
 
 MIB = 2**20
@@ -144,7 +144,7 @@ def test_the_longest_interval_is_from_the_begin_of_a_sample_to_the_end_of_the_ne
     #        |---------- 5
     #                 |-------------- 12
     clock = iter([0.0, 5.0, 7.0, 9.0, 10.0, 11.0, 21.0])
-    monkeypatch.setattr("chunkmem.tracing.watch.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("chunkmem.steps.watch.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     samples = _Samples(lambda: 1)
     found = []
     for _ in range(4):

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import chunkmem
-from chunkmem.errors import TraceError
-from chunkmem.trace.activations import Content, activation_contents
-from chunkmem.trace.model import Trace
+from chunkmem.data.activations import Content, activation_contents
+from chunkmem.data.errors import TraceError
+from chunkmem.data.trace import Trace
 from tests.helpers.twins import cpu_only
 
 pytestmark = cpu_only

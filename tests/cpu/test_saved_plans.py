@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import chunkmem
-from chunkmem.errors import CapacityError, PlanError, StateError, TraceError
+from chunkmem.data.errors import CapacityError, PlanError, StateError, TraceError
+from chunkmem.data.trace import Trace
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
-from chunkmem.trace.model import Trace
 from tests.helpers.training import VARIANTS, Chunked, Trainer, assert_same, capped, footprint, train_plain
 from tests.helpers.zoo import ZOO
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import chunkmem
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 
 WIDTH = 16
 CHUNK_NUMEL = 1104

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import chunkmem
+from chunkmem.data.types import Role, Tier
 from chunkmem.plan.model import Lane
-from chunkmem.types import Role, Tier
 from tests.helpers.audit import audit
 from tests.helpers.low_precision import LowPlain
 from tests.helpers.ranks import Team

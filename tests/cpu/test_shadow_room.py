@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import chunkmem
+from chunkmem.data.types import Role, Tier
 from chunkmem.optim.places import StatePlaces
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.simulate import peak_nbytes
 from chunkmem.runtime.shadow import ShadowBuffers
 from chunkmem.runtime.tiers import TierCaps
-from chunkmem.types import Role, Tier
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.overlapped import WIDTH, Block, Run, assert_alike
 from tests.helpers.twins import cpu_only

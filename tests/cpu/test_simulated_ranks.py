@@ -21,13 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from chunkmem.comm import connection
-from chunkmem.comm.agreement import farther, over_ranks
-from chunkmem.comm.connection import Connection
-from chunkmem.comm.failure_detector import hang_up, listener_of
-from chunkmem.comm.ranks import Ranks, open_ranks
 from chunkmem.config import environment
-from chunkmem.errors import RankError
+from chunkmem.data.errors import RankError
+from chunkmem.ranks import connection
+from chunkmem.ranks.agreement import farther, over_ranks
+from chunkmem.ranks.connection import Connection
+from chunkmem.ranks.failure_detector import hang_up, listener_of
+from chunkmem.ranks.ranks import Ranks, open_ranks
 from tests.helpers.simulated_ranks import Simulation, late_rendezvous, rendezvous
 from tests.helpers.simulated_training import TIMEOUT_S, failed, trained
 
@@ -121,7 +121,7 @@ def test_nothing_grows_faster_than_log2_of_the_ranks(tmp_path: Path) -> None:
     table = "\n".join(f"{' '.join(key):>32}: {values}" for key, values in found.items() if any(values.values()))
     for (who, phase, term), values in found.items():
         if (phase, term) == ("start", "seconds") or term == "exchanges":
-            continue  # see below, and comm/methods.py
+            continue  # see below, and ranks/methods.py
         is_linear = (phase, term) in GROWING
         least = values[SIZES[0]]
         for size, value in values.items():

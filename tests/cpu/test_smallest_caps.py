@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import chunkmem
-from chunkmem.types import Role
+from chunkmem.data.types import Role
 from tests.helpers.audit import audit
 from tests.helpers.lanes import adversarial
 from tests.helpers.twins import CHUNK_NUMEL, WIDTH, Twin, assert_equal, config, copied, cpu_only, features, same

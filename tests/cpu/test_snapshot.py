@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from chunkmem.errors import CheckpointError, TierIOError
+from chunkmem.data.errors import CheckpointError, TierIOError
+from chunkmem.data.types import Tier
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica
 from chunkmem.runtime.disk_pool import DiskPool, DiskSlab
 from chunkmem.runtime.events import DoneEvent
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.snapshot import Snapshot, Taken
-from chunkmem.types import Tier
 from tests.helpers.world import World
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

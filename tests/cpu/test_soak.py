@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
+from chunkmem.data.types import Tier
 from chunkmem.runtime.device import give_back_freed_ram
-from chunkmem.types import Tier
 
 WIDTH, NUM_LAYERS = 32, 8
 CHUNK_NUMEL = WIDTH * WIDTH + WIDTH

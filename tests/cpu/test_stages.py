@@ -20,14 +20,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import chunkmem
-from chunkmem.comm.neighbours import Message, Neighbours
+from chunkmem.data.types import Role, Tier
 from chunkmem.pipeline.staged import StagedPipeline
 from chunkmem.plan.timeline import StageWork, Timeline
+from chunkmem.ranks.neighbours import Message, Neighbours
 from chunkmem.report.page import timeline_page
 from chunkmem.report.run import load_run
 from chunkmem.report.tracks import STALL, stage_tracks
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.types import Role, Tier
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import Block
 from tests.helpers.staged_training import Net, StagedTask, different, loss_of, serial, train

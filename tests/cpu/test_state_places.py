@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import chunkmem
+from chunkmem.data.types import Tier
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.lanes import BlockingLanes
-from chunkmem.types import Tier
 from tests.helpers.simulated import SimulatedAccelerator
 from tests.helpers.twins import cpu_only
 

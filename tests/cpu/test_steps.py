@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
+from chunkmem.data.trace import Kind, Mode, Trace
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.steps import planning
-from chunkmem.trace.model import Kind, Mode, Trace
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.preloaded import WORK_IN_TRAINING
 

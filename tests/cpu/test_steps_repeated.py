@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.errors import StateError, TierIOError
+from chunkmem.data.errors import StateError, TierIOError
 from chunkmem.testing import Fault, FaultKind, FaultyDisk
 from tests.helpers.audit import audit
 from tests.helpers.plain_chain import WIDTH, batch_of, model_of

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import chunkmem
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 from chunkmem.runtime import build, storage
 from chunkmem.runtime.storage import (
     ChunkStorage,

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
+from chunkmem.data.types import Role, Tier
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
-from chunkmem.types import Role, Tier
 from tests.helpers.world import SLAB, World, values_on
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

@@ -17,7 +17,7 @@ from torch import nn
 import chunkmem
 from chunkmem.checkpoints import stored_values
 from chunkmem.checkpoints.stored_values import StoredValues, find_values
-from chunkmem.nn.lazy_tensor import LazyTensor, Source
+from chunkmem.modules.lazy_tensor import LazyTensor, Source
 from tests.helpers.spread import spread
 
 BEFORE = 13

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 from chunkmem.runtime.disk_file import SYSTEM_CALLS, SystemCalls
 from chunkmem.testing.disk import Fault, FaultKind, FaultyDisk, ThrottledDisk
 from tests.helpers.disk import BLOCK, ROLE, numbers, opened

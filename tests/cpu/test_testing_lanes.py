@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Event

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from chunkmem.errors import StateError, TierIOError
+from chunkmem.data.errors import StateError, TierIOError
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.queues import Lanes

@@ -402,7 +402,7 @@ def test_it_is_where_users_look_for_it() -> None:
         "import sys, chunkmem\n"
         "assert 'torch' not in sys.modules\n"
         "layer = chunkmem.nn.TiledLinear(4, 4, in_splits=2, out_splits=2)\n"
-        "from chunkmem.nn import TiledLinear\n"
+        "from chunkmem import TiledLinear\n"
         "assert type(layer) is TiledLinear is chunkmem.TiledLinear"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 from chunkmem.runtime.transfer_threads import TransferThreads
 from tests.helpers.disk import disk_threads, wait_until
 

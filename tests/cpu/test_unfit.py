@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import swa_utils
 
 import chunkmem
-from chunkmem.nn.fitted import FittedModules
+from chunkmem.modules.fitted import FittedModules
 from tests.helpers.spread import spread
 from tests.helpers.twins import assert_equal, copied
 

@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.data.types import Role, Tier
+from chunkmem.modules.binding import ManagedParameter
 from chunkmem.optim.adam_rule import AdamHyper
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.rule import UpdateItem, UpdateRule
@@ -18,7 +19,6 @@ from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.shadow import ShadowBuffers
-from chunkmem.types import Role, Tier
 from tests.helpers.world import SLAB, World, values_on
 
 ROLES = (Role.PARAM, Role.GRAD, Role("exp_avg"))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chunkmem.data.types import Role
 from chunkmem.optim.adam_rule import _steps_on
 from chunkmem.optim.class_rule import ClassRule
 from chunkmem.optim.kernels import Kernels
@@ -24,7 +25,6 @@ from chunkmem.optim.ops import global_norm, number_on
 from chunkmem.optim.pending import Clipping, PendingGradients
 from chunkmem.optim.rule import UpdateItem
 from chunkmem.optim.speculative import NormParts
-from chunkmem.types import Role
 
 META = torch.device("meta")
 SHAPES = ((7, 5), (3,), (11, 2), (1,), (64,))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import chunkmem
-from chunkmem.layout.spec import ALIGN_NBYTES
+from chunkmem.data.layout import ALIGN_NBYTES
 from chunkmem.packing.tiling import tile_linears
 from tests.helpers.any_class import ClassTwin
 from tests.helpers.audit import audit

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import chunkmem
-from chunkmem.nn import TiledLinear
+from chunkmem import TiledLinear
 from tests.fuzz.cases import Layer
 
 WIDTH = 16

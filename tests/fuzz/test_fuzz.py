@@ -94,8 +94,8 @@ MUTANTS = {
     "notice what was written to weights": "chunkmem.runtime.pager.notice_writes",
 }
 IN_TURN = {
-    "put hooks back": "chunkmem.nn.fitted.FittedModules.resume",
-    "bind weights again": "chunkmem.nn.binding.BoundChunk.may_leave",
+    "put hooks back": "chunkmem.modules.fitted.FittedModules.resume",
+    "bind weights again": "chunkmem.modules.binding.BoundChunk.may_leave",
 }
 """Found where hooks come and go."""
 

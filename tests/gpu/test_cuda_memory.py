@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import chunkmem
+from chunkmem.data.types import Tier
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
@@ -16,7 +17,6 @@ from chunkmem.runtime.kept import reclaimable_on
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.pool import DevicePool
 from chunkmem.runtime.streams import StreamLanes
-from chunkmem.types import Tier
 from tests.helpers.audit import audit
 from tests.helpers.occupied import occupied_nbytes
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
+from chunkmem.data.trace import Kind
 from chunkmem.plan.model import Lane
 from chunkmem.runtime import timestamps
 from chunkmem.runtime.device import ComputeDevice
@@ -20,7 +21,6 @@ from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.storage import ChunkStorage, default_backend
 from chunkmem.runtime.streams import StreamLanes
 from chunkmem.runtime.timestamps import StreamClock
-from chunkmem.trace.model import Kind
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from chunkmem.types import Tier
+from chunkmem.data.types import Tier
 from tests.helpers.recorded_group import RecordedGroup
 from tests.helpers.vector_clocks import Actor, Operation, ShadowMemory, VectorClocks
 

@@ -7,9 +7,10 @@ from collections import Counter
 import torch
 
 from chunkmem import ChunkManager
-from chunkmem.nn.binding import BoundChunk, serves_itself
-from chunkmem.nn.lazy_gradient import LazyGradient
-from chunkmem.nn.parameter_reads import ParameterReads
+from chunkmem.data.types import ChunkId, Role, Tier
+from chunkmem.modules.binding import BoundChunk, serves_itself
+from chunkmem.modules.lazy_gradient import LazyGradient
+from chunkmem.modules.parameter_reads import ParameterReads
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.model import Lane
 from chunkmem.plan.simulate import simulate
@@ -20,7 +21,6 @@ from chunkmem.runtime.disk_pool import DiskSlab
 from chunkmem.runtime.ledger import CACHE
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.pins import pinned_by_backward, pinned_by_calls
 
 

@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 
+from chunkmem.data.trace import Kind
+from chunkmem.data.types import Tier
 from chunkmem.plan.model import Copy, Lane
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, Piece
 from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.runtime.pool import Slab
 from chunkmem.testing import AdversarialLanes
-from chunkmem.trace.model import Kind
-from chunkmem.types import Tier
 from tests.helpers.orders import Operation, Reading, SlabNumber
 
 

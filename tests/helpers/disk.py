@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from chunkmem.data.types import Tier
 from chunkmem.runtime.disk_pool import DiskPool
 from chunkmem.runtime.ledger import Ledger
-from chunkmem.types import Tier
 
 ROLE = "param"
 BLOCK = 16 << 10

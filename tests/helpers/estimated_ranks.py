@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import chunkmem
-from chunkmem.errors import CapacityError, RankError
+from chunkmem.data.errors import CapacityError, RankError
+from chunkmem.data.types import Tier
 from chunkmem.estimate.gpt import GPT, Shape
 from chunkmem.estimate.hardware import HARDWARE, Hardware
 from chunkmem.estimate.mesh import RankMesh
 from chunkmem.estimate.model import Model, checkpointed
 from chunkmem.estimate.question import Question
-from chunkmem.types import Tier
 
 IN_RAM: Hardware = replace(HARDWARE["h100"], is_accelerator=False)
 AMPLE_NBYTES = 64 << 20

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import chunkmem
-from chunkmem.types import Tier
+from chunkmem.data.types import Tier
 from tests.helpers.evicted_operations import OPERATIONS, Op, Outcome, Scene
 from tests.helpers.training import compute_device
 

@@ -11,9 +11,9 @@ import pytest
 from torch import nn
 
 import chunkmem
+from chunkmem.data.types import Role
 from chunkmem.runtime.chunk import NO_CONTENT
 from chunkmem.runtime.ledger import Ledger
-from chunkmem.types import Role
 from tests.cpu.test_freezing import Training
 from tests.helpers.audit import audit
 from tests.helpers.low_precision import LowPlain

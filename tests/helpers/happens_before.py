@@ -53,9 +53,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from chunkmem.comm.methods import ExchangeMethod
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.plan.machine import Machine, host_links
+from chunkmem.ranks.methods import ExchangeMethod
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from tests.helpers.access_order import AccessOrder
 from tests.helpers.ordered_exchange import ordered

@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Sequence
 
 import chunkmem
+from chunkmem.data.trace import Mode
+from chunkmem.data.types import Tier
 from chunkmem.steps.hearing import has_room
 from chunkmem.steps.plan_cache import Key, PlanCache
-from chunkmem.trace.model import Mode
-from chunkmem.types import Tier
 
 WAYS = ("resident", "by block", "by module")
-"""[Note: Resident models] in `chunkmem.nn.hooks`; [Note: Blocks as a whole] in `chunkmem.nn.blocks`; all hooks."""
+"""[Note: Resident models] in `modules/hooks.py`; [Note: Blocks as a whole] in `modules/blocks.py`; all hooks."""
 
 
 class Hearing:

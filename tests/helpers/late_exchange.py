@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkmem.comm.exchange import Exchange, Shard, Traffic, Work
+from chunkmem.ranks.exchange import Exchange, Shard, Traffic, Work
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from chunkmem.layout.spec import Group, Layout, TensorSpec
+from chunkmem.data.layout import Group, Layout, TensorSpec
 
 CACHE_LINE = 64
 

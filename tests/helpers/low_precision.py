@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chunkmem.nn.borders import Borders
+from chunkmem.modules.borders import Borders
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.packing.precision import precision_of
 from tests.helpers.training import compute_device

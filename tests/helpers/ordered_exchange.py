@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from chunkmem.comm.exchange import Shard, Work
-from chunkmem.comm.methods import ExchangeMethod
+from chunkmem.ranks.exchange import Shard, Work
+from chunkmem.ranks.methods import ExchangeMethod
 from tests.helpers.access_order import AccessOrder
 from tests.helpers.recorded_group import RecordedGroup
 from tests.helpers.vector_clocks import Actor, Clock

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from chunkmem.data.trace import Kind, Moment, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.model import Alloc, Copy, Free, Lane, Plan, Update, Wait
-from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
 
 LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST_UPDATE)
 SlabNumber = int

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
+from chunkmem.data.trace import Kind
 from chunkmem.optim.speculative import Speculation
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.queues import Lanes
-from chunkmem.trace.model import Kind
 from tests.helpers.training import compute_device
 
 WIDTH = 32

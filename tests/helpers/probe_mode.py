@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunkmem.tracing.probe import LiveStorageProbe
+from chunkmem.steps.probe import LiveStorageProbe
 
 
 class watching(TorchDispatchMode):  # it reads as a function

@@ -123,7 +123,7 @@ class Team:
         self._kill()
         said = {}
         for rank, (kind, what) in found.items():
-            lines = [line for line in str(what or "").splitlines() if line.startswith("chunkmem.errors.")]
+            lines = [line for line in str(what or "").splitlines() if line.startswith("chunkmem.data.errors.")]
             said[rank] = lines[0] if kind == "raised" and len(lines) == 1 else ""
         if not all(said.values()):
             all_said = [f"rank {rank} {kind}{_indented(what)}" for rank, (kind, what) in sorted(found.items())]

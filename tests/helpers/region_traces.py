@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from chunkmem.trace.model import Kind, Mode, Moment, Moments, Region, Trace
-from chunkmem.types import ChunkId, Role
+from chunkmem.data.trace import Kind, Mode, Moment, Moments, Region, Trace
+from chunkmem.data.types import ChunkId, Role
 from tests.helpers.traces import LAYOUT, grad, param, updated_chunks
 
 

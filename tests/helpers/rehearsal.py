@@ -6,11 +6,11 @@ import functools
 from dataclasses import replace
 
 import chunkmem
+from chunkmem.data.trace import Trace
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.candidates import candidates
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Plan
-from chunkmem.trace.model import Trace
 from tests.helpers.training import HOST_NBYTES, Chunked, Trainer, Variant, capped, footprint
 from tests.helpers.zoo import ZooModel
 

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
 from chunkmem.assembly import inventory
-from chunkmem.comm.neighbours import Message, Neighbours
+from chunkmem.data.types import Role
 from chunkmem.plan.moves import HeldGroup, Moves, WantedGroup, plan_moves
+from chunkmem.ranks.neighbours import Message, Neighbours
 from chunkmem.runtime.ledger import Ledger
-from chunkmem.types import Role
 from tests.helpers.audit import audit_declared
 from tests.helpers.shared_training import WIDTH, WORDS
 from tests.helpers.staged_training import AMPLE, Head, Net, StagedTask, loss_of

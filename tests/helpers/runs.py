@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from chunkmem.data.trace import Trace
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Span, Timeline
 from chunkmem.report.run import Run
-from chunkmem.trace.model import Trace
 from tests.helpers.traces import training_trace
 
 MIB = 2**20

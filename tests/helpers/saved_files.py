@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils._pytree import tree_map_only
 
 from chunkmem.checkpoints.reading import CheckpointFiles
-from chunkmem.nn.lazy_tensor import LazyTensor
+from chunkmem.modules.lazy_tensor import LazyTensor
 
 
 def contents(path: Path, *keys: str) -> dict[str, Any]:

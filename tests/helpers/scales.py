@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 import chunkmem
-from chunkmem.comm.exchange import Shard, Work, hand_over
-from chunkmem.comm.groups import RankGroup
 from chunkmem.packing import released
 from chunkmem.packing.built import Built
 from chunkmem.packing.released import BuiltOverRanks
 from chunkmem.packing.released_memory import ReleasedMemory
+from chunkmem.ranks.exchange import Shard, Work, hand_over
+from chunkmem.ranks.groups import RankGroup
 
 
 @dataclass

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import chunkmem
+from chunkmem.data.trace import Kind, Trace
 from chunkmem.plan.model import Lane, Plan, Wait
 from chunkmem.plan.planner import make_plan
-from chunkmem.trace.model import Kind, Trace
 from tests.helpers.orders import Race, Reading
 from tests.helpers.rehearsal import cap_nbytes, plans, rehearsed
 from tests.helpers.training import STEPS, VARIANTS, Chunked, Trainer, capped

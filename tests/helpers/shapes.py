@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from chunkmem.layout.spec import TensorSpec
+from chunkmem.data.layout import TensorSpec
 
 Named = tuple[str, tuple[int, ...]]
 Model = tuple[TensorSpec, ...]

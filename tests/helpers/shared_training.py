@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import chunkmem
+from chunkmem.data.types import Tier
 from chunkmem.testing import AdversarialLanes
-from chunkmem.types import Tier
 from tests.helpers.any_class import Several, muon_and_adamw
 from tests.helpers.late_exchange import LateExchange
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from chunkmem.data.types import Tier
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
@@ -19,7 +20,6 @@ from chunkmem.runtime.free_room import Extent
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.pool import DevicePool, Slab
 from chunkmem.runtime.timestamps import HostClock, Interval
-from chunkmem.types import Tier
 from tests.helpers.access_order import AccessOrder
 from tests.helpers.vector_clocks import THREADS, Actor, Clock
 

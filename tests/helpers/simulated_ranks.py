@@ -1,6 +1,6 @@
 """Ranks in one process, over a store and process groups that count, in virtual time: no sockets, no waiting.
 
-The code of `chunkmem.comm` runs as it is; what it calls of `torch.distributed` and `time` is here. Either all ranks
+The code of `chunkmem.ranks` runs as it is; what it calls of `torch.distributed` and `time` is here. Either all ranks
 run, as threads of which one runs at a time, the one whose clock is furthest behind. Or one runs with a mirror: the
 others do what it does, so that it receives what it has sent, and a request to the store stands for one of every rank.
 """
@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed
 
-from chunkmem.comm import connection, failure_detector, notes
+from chunkmem.ranks import connection, failure_detector, notes
 
 T = TypeVar("T")
 _AHEAD_S = 2e-3

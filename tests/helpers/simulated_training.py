@@ -11,9 +11,9 @@ from torch import nn
 
 import chunkmem
 from chunkmem.checkpoints import replacing
-from chunkmem.comm.agreement import Operation
-from chunkmem.comm.connection import Connection
-from chunkmem.errors import RankError
+from chunkmem.data.errors import RankError
+from chunkmem.ranks.agreement import Operation
+from chunkmem.ranks.connection import Connection
 from tests.helpers.shared_training import WIDTH, Block
 from tests.helpers.simulated_ranks import Counts, Simulation, counted
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from math import gcd
 
 from benchmarks.traffic.uses import chunks_in_use, chunks_written
-from chunkmem.errors import TraceError
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.data.errors import TraceError
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The least bytes that any plan has to move for a trace, which judges `chunkmem.bound`: a program, solved by HiGHS.
+"""The least bytes that any plan has to move for a trace; it judges `chunkmem.report.bound`: a program, solved by HiGHS.
 
 See [Note: The interval program] in `traffic_gaps.py`. The linear relaxation also bounds the mean of steps that are not
 alike, as demand paging has them, for the mean of their decisions is feasible; the integer optimum is that of one step
@@ -19,8 +19,8 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array
 
 from benchmarks.traffic.uses import chunks_in_use, chunks_written, rooms_beside
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from tests.helpers.traffic_gaps import Gap, Problem, derive
 
 

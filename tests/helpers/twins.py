@@ -169,8 +169,8 @@ def same(
     """Assert that a scenario returns, and leaves, the same in plain PyTorch, with ample room, and at the smallest cap.
 
     With ample room, models are without hooks as soon as that can be, see [Note: Resident models] in
-    `chunkmem.nn.hooks`. Of three scenarios one has ample room once more, with [Note: Blocks as a whole] in
-    `chunkmem.nn.blocks`, and in a full run each has, and with all hooks, too. Returns the smallest cap, in bytes.
+    `chunkmem.modules.hooks`. Of three scenarios one has ample room once more, with [Note: Blocks as a whole] in
+    `chunkmem.modules.blocks`, and in a full run each has, and with all hooks, too. Returns the smallest cap, in bytes.
     """
     plain = twin(None, build, **options)
     expected = copied(scenario(plain)), plain.left()

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from chunkmem.layout.spec import Group, Slot
-from chunkmem.nn.binding import BoundChunk, ManagedParameter
+from chunkmem.data.layout import Group, Slot
+from chunkmem.data.types import ChunkId, Role, Tier
+from chunkmem.modules.binding import BoundChunk, ManagedParameter
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
@@ -17,7 +18,6 @@ from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.pool import DevicePool
 from chunkmem.runtime.storage import ChunkStorage, default_backend
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.audit import audit_leaving, audit_ledgers
 
 SLAB = 128

@@ -70,7 +70,7 @@ class Axis:
     own_bits: bool = False
     """Its numbers are not those of plain PyTorch: the small cap is compared with room for all."""
     refusals: str = r"(?!)"
-    """What it refuses by name, as its documentation says: found in the message of an error of `chunkmem.errors`."""
+    """What it refuses by name, as its documentation says: found in the message of an error of chunkmem."""
     ways: tuple[str, ...] = ()
     """In which steps are heard of, one after the other and over again; none: as the manager chooses."""
     not_for: frozenset[str] = frozenset()
@@ -105,7 +105,7 @@ AXES = {
 
 @dataclass(frozen=True)
 class Refused:
-    """In chunkmem the script ends in this error of `chunkmem.errors`, with a message that `phrase` is found in."""
+    """In chunkmem the script ends in this error of `chunkmem.data.errors`, with a message that `phrase` is found in."""
 
     error: str
     phrase: str

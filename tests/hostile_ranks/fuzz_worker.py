@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.comm.methods import PointToPoint
+from chunkmem.ranks.methods import PointToPoint
 from tests.helpers.low_precision import LowPlain
 from tests.hostile.harness import SEED
 from tests.hostile_ranks.fuzz_cases import MAX_NORM, MAX_RANKS, OWN, Case, Model, Phase, Step

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.comm import connection
+from chunkmem.ranks import connection
 from tests.hostile.harness import AMPLE_NBYTES, CHUNK_NUMEL, Script, registering
 from tests.hostile.harness import User as OneProcess
 from tests.hostile.models import Net
@@ -51,7 +51,7 @@ class Alike:
 
 @dataclass(frozen=True)
 class Refused:
-    """Every rank ends in this error of `chunkmem.errors`, in the same words but for times, and without waiting."""
+    """Every rank ends in this error of `chunkmem.data.errors`, in the same words but for times, and without waiting."""
 
     error: str
     """A regular expression, as is `phrase`, which is found in the message."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import chunkmem
-from chunkmem.nn.begun import options_in_words
+from chunkmem.modules.begun import options_in_words
 from tests.helpers.ranks import RankFailure, Team
 from tests.helpers.twins import cpu_only
 from tests.hostile.harness import Script

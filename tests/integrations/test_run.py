@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from chunkmem.contrib.deepspeed.convert import convert
-from chunkmem.errors import ConfigError, StateError
+from chunkmem.data.errors import ConfigError, StateError
 from chunkmem.integrations.trainer import ChunkmemArguments, TrainsInChunks
 from tests.contrib.test_deepspeed import OF_TRANSFORMERS
 from tests.helpers.libraries import decaying, llama, rows

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from benchmarks.traffic.uses import device_budgets
-from chunkmem.bound import _reduce, _Relaxation, traffic_bound
-from chunkmem.errors import CapacityError, PlanError
+from chunkmem.data.errors import CapacityError, PlanError
+from chunkmem.data.trace import Kind, Mode, Moment, Trace
+from chunkmem.data.types import ChunkId, Tier
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.candidates import candidates
 from chunkmem.plan.gaps import budgets, find_gaps
 from chunkmem.plan.machine import Machine, host_links
-from chunkmem.trace.model import Kind, Mode, Moment, Trace
-from chunkmem.types import ChunkId, Tier
+from chunkmem.report.bound import _reduce, _Relaxation, traffic_bound
 from tests.helpers.traces import grad, param, random_trace, training_trace
 from tests.helpers.traffic_program import brute_force
 from tests.helpers.traffic_program import traffic_bound as solved_bound

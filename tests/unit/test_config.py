@@ -28,7 +28,7 @@ from chunkmem.config import (
     OptimizerParams,
     OptsConfig,
 )
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 from tests.helpers.config_keys import CASES, DISK_KEYS, KEYS
 
 SECTIONS: Mapping[str, Callable[..., object]] = {

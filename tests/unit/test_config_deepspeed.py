@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chunkmem.config import Config
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 
 ZERO_3: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",

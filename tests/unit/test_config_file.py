@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chunkmem.config import Config
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 
 
 def test_from_json_takes_strings_and_paths_and_a_byte_order_mark(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from chunkmem.config import (
     OptimizerParams,
     OptsConfig,
 )
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 
 ALIASES = ("mem_saving_com", "with_mem_saving_com")
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from chunkmem.comm import failure_detector
-from chunkmem.comm.failure_detector import RankStatus, collect_statuses, tell_raised
-from chunkmem.errors import RankError
+from chunkmem.data.errors import RankError
+from chunkmem.ranks import failure_detector
+from chunkmem.ranks.failure_detector import RankStatus, collect_statuses, tell_raised
 
 STATUS = RankStatus("unit blocks.0: gather", 3.0, "Connection closed by peer")
 

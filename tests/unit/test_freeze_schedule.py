@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import chunkmem
-from chunkmem.comm.ranks import open_ranks
+from chunkmem.ranks.ranks import open_ranks
 
 
 class Here:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import chunkmem
-from chunkmem import errors
 from chunkmem.cli.main import make_parser
+from chunkmem.data import errors
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "chunkmem"

@@ -16,44 +16,38 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "chunkmem"
 
 LAYERS = (
-    ("types", "files"),
-    ("errors", "version"),
-    ("sizes", "layout"),
-    ("schema", "memory", "deepspeed"),
-    ("config", "trace"),
-    ("plan",),
-    ("runtime", "comm", "metrics"),
-    ("tracing", "shard"),
-    ("steps", "nn"),
-    ("optim", "packing", "report", "bound"),
+    ("data", "version"),
+    ("plan", "config"),
+    ("runtime", "report"),
+    ("ranks", "activations"),
+    ("modules", "steps"),
+    ("optim", "packing", "nn"),
     ("assembly",),
-    ("estimate", "checkpoints", "freezing"),
-    ("pipeline", "building", "reporting"),
+    ("pipeline", "freezing", "checkpoints", "estimate", "building", "reporting"),
     ("contrib",),
     ("manager",),
     ("engine", "testing", "integrations"),
-    ("cli",),
+    ("cli", "__init__"),
     ("__main__",),
-    ("__init__",),
 )
 """Lowest first; a name is a file or a folder of the package. Each imports itself and lower layers, no neighbours."""
 
-STDLIB_ONLY = LAYERS[: LAYERS.index(("plan",)) + 1]
+STDLIB_ONLY = LAYERS[:2]
 
 HOMES = {
     "torch.cuda": {"runtime.device"},
     "torch.accelerator": {"runtime.device"},
     "torch.distributed": {
-        "comm.connection",
-        "comm.agreement",
-        "comm.failure_detector",
-        "comm.exchange",
-        "comm.groups",
-        "comm.local_parts",
-        "comm.mesh",
-        "comm.methods",
-        "comm.neighbours",
-        "comm.ranks",
+        "ranks.connection",
+        "ranks.agreement",
+        "ranks.failure_detector",
+        "ranks.exchange",
+        "ranks.groups",
+        "ranks.local_parts",
+        "ranks.mesh",
+        "ranks.methods",
+        "ranks.neighbours",
+        "ranks.ranks",
         "checkpoints.asynchronous",
         "checkpoints.checksums",
         "checkpoints.files",
@@ -265,14 +259,14 @@ def test_imports_are_found_wherever_they_stand() -> None:
         "from typing import TYPE_CHECKING\n"
         "import chunkmem.plan.demand\n"
         "if TYPE_CHECKING:\n"
-        "    from chunkmem.nn import binding, Tensor\n"
+        "    from chunkmem.modules import binding, Tensor\n"
         "def late():\n"
-        "    from chunkmem.types import Tier\n"
+        "    from chunkmem.data.types import Tier\n"
         "    from chunkmem import __version__\n"
     )
-    modules = ["plan", "plan.demand", "nn", "nn.binding", "types", "__init__"]
-    assert internal_imports(source, modules) == {"plan.demand", "nn.binding", "nn", "types", "__init__"}
-    assert internal_imports(source, modules, for_types=False) == {"plan.demand", "types", "__init__"}
+    modules = ["plan", "plan.demand", "modules", "modules.binding", "data.types", "__init__"]
+    assert internal_imports(source, modules) == {"plan.demand", "modules.binding", "modules", "data.types", "__init__"}
+    assert internal_imports(source, modules, for_types=False) == {"plan.demand", "data.types", "__init__"}
     with pytest.raises(AssertionError, match="line 1: relative imports"):
         absolute_imports("from . import binding")
 
@@ -281,15 +275,15 @@ def test_imports_are_found_wherever_they_stand() -> None:
     ("module", "imported", "allowed"),
     [
         ("plan.demand", "plan.victims", True),
-        ("plan.demand", "types", True),
-        ("cli.main", "types", True),
-        ("sizes", "errors", True),
+        ("plan.demand", "data.types", True),
+        ("cli.main", "data.types", True),
+        ("data.sizes", "data.errors", True),
         ("plan.demand", "runtime.store", False),
-        ("types", "errors", False),
-        ("layout.spec", "trace.model", False),
-        ("optim.adam", "nn.binding", True),
-        ("nn.init", "optim.adam", False),
-        ("optim.adam", "report", False),
+        ("data.types", "plan.demand", False),
+        ("plan.demand", "config", False),
+        ("optim.adam", "modules.binding", True),
+        ("modules.hooks", "optim.adam", False),
+        ("optim.adam", "pipeline", False),
         ("optim.adam", "manager", False),
         ("manager", "__init__", False),
     ],

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkmem.errors import LayoutError
-from chunkmem.layout.pack import LOOK_BACK, dealt, pack, search_slab_nbytes
-from chunkmem.layout.spec import Layout, TensorSpec
+from chunkmem.data.errors import LayoutError
+from chunkmem.data.layout import Layout, TensorSpec
+from chunkmem.data.layout_pack import LOOK_BACK, dealt, pack, search_slab_nbytes
 from tests.helpers.layouts import ITEMSIZES, check_layout, paint, tensor_lists, tensors_of
 
 WIDE = 4096

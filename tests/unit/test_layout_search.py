@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkmem.errors import LayoutError
-from chunkmem.layout import pack as pack_module
-from chunkmem.layout.pack import MAX_PADDING_SHARE, TIE_PADDING_SHARE, pack, search_slab_nbytes, slab_candidates
-from chunkmem.layout.spec import Layout, TensorSpec
+from chunkmem.data import layout_pack as pack_module
+from chunkmem.data.errors import LayoutError
+from chunkmem.data.layout import Layout, TensorSpec
+from chunkmem.data.layout_pack import MAX_PADDING_SHARE, TIE_PADDING_SHARE, pack, search_slab_nbytes, slab_candidates
 from tests.helpers import shapes
 from tests.helpers.layouts import check_layout, tensor_lists, tensors_of
 

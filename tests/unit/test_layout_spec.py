@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from chunkmem.layout.spec import Group, Layout, Slot, TensorSpec
+from chunkmem.data.layout import Group, Layout, Slot, TensorSpec
 
 
 def a_group(*slots: tuple[int, int], numel: int = 32, num_slabs: int = 1) -> Group:

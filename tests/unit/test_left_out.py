@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from chunkmem.runtime.left_out import LeftOut
-from chunkmem.trace.model import Kind, Mode, Moment, Trace
-from chunkmem.types import ChunkId, Role
+from chunkmem.data.trace import Kind, Mode, Moment, Trace
+from chunkmem.data.types import ChunkId, Role
+from chunkmem.runtime.off_plan import LeftOut
 
 PARAMS = [ChunkId(Role.PARAM, group) for group in range(4)]
 

@@ -6,11 +6,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from chunkmem.memory import MemoryReport, MovedReport, TierReport
-from chunkmem.metrics import NAMES, metrics_of
+from chunkmem.data.memory import MemoryReport, MovedReport, TierReport
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.model import Lane
 from chunkmem.plan.timeline import Span, Timeline
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.report.metrics import NAMES, metrics_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from chunkmem.errors import ConfigError
-from chunkmem.pipeline.automatic import choose
+from chunkmem.data.errors import ConfigError
 from chunkmem.pipeline.options import PipelineOptions
+from chunkmem.pipeline.schedules import choose
 
 
 def linears(num: int) -> list[nn.Module]:

@@ -6,20 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from chunkmem.bound import traffic_bound
-from chunkmem.errors import TraceError
+from chunkmem.data.errors import TraceError
+from chunkmem.data.trace import Kind, Mode, Moment, Region, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.gaps import After, find_gaps
 from chunkmem.plan.intervals import find_stays, free_room, keep_slabs
 from chunkmem.plan.machine import Machine, host_links
+from chunkmem.plan.merge import merge
 from chunkmem.plan.model import Alloc, Copy, Free, Lane, Plan, Wait
 from chunkmem.plan.placement import FullPlacements
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
+from chunkmem.report.bound import traffic_bound
 from chunkmem.report.summary import PlainPyTorch
-from chunkmem.trace.merge import merge
-from chunkmem.trace.model import Kind, Mode, Moment, Region, Trace
-from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.orders import Reading
 from tests.helpers.traces import grad, param, updated_chunks
 

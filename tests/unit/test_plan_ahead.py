@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from chunkmem.errors import CapacityError, PlanError
+from chunkmem.data.errors import CapacityError, PlanError
+from chunkmem.data.trace import Kind
+from chunkmem.data.types import Role, Tier
 from chunkmem.plan.ahead import SHADOW, advance_updates, log_nbytes, updates_ahead
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.candidates import candidates
@@ -17,8 +19,6 @@ from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Action, Copy, Free, Lane, Plan, Update, Wait
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import peak_nbytes, simulate
-from chunkmem.trace.model import Kind
-from chunkmem.types import Role, Tier
 from tests.helpers.cpu_time import cpu_s
 from tests.helpers.spread import spread
 from tests.helpers.traces import grad, training_trace, with_masters

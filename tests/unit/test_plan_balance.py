@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkmem.errors import CapacityError, ConfigError
+from chunkmem.data.errors import CapacityError, ConfigError
 from chunkmem.plan.balance import Block, Stage, balance, tie_groups, tied_over
 
 

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkmem.errors import PlanError, TraceError
+from chunkmem.data.errors import PlanError, TraceError
+from chunkmem.data.trace import Kind, Mode, Moment, Trace
+from chunkmem.data.types import LINKS, ChunkId, Role, Tier
 from chunkmem.plan.machine import LinkSpeed, Machine, host_links
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Plan, Update, Wait
 from chunkmem.plan.timeline import Span, StageCall, StageWork, Timeline
-from chunkmem.trace.model import Kind, Mode, Moment, Trace
-from chunkmem.types import LINKS, ChunkId, Role, Tier
 from tests.helpers.cpu_time import cpu_s
 
 save_trace, load_trace = Trace.save, Trace.load

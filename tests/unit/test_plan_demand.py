@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chunkmem.data.types import ChunkId, Role
 from chunkmem.plan.demand import Eviction, RoomPlan, Shortage, TierRoom, make_room
 from chunkmem.plan.victims import Resident, Standing
-from chunkmem.types import ChunkId, Role
 
 
 def param(group: int) -> ChunkId:

@@ -8,7 +8,9 @@ from functools import cache
 
 import pytest
 
-from chunkmem.errors import CapacityError, PlanError
+from chunkmem.data.errors import CapacityError, PlanError
+from chunkmem.data.trace import Kind, Mode, Moment, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.choose import furthest_next_use, sweep
 from chunkmem.plan.disk import least_nbytes, offload
 from chunkmem.plan.disk_bound import DiskBound, disk_bound
@@ -19,8 +21,6 @@ from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Plan, U
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.program import Program, emit
 from chunkmem.plan.simulate import simulate, with_waits
-from chunkmem.trace.model import Kind, Mode, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.traces import grad, param, random_trace, training_trace
 
 DEVICE, HOST, DISK = Tier

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from chunkmem.errors import CapacityError, PlanError
+from chunkmem.data.errors import CapacityError, PlanError
+from chunkmem.data.trace import Kind, Mode, Moment, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Alloc, Copy, Free, Lane, Plan, Wait
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.semantics import residency_before
 from chunkmem.plan.simulate import simulate
-from chunkmem.trace.model import Kind, Mode, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
 
 NBYTES = 100
 REMOTE = frozenset({1, 3})

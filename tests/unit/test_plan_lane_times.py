@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from chunkmem.errors import PlanError
+from chunkmem.data.errors import PlanError
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.candidates import candidates
 from chunkmem.plan.lane_times import Bandwidth, Queue, end_times

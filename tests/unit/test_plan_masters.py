@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from chunkmem.errors import PlanError
+from chunkmem.data.errors import PlanError
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.candidates import candidates
 from chunkmem.plan.machine import Machine, host_links
@@ -16,8 +18,6 @@ from chunkmem.plan.planner import make_plan
 from chunkmem.plan.resync import resync
 from chunkmem.plan.semantics import Residency
 from chunkmem.plan.simulate import simulate
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.traces import grad, param, training_trace, with_masters
 from tests.unit.test_plan_properties import check_candidate, drawn_machine, drawn_options, drawn_trace
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkmem.layout.pack import pack
-from chunkmem.layout.spec import TensorSpec
+from chunkmem.data.layout import TensorSpec
+from chunkmem.data.layout_pack import pack
 from chunkmem.plan.moves import HeldGroup, Moves, WantedGroup, extra_nbytes, plan_moves
 
 

@@ -22,7 +22,9 @@ from functools import cache
 
 import pytest
 
-from chunkmem.errors import PlanError
+from chunkmem.data.errors import PlanError
+from chunkmem.data.trace import Kind, Moment, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.choose import furthest_next_use, sweep
 from chunkmem.plan.gaps import budgets, find_gaps
 from chunkmem.plan.intervals import find_stays, free_room, prefetch
@@ -30,8 +32,6 @@ from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
 from chunkmem.plan.program import emit
 from chunkmem.plan.simulate import simulate, with_waits
-from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.traces import random_trace
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

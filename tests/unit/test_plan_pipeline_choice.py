@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chunkmem.errors import CapacityError, ConfigError
+from chunkmem.data.errors import CapacityError, ConfigError
 from chunkmem.plan.balance import Block, balance
 from chunkmem.plan.pipeline_choice import PipelineMachine, choose_schedule, try_schedule
 from chunkmem.plan.pipeline_schedule import Schedule

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 from chunkmem.plan.pipeline_schedule import PipelineStep, Schedule, StageTimes, orders, simulate_pipeline
 from chunkmem.plan.timeline import StageWork
 

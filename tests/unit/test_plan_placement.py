@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkmem.errors import CapacityError
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.trace import Kind, Mode, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.candidates import Candidates, candidates
 from chunkmem.plan.gaps import After, budgets, find_gaps
@@ -26,8 +28,6 @@ from chunkmem.plan.placement import (
 )
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
-from chunkmem.trace.model import Kind, Mode, Trace
-from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.cpu_time import cpu_s
 from tests.helpers.traces import random_trace, training_trace, with_masters
 

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from chunkmem.errors import CapacityError, PlanError
+from chunkmem.data.errors import CapacityError, PlanError
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.candidate import Candidate, PlanOptions
 from chunkmem.plan.candidates import candidates
 from chunkmem.plan.choose import furthest_next_use, sweep, traffic_nbytes
@@ -29,8 +31,6 @@ from chunkmem.plan.program import emit
 from chunkmem.plan.resync import resync
 from chunkmem.plan.semantics import Residency, residency_before
 from chunkmem.plan.simulate import simulate, with_waits
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.traces import random_trace
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from chunkmem.errors import CapacityError
+from chunkmem.activations.kept_regions import with_kept
+from chunkmem.activations.plan_regions import RegionChoice, choose_regions
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.trace import Kind, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.candidates import Candidates
 from chunkmem.plan.gaps import in_use_nbytes
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Copy
 from chunkmem.plan.planner import make_plan
-from chunkmem.plan.regions import RegionChoice, choose_regions
 from chunkmem.plan.simulate import simulate
-from chunkmem.trace.kept import with_kept
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.region_traces import as_recorded, cnn_like, gpt_like, region_trace
 
 MIB = 1 << 20

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from chunkmem.errors import PlanError
+from chunkmem.data.errors import PlanError
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.model import Alloc, Copy, Free
 from chunkmem.plan.resync import resync
 from chunkmem.plan.semantics import Residency
-from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.traces import grad, param
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from chunkmem.errors import CapacityError, PlanError
+from chunkmem.data.errors import CapacityError, PlanError
+from chunkmem.data.trace import Kind, Mode, Moment, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.facts import PlanFacts
 from chunkmem.plan.machine import Machine, host_links
@@ -15,8 +17,6 @@ from chunkmem.plan.model import LANE_LINKS, Action, Alloc, Copy, Free, Lane, Pla
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.semantics import residency_before
 from chunkmem.plan.simulate import simulate
-from chunkmem.trace.model import Kind, Mode, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
 
 NUM_GROUPS = 6
 LOW_NBYTES, FULL_NBYTES = 128, 256

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from chunkmem.data.trace import Kind, Mode, Moment, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.model import Alloc, Copy, Free, Placed, Plan, Update
 from chunkmem.plan.semantics import ABSENT, EMPTY, NEWEST, Residency, State, residency_before
-from chunkmem.trace.model import Kind, Mode, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.runs import machine_of
 from tests.helpers.traces import grad, param
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from chunkmem.errors import CapacityError, PlanError
+from chunkmem.data.errors import CapacityError, PlanError
+from chunkmem.data.trace import Kind, Mode, Moment, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Plan, Update, Wait
 from chunkmem.plan.simulate import peak_nbytes, simulate
 from chunkmem.plan.timeline import Span
-from chunkmem.trace.model import Kind, Mode, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
 
 D, H = Tier.DEVICE, Tier.HOST
 COMPUTE, H2D, D2H, HOST_UPDATE = Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST_UPDATE

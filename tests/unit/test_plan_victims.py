@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chunkmem.data.types import ChunkId, Role
 from chunkmem.plan.victims import LeavingOrder, Resident, Standing, choose_victims, in_leaving_order, spare_needless
-from chunkmem.types import ChunkId, Role
 
 DEAD, SETTLED, ACTIVE, STATE = Standing
 

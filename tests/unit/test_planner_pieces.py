@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from chunkmem.errors import CapacityError
+from chunkmem.data.errors import CapacityError
+from chunkmem.data.trace import Trace
+from chunkmem.data.types import Role
 from chunkmem.plan.candidate import Candidate, PlanOptions
 from chunkmem.plan.candidates import CLOSE, Candidates, candidates
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import Planner, make_plan
 from chunkmem.plan.simulate import simulate, with_waits
-from chunkmem.trace.model import Trace
-from chunkmem.types import Role
 from tests.helpers.traces import by_layer_trace, random_trace, training_trace
 
 LARGEST_PIECE = 60_000

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from chunkmem.cli.main import main
+from chunkmem.data.trace import Kind, Moment, Trace
+from chunkmem.data.types import Tier
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Span, Timeline
 from chunkmem.report.files import write_whole
 from chunkmem.report.run import load_run
 from chunkmem.report.summary import summarize
 from chunkmem.report.text import step_rows
-from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import Tier
 from tests.helpers.runs import MIB, make_run
 from tests.helpers.traces import training_trace
 

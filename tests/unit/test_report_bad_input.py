@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from chunkmem.cli.main import main
+from chunkmem.data.trace import Trace
 from chunkmem.plan.timeline import Span, Timeline
 from chunkmem.report.run import load_run
-from chunkmem.trace.model import Trace
 from tests.helpers.rights import ordinary_rights
 from tests.helpers.runs import make_run
 from tests.helpers.traces import training_trace

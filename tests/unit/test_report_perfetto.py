@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from chunkmem.cli.main import main
+from chunkmem.data.types import Tier
 from chunkmem.report.perfetto import perfetto_trace
 from chunkmem.report.run import Run, load_run
-from chunkmem.types import Tier
 from tests.helpers.runs import make_run
 
 

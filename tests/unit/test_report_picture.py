@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from chunkmem.data.trace import Kind
 from chunkmem.plan.model import Lane
 from chunkmem.report.page import timeline_page
 from chunkmem.report.picture import memory_picture
 from chunkmem.report.run import LANE_NAMES, Run, lane_of
-from chunkmem.trace.model import Kind
 from tests.helpers.runs import MIB, make_run
 
 Color = tuple[int, int, int]

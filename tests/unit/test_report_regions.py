@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from chunkmem.data.trace import Kind, Mode, Moment, Trace
+from chunkmem.data.types import ChunkId, Role
 from chunkmem.plan.planner import make_plan
 from chunkmem.report.clock import AGAIN, phases, recomputations
 from chunkmem.report.page import timeline_page
@@ -17,8 +19,6 @@ from chunkmem.report.run import Run, load_run
 from chunkmem.report.summary import PlainPyTorch, summarize
 from chunkmem.report.text import region_rows
 from chunkmem.report.tracks import Slice, Tip, module_tracks
-from chunkmem.trace.model import Kind, Mode, Moment, Trace
-from chunkmem.types import ChunkId, Role
 from tests.helpers.runs import MIB, machine_of, make_run
 from tests.helpers.traces import LAYOUT, grad, param, updated_chunks
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from chunkmem.data.trace import Kind, Mode, Moment, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.model import Alloc, Copy, Free, Lane, Placed, Plan, Update
@@ -17,8 +19,6 @@ from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Span, Timeline
 from chunkmem.report.clock import moment_starts_s, phases
 from chunkmem.report.replay import States, replay, role_nbytes, row_order
-from chunkmem.trace.model import Kind, Mode, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.runs import machine_of
 from tests.helpers.traces import grad, param, random_trace, training_trace, with_masters
 from tests.unit import test_plan_exchanges as exchanges

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from chunkmem.data.trace import Kind, Mode, Moment, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from chunkmem.plan.model import Alloc, Copy, Free, Lane, Placed, Plan, Update
 from chunkmem.plan.semantics import ABSENT, EMPTY, NEWEST, TIERS, ReplicaState
 from chunkmem.plan.timeline import Span, StageCall, StageWork, Timeline
@@ -40,8 +42,6 @@ from chunkmem.report.tracks import (
     state_style,
     where,
 )
-from chunkmem.trace.model import Kind, Mode, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.runs import MIB, machine_of
 from tests.helpers.traces import grad, param, training_trace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chunkmem.config import Fp16Config
-from chunkmem.errors import CheckpointError
+from chunkmem.data.errors import CheckpointError
 from chunkmem.optim.scaler import LossScaler
 
 

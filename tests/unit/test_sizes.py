@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkmem.errors import ConfigError
-from chunkmem.sizes import MAX_NBYTES, format_nbytes, parse_nbytes, shown
+from chunkmem.data.errors import ConfigError
+from chunkmem.data.sizes import MAX_NBYTES, format_nbytes, parse_nbytes, shown
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkmem.errors import TraceError
-from chunkmem.trace.model import Entry, Kind, Mode, Moment, Region, Trace
-from chunkmem.types import ChunkId, Role
+from chunkmem.data.errors import TraceError
+from chunkmem.data.trace import Entry, Kind, Mode, Moment, Region, Trace
+from chunkmem.data.types import ChunkId, Role
 from tests.helpers.cpu_time import cpu_s
 
 save_trace, load_trace, trace_to_dict, trace_from_dict = Trace.save, Trace.load, Trace.to_dict, Trace.from_dict

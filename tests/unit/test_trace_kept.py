@@ -9,11 +9,11 @@ from itertools import combinations
 
 import pytest
 
-from chunkmem.trace.kept import recomputation_s, with_kept
-from chunkmem.trace.model import Kind, Mode, Moment, Moments, Region, Trace
-from chunkmem.trace.retimed import retimed, with_warm_forward
-from chunkmem.trace.shared import inputs_from, kept_nbytes, outside_nbytes
-from chunkmem.types import ChunkId, Role
+from chunkmem.activations.kept_regions import recomputation_s, with_kept
+from chunkmem.activations.retimed_regions import retimed, with_warm_forward
+from chunkmem.activations.shared_regions import inputs_from, kept_nbytes, outside_nbytes
+from chunkmem.data.trace import Kind, Mode, Moment, Moments, Region, Trace
+from chunkmem.data.types import ChunkId, Role
 from tests.helpers.region_traces import as_recorded, cnn_like, gpt_like, region_trace
 from tests.helpers.traces import LAYOUT, grad, param, updated_chunks
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from chunkmem.errors import PlanError, TraceError
+from chunkmem.data.errors import PlanError, TraceError
+from chunkmem.data.trace import Kind, Moment, Trace
+from chunkmem.plan.loop import as_loop
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
-from chunkmem.trace.loop import as_loop
-from chunkmem.trace.model import Kind, Moment, Trace
 from tests.helpers.traces import grad, param, training_trace
 
 NBYTES = 1 << 10

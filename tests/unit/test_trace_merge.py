@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from chunkmem.data.trace import Kind, Mode, Moment, Trace
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.cursor import TraceCursor
 from chunkmem.plan.machine import Machine, host_links
+from chunkmem.plan.merge import merge
 from chunkmem.plan.planner import make_plan
-from chunkmem.trace.merge import merge
-from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from tests.helpers.traces import LAYOUT, grad, param, updated_chunks
 
 NUM_GROUPS = 8

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.traffic.policies import POLICIES, page
 from benchmarks.traffic.uses import chunks_in_use, device_budgets
-from chunkmem.errors import CapacityError, TraceError
-from chunkmem.trace.model import Kind, Mode, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.data.errors import CapacityError, TraceError
+from chunkmem.data.trace import Kind, Mode, Moment, Trace
+from chunkmem.data.types import ChunkId, Role, Tier
 from tests.helpers.traces import STATES, grad, param, random_trace, training_trace
 from tests.helpers.traffic_gaps import derive
 from tests.helpers.traffic_program import brute_force, traffic_bound

@@ -11,13 +11,13 @@ from chunkmem.assembly.runtime import Runtime
 from chunkmem.contrib.async_pipeline.gap_aware import require_momentum
 from chunkmem.contrib.async_pipeline.prediction import learning_rates, require_predictable
 from chunkmem.contrib.async_pipeline.versions import GAP_AWARE, STASH, VERSIONS
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
+from chunkmem.data.sizes import shown
+from chunkmem.data.types import Tier
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.pipeline.modules import StageModule
 from chunkmem.pipeline.options import ASYNCHRONOUS, PipelineOptions
 from chunkmem.pipeline.ties import holders_of
-from chunkmem.sizes import shown
-from chunkmem.types import Tier
 
 _SYNCHRONOUS = 'use schedule="1f1b"'
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 from chunkmem.optim.optimizer import RuleOptimizer
 
 _SGD_DECAY, _SGD_EPS = 0.999, 1e-8

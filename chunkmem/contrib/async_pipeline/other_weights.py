@@ -12,14 +12,14 @@ from collections.abc import Iterator
 import torch
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.errors import CapacityError, StateError
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.data.errors import CapacityError, StateError
+from chunkmem.data.sizes import format_nbytes
+from chunkmem.data.types import Tier
+from chunkmem.modules.binding import ManagedParameter
 from chunkmem.pipeline.modules import StageModule
 from chunkmem.runtime.chunk import Chunk, slot_views
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pool import Slab
-from chunkmem.sizes import format_nbytes
-from chunkmem.types import Tier
 
 _READER = "weight versions"
 

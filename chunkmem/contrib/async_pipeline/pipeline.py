@@ -13,7 +13,7 @@ from chunkmem.assembly.runtime import Runtime
 from chunkmem.contrib.async_pipeline.checks import require_trainable, require_updating
 from chunkmem.contrib.async_pipeline.rounds import Rounds
 from chunkmem.contrib.async_pipeline.versions import Updates
-from chunkmem.errors import ConfigError, StateError
+from chunkmem.data.errors import ConfigError, StateError
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.pipeline.micro_batches import split
 from chunkmem.pipeline.options import ASYNCHRONOUS, PipelineOptions

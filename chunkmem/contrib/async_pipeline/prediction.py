@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from chunkmem.errors import ConfigError
+from chunkmem.data.errors import ConfigError
 from chunkmem.optim.adam import Adam
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.sgd import SGD

@@ -18,11 +18,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.comm.neighbours import Message, Neighbours
 from chunkmem.contrib.async_pipeline.other_weights import Generations
 from chunkmem.contrib.async_pipeline.schedule import delay_of, round_calls
 from chunkmem.contrib.async_pipeline.versions import Updates, make_versions
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 from chunkmem.pipeline.call_times import CallTimes
 from chunkmem.pipeline.forms import BorderForm
 from chunkmem.pipeline.given_batch import digest_of
@@ -30,6 +29,7 @@ from chunkmem.pipeline.micro_batches import MicroBatch
 from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.stage import PackedStage, StageStep
 from chunkmem.plan.timeline import StageWork
+from chunkmem.ranks.neighbours import Message, Neighbours
 
 _BATCH, _LOSS = "batch", "loss"
 

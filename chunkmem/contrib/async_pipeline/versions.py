@@ -29,7 +29,7 @@ from chunkmem.assembly.runtime import Runtime
 from chunkmem.contrib.async_pipeline.gap_aware import expected_step, note_step_, reduced
 from chunkmem.contrib.async_pipeline.other_weights import OtherWeights, Slabs
 from chunkmem.contrib.async_pipeline.prediction import learning_rates, predict_
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.modules.binding import ManagedParameter
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.pipeline.modules import StageModule
 from chunkmem.runtime.device import runtime_mode

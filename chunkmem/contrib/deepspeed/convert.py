@@ -26,9 +26,9 @@ from chunkmem.contrib.deepspeed.keys import (
     WITH_MASTERS,
     ZERO,
 )
-from chunkmem.deepspeed import COUNTERPARTS
-from chunkmem.errors import ConfigError
-from chunkmem.sizes import shown
+from chunkmem.data.deepspeed import COUNTERPARTS
+from chunkmem.data.errors import ConfigError
+from chunkmem.data.sizes import shown
 
 AUTO: Final = "auto"
 """What Trainer of transformers replaces by one of its arguments."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
-from chunkmem.deepspeed import COUNTERPARTS
+from chunkmem.data.deepspeed import COUNTERPARTS
 
 _BITS = "results are bit-identical to plain PyTorch's, and nothing is quantized"
 _BUCKETS = "weights and gradients move in chunks, whose size is default_chunk_size"

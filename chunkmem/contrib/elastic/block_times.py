@@ -23,10 +23,10 @@ from typing import Any
 
 from torch import nn
 
-from chunkmem.nn.values import tensors_in
 from chunkmem.pipeline.call_times import CallTimes
 from chunkmem.pipeline.micro_batches import MicroBatch
 from chunkmem.runtime.timestamps import Clock, Interval
+from chunkmem.runtime.values import tensors_in
 
 _NUM_STEPS = 3
 """Of which the median counts."""

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.comm.mesh import ranks_by_stage
-from chunkmem.comm.ranks import Ranks
 from chunkmem.contrib.elastic.block_times import BlockTimes, LastSteps, SampleCost, kinds_of
 from chunkmem.contrib.elastic.widths import (
     CallCost,
@@ -27,13 +25,15 @@ from chunkmem.contrib.elastic.widths import (
     predicted_s,
     trained_nbytes,
 )
-from chunkmem.errors import ConfigError, LayoutError
+from chunkmem.data.errors import ConfigError, LayoutError
+from chunkmem.data.types import Tier
 from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.staged import stages_of
 from chunkmem.plan.balance import Block
 from chunkmem.plan.pipeline_schedule import Schedule
+from chunkmem.ranks.mesh import ranks_by_stage
+from chunkmem.ranks.ranks import Ranks
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.types import Tier
 
 _BYTES_A_PARAMETER = 16
 """Weight, gradient and two states, with master weights where it computes in less than fp32."""

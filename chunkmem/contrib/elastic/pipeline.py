@@ -13,8 +13,8 @@ from chunkmem.assembly.runtime import Runtime
 from chunkmem.contrib.elastic.block_times import BlockTimes
 from chunkmem.contrib.elastic.costs import WidthCosts
 from chunkmem.contrib.elastic.widths import Division, WidthChoice
-from chunkmem.errors import CapacityError, ConfigError, LayoutError, StateError
-from chunkmem.freezing.freezer import FreezeReport
+from chunkmem.data.errors import CapacityError, ConfigError, LayoutError, StateError
+from chunkmem.data.memory import FreezeReport
 from chunkmem.pipeline.build import make_pipeline
 from chunkmem.pipeline.by_layer import ByLayerPipeline
 from chunkmem.pipeline.options import PipelineOptions
@@ -27,7 +27,7 @@ class ElasticPipeline:
     """What `ChunkManager.pipeline(width="auto")` returns.
 
     `resize()` asks all ranks how long blocks have computed, has one of them decide (`chunkmem.contrib.elastic.widths`),
-    and divides the same ranks again (`chunkmem.pipeline.repartition`) if that pays.
+    and divides the same ranks again (`chunkmem.pipeline.build`) if that pays.
     """
 
     def __init__(self, runtime: Runtime, options: PipelineOptions, *, adopt: Callable[[Runtime], None]) -> None:

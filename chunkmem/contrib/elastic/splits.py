@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from chunkmem.errors import CheckpointError, ConfigError
+from chunkmem.data.errors import CheckpointError, ConfigError
 from chunkmem.freezing.follows import HasRuntime
 
 _STATE = ("epoch", "next_batch", "num_samples", "batch_size", "seed", "shuffle", "drop_last")

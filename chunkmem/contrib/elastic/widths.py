@@ -21,11 +21,11 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import inf
 
-from chunkmem.errors import CapacityError, ConfigError
+from chunkmem.data.errors import CapacityError, ConfigError
+from chunkmem.data.sizes import format_nbytes
 from chunkmem.plan.balance import Block, Stage, balance
 from chunkmem.plan.pipeline_choice import PipelineMachine, try_schedule
 from chunkmem.plan.pipeline_schedule import Schedule
-from chunkmem.sizes import format_nbytes
 
 _LEAST_GAIN = 1.05
 """A step has to be so many times as fast for chunks to be moved: what is predicted is no more exact than that."""

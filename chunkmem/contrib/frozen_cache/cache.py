@@ -20,11 +20,11 @@ from chunkmem.contrib.frozen_cache.kept import AskedSamples, Found
 from chunkmem.contrib.frozen_cache.prefix import StepCache
 from chunkmem.contrib.frozen_cache.shared_levels import said_of_disk
 from chunkmem.contrib.frozen_cache.tags import ModuleTags
-from chunkmem.errors import ConfigError, StateError, TierIOError
+from chunkmem.data.errors import ConfigError, StateError, TierIOError
+from chunkmem.data.layout import ALIGN_NBYTES
+from chunkmem.data.sizes import parse_nbytes
 from chunkmem.freezing.follows import HasRuntime
-from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.runtime.disk_file import folder_at, is_full
-from chunkmem.sizes import parse_nbytes
 
 _DROPOUT: Any = nn.modules.dropout._DropoutNd
 _NORM: Any = nn.modules.batchnorm._NormBase

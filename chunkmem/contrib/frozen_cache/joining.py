@@ -23,7 +23,7 @@ from chunkmem.assembly.runtime import Runtime
 from chunkmem.contrib.frozen_cache.shared_index import HEADER_NBYTES
 from chunkmem.contrib.frozen_cache.shared_levels import SharedDisk, SharedLevels, disk_errors, share_of
 from chunkmem.contrib.frozen_cache.shared_memory import SharedDiskFile, SharedFile
-from chunkmem.errors import ConfigError, StateError
+from chunkmem.data.errors import ConfigError, StateError
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkmem.errors import StateError
+from chunkmem.data.errors import StateError
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkmem.comm.ranks import Ranks
-from chunkmem.errors import ChunkmemError, ConfigError, StateError
-from chunkmem.nn.values import tensors_in
+from chunkmem.data.errors import ChunkmemError, ConfigError, StateError
 from chunkmem.pipeline.frozen import FrozenBlocks, FrozenPrefix, num_frozen
 from chunkmem.pipeline.micro_batches import MicroBatch
+from chunkmem.ranks.ranks import Ranks
+from chunkmem.runtime.values import tensors_in
 
 _CPU = torch.device("cpu")
 

@@ -17,14 +17,14 @@ import torch
 from chunkmem.contrib.frozen_cache.kept import AskedSamples, Found, Kept, ValueForm
 from chunkmem.contrib.frozen_cache.shared_index import DISK, HOST, SharedIndex
 from chunkmem.contrib.frozen_cache.shared_memory import ProcessLock, SharedFile
-from chunkmem.errors import ConfigError, StateError, TierIOError
-from chunkmem.layout.spec import ALIGN_NBYTES
+from chunkmem.data.errors import ConfigError, StateError, TierIOError
+from chunkmem.data.layout import ALIGN_NBYTES
+from chunkmem.data.types import Role
 from chunkmem.runtime.disk_file import DiskFile, round_up
 from chunkmem.runtime.disk_pool import DiskSlab, DiskTransfers
 from chunkmem.runtime.free_room import Extent
 from chunkmem.runtime.host_memory import HostMemory
 from chunkmem.runtime.pager import Pager
-from chunkmem.types import Role
 
 _ROLE = Role("frozen_cache")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
 
-from chunkmem.errors import RankError, StateError
+from chunkmem.data.errors import RankError, StateError
 from chunkmem.runtime.disk_file import DiskFile
 
 _SHORTEST_S, _LONGEST_S = 20e-6, 2e-3

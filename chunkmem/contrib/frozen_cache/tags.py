@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from chunkmem.assembly.runtime import Runtime
-from chunkmem.comm.ranks import Ranks
+from chunkmem.ranks.ranks import Ranks
 
 
 class ModuleTags:
