@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -25,7 +26,6 @@ BUILT_IN: Final = ("adamw", "adam")
 """Names of chunkmem's own classes, whose states the configuration chooses; others are for `chunkmem.Optimizer`."""
 _WITH_OPTIONS: Final = MappingProxyType({"sgd-momentum": ("sgd", MappingProxyType({"momentum": 0.9}))})
 """Classes with other options than those they have by default."""
-_FOR_MATRICES: Final = "muon"
 _ALLOWED: Final = "sgd-momentum, module:Class, or a class of torch.optim in lower case"
 
 Trained = tuple[type[torch.optim.Optimizer], list[nn.Parameter], Mapping[str, Any]]
@@ -64,10 +64,9 @@ def trained_by(name: str, module: nn.Module, *, lr: float = 1e-3) -> list[Traine
         ConfigError: there is no class of that name, or it takes matrices and the model has none in blocks.
     """
     kind, own_options = class_named(name)
-    has_rate = "lr" in inspect.signature(kind).parameters
-    options = {**({"lr": lr} if has_rate else {}), **own_options}
+    options = {**({"lr": lr} if "lr" in inspect.signature(kind).parameters else {}), **own_options}
     everything = list(module.parameters())
-    if name != _FOR_MATRICES:
+    if name != "muon":
         return [(kind, everything, options)]
     in_tables = {id(one.weight) for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
     in_blocks = {id(param) for block in blocks_in(module) for param in block.parameters()} - in_tables
@@ -85,7 +84,7 @@ def trained_by(name: str, module: nn.Module, *, lr: float = 1e-3) -> list[Traine
 def states_kept(
     name: str, module: nn.Module, forms: Mapping[ManagedParameter, TensorForm]
 ) -> dict[ManagedParameter, tuple[StateSpec, ...]]:
-    """Return the states that parameters have slots for, found as `chunkmem.Optimizer` finds them: by trial steps.
+    """Return the states that parameters have slots for: those that a class of ours names, else found by trial steps.
 
     Args:
         name: see `class_named`; none of `BUILT_IN`.
@@ -95,23 +94,24 @@ def states_kept(
     Raises:
         ConfigError: there is no such class, or `chunkmem.Optimizer` refuses it for this model.
     """
-    managed_by = {id(managed.param): managed for managed in forms}
     tiles = tiles_in([module])
     found = {}
     for kind, params, options in trained_by(name, module):
+        if hasattr(kind, "default_states"):
+            return dict.fromkeys(forms, kind.default_states)
         trial = ClassTrial(kind, options)
         rule = ClassRule([trial])
         hyper: ClassHyper | None = None
-        for managed in (managed_by[id(param)] for param in params if id(param) in managed_by):
-            form = forms[managed]
-            if hyper is None:
-                (group,) = trial.sample(form, {}, name=managed.name).param_groups
-                hyper = rule.hyper({**group, "params": []})
+        taken = set(map(id, params))
+        for managed, form in forms.items():
+            if id(managed.param) not in taken:
+                continue
+            hyper = hyper or rule.hyper({**trial.sample(form, {}, name=managed.name).param_groups[0], "params": []})
             require_whole(managed, trial, tiles)
-            found[managed] = tuple(sorted(rule.specs(hyper, form, managed), key=lambda state: state.key))
-    return found
+            found[managed] = tuple(sorted(rule.specs(hyper, form, managed), key=attrgetter("key")))
+    return {managed: found.get(managed, ()) for managed in forms}
 
 
 def is_elementwise(name: str) -> bool:
     """Tell whether tiles may be updated by a class, and whether its arithmetic takes no longer than its bytes."""
-    return name in BUILT_IN or class_named(name)[0] in ELEMENTWISE
+    return class_named(name)[0] in ELEMENTWISE

@@ -389,8 +389,7 @@ class _Stage(TorchDispatchMode):
         if self._setting.optimizer in BUILT_IN:
             return dict.fromkeys(self._packed.parameters, adam_states(self._setting.config().optimizer.params))
         forms = {managed: self._updater.weight_form(managed) for managed in self._packed.parameters}
-        kept = states_kept(self._setting.optimizer, self._module, forms)
-        return {managed: kept.get(managed, ()) for managed in forms}
+        return states_kept(self._setting.optimizer, self._module, forms)
 
     def begin_root(self, root: nn.Module) -> None:
         """Drop what an interrupted call left."""

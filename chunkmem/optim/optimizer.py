@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -34,6 +34,8 @@ class RuleOptimizer(torch.optim.Optimizer):
     """A torch optimizer over managed and excluded parameters, which an `UpdateRule` updates."""
 
     open_block = ""
+    default_states: ClassVar[tuple[StateSpec, ...]]
+    """What a class keeps with its default options, where nothing else decides that: `chunkmem estimate` counts it."""
 
     def __init__(
         self,

@@ -58,14 +58,14 @@ class SGDRule(UpdateRule[SGDHyper]):
         return SGDHyper(lr, momentum, dampening, weight_decay, flag("nesterov", group["nesterov"]))
 
     def states(self, hyper: SGDHyper) -> tuple[StateSpec, ...]:
-        return (_MOMENTUM,) if hyper.momentum else ()
+        return self.all_states if hyper.momentum else ()
 
     def update_(self, slots: SlotUpdate) -> None:
         momenta = slots.states[_MOMENTUM.role] if slots.hyper.momentum else []
         # torch makes the buffer where there is none, with the bits of the first gradient.
         buffers = [None if float(step) == 1 else slot for slot, step in zip(momenta, slots.steps, strict=False)]
-        numbers = dict(vars(slots.hyper))
-        sgd(slots.weights, slots.scaled_grads(), buffers, foreach=False, fused=False, maximize=False, **numbers)
+        grads = slots.scaled_grads()
+        sgd(slots.weights, grads, buffers, foreach=False, fused=False, maximize=False, **vars(slots.hyper))
         for slot, buffer in zip(momenta, buffers, strict=True):
             if buffer is not None and buffer is not slot:
                 slot.copy_(buffer)
@@ -91,6 +91,8 @@ class SGD(RuleOptimizer):
         StateError: a parameter is neither managed nor excluded.
         CapacityError: weights, gradients and states do not fit DEVICE and HOST together.
     """
+
+    default_states = ()
 
     def __init__(
         self,

@@ -60,11 +60,17 @@ MAKES: dict[str, Make] = {
     "torch.optim:AdamW": of_class(torch.optim.AdamW),
     "sgd": of_class(torch.optim.SGD),
     "sgd-momentum": of_class(torch.optim.SGD, momentum=0.9),
+    "chunkmem:SGD": lambda model, manager: chunkmem.SGD(model.parameters(), manager=manager),
     "muon": muon,
     "adafactor": of_class(torch.optim.Adafactor),
     "tests.helpers.any_class:Lion": of_class(Lion),
 }
-ORDINARY = (("torch.optim:AdamW", "fp32", False), ("sgd-momentum", "fp32", True), ("muon", "bf16", False))
+ORDINARY = (
+    ("torch.optim:AdamW", "fp32", False),
+    ("sgd-momentum", "fp32", True),
+    ("chunkmem:SGD", "bf16", False),
+    ("muon", "bf16", False),
+)
 WAYS = [
     pytest.param(
         Way(name, make, precision, frozen),
