@@ -398,7 +398,7 @@ class ChunkManager(ModelBuilding, Reporting):
             self.runtime.ranks.require_one("manager.state_dict(lazy=True)")
         with self.runtime.together("manager.state_dict()"):
             self.runtime.entry_points.ordinary.follow()
-            state = self.runtime.modules.surface.state_dict(self.runtime.root(model), lazily=lazy)
+            state = self.runtime.modules.overrides.state_dict(self.runtime.root(model), lazily=lazy)
             if self.runtime.ranks.stages is not None:
                 tensors = ((key, value) for key, value in state.items() if isinstance(value, torch.Tensor))
                 own = {key: value for key, value in tensors if not value.is_meta}

@@ -1,7 +1,3 @@
 """Modules for models: `TiledLinear`."""
 
-from __future__ import annotations
-
-from chunkmem.modules.tiled import TiledLinear
-
-__all__ = ["TiledLinear"]
+from chunkmem.modules.tiled import TiledLinear as TiledLinear

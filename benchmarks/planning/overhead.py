@@ -26,7 +26,7 @@ class Loop:
         memory = {"device": 64 * CHUNK_NUMEL * NUM_LAYERS, "host": 1 << 30}
         self.manager = ChunkManager(chunkmem.Config.from_dict({"memory": memory, "default_chunk_size": CHUNK_NUMEL}))
         # Where all fits, nobody listens by itself: [Note: Resident models] in chunkmem/modules/hooks.py.
-        self.manager.runtime.memory.pager.events.hears_inside.append(lambda: True)
+        self.manager.runtime.memory.pager.events.has_inner_hooks.append(lambda: True)
         with self.manager.init():
             self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
         self.optimizer = chunkmem.AdamW(self.model.parameters(), manager=self.manager, lr=1e-3)

@@ -16,7 +16,7 @@ from chunkmem.data.errors import CapacityError, TierIOError
 from chunkmem.data.types import ChunkId, Tier
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.turn import Turn
+from chunkmem.runtime.step_lock import StepLock
 
 _KEPT = -2
 """In place of a backward: pinned from the end of forward on."""
@@ -39,7 +39,9 @@ class _Sight(weakref.ref[RegionCall]):
 class LiveChunks:
     """What calls of regions have saved, by chunk."""
 
-    def __init__(self, pager: Pager, turn: Turn, chunks: RegionChunks, *, before_end: Callable[[], None]) -> None:
+    def __init__(
+        self, pager: Pager, step_lock: StepLock, chunks: RegionChunks, *, before_end: Callable[[], None]
+    ) -> None:
         """Begin with none.
 
         Args:
@@ -49,7 +51,7 @@ class LiveChunks:
             before_end: called when a backward is over, before its chunks are unpinned.
         """
         self._pager = pager
-        self._turn = turn
+        self._step_lock = step_lock
         self._chunks = chunks
         self._before_end = before_end
         self._sights: dict[ChunkId, _Sight] = {}
@@ -105,13 +107,13 @@ class LiveChunks:
             return
         self._pager.pin(chunk, Tier.DEVICE, reader=call)
         task = self._pinned[chunk.id] = torch._C._current_graph_task_id()
-        self._sights[chunk.id].thread = self._turn.hook_thread()
+        self._sights[chunk.id].thread = self._step_lock.hook_thread()
         if in_backward() and list(self._pinned.values()).count(task) == 1:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
 
     def _end(self, task: int) -> None:
         """A backward is over."""
-        with self._turn.taken(in_hook=True):
+        with self._step_lock.taken(in_hook=True):
             self._before_end()
             for key in [key for key, user in self._pinned.items() if user == task]:
                 self._unpin(key)
@@ -150,7 +152,7 @@ class LiveChunks:
 
     def _is_used_elsewhere(self, key: ChunkId) -> bool:
         """Tell whether the backward of another thread uses a chunk."""
-        return key in self._pinned and key in self._sights and self._turn.runs_elsewhere(self._sights[key].thread)
+        return key in self._pinned and key in self._sights and self._step_lock.runs_elsewhere(self._sights[key].thread)
 
     def give_up(self) -> None:
         """The step is over: leave to autograd what it has not let go of."""

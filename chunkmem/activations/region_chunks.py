@@ -9,7 +9,7 @@ import torch
 
 from chunkmem.activations.region_policies import RegionPolicies
 from chunkmem.activations.saved_storages import SavedStorages
-from chunkmem.data.activations import PARKED, Content, activation_contents
+from chunkmem.data.activations import STASHED, Content, activation_contents
 from chunkmem.data.errors import TraceError
 from chunkmem.data.layout import Group, Slot
 from chunkmem.data.trace import Kind, Moment, Trace
@@ -64,10 +64,10 @@ class RegionChunks:
         contents = activation_contents(trace)
         if policies.by_name and not contents:
             raise _of_other_policy(policies.default, "")
-        is_by_layer = any(held.content in PARKED for held in contents.values())
+        is_by_layer = any(held.content in STASHED for held in contents.values())
         for key, held in contents.items():
             found = policies.by_name.get(held.region, set())
-            if is_by_layer and (held.content in PARKED or not found):
+            if is_by_layer and (held.content in STASHED or not found):
                 continue  # a pipeline says itself what its blocks save
             saved = held.content is Content.ACTIVATIONS
             stays = _stays(key, held.region, trace.moments) if saved else None

@@ -41,7 +41,7 @@ from chunkmem.data.trace import Region, Trace
 from chunkmem.data.types import ACTIVATION_POLICIES
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.turn import Turn
+from chunkmem.runtime.step_lock import StepLock
 from chunkmem.runtime.values import storage_id
 
 _autograd = torch._C._autograd
@@ -53,7 +53,7 @@ class RegionActivations(OwnHooks):
     def __init__(
         self,
         pager: Pager,
-        turn: Turn,
+        step_lock: StepLock,
         saved: ChunkHooks,
         *,
         policies: RegionPolicies,
@@ -73,10 +73,10 @@ class RegionActivations(OwnHooks):
             is_rehearsal: under fake tensors.
         """
         self._pager = pager
-        pager.events.hears_inside.append(lambda: bool(policies.by_name))
+        pager.events.has_inner_hooks.append(lambda: bool(policies.by_name))
         self._is_rehearsal = is_rehearsal
         self._device = device
-        self._turn = turn
+        self._step_lock = step_lock
         self._saved = saved
         self._hooks = (self._pack, self._unpack)
         self._rng = global_sources()
@@ -88,7 +88,7 @@ class RegionActivations(OwnHooks):
         """Runs of calls whose forward is made again, the last one inside of the others."""
         self._pending: RegionCall | None = None
         """Has been left, and is not looked over yet."""
-        self._live = LiveChunks(pager, turn, chunks, before_end=self.settle)
+        self._live = LiveChunks(pager, step_lock, chunks, before_end=self.settle)
         self._chunks = chunks
         self.policies = policies
         self._kept: Collection[int] = ()
@@ -282,7 +282,7 @@ class RegionActivations(OwnHooks):
             with runtime_mode():
                 return kept.copy.clone()  # the call may be repeated again
         if kept.is_moved:
-            with self._turn.taken(in_hook=True):
+            with self._step_lock.taken(in_hook=True):
                 self._bring(call)
         kept.check(call.name)
         return kept.tensor
@@ -310,7 +310,7 @@ class RegionActivations(OwnHooks):
             CapacityError: that does not fit DEVICE.
         """
         if call.come_to is not None:
-            with self._turn.taken(in_hook=True):
+            with self._step_lock.taken(in_hook=True):
                 call.come_to()
         self._begin_backward(call)
         call.record.again.append(self.now())
@@ -344,7 +344,7 @@ class RegionActivations(OwnHooks):
         for storage in run.storages:
             if (alive := storage()) is not None:
                 self.taken(alive)
-        with self._turn.taken(in_hook=True):
+        with self._step_lock.taken(in_hook=True):
             self._live.look_after_gone()
             call.record.again.append(self.now())
             saved, what, nbytes = SavedStorages(), "recomputed activations", sum(run.nbytes.values())

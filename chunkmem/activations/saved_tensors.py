@@ -11,7 +11,7 @@ from chunkmem.data.errors import StateError
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.declared_reads import DeclaredReads
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.turn import Turn
+from chunkmem.runtime.step_lock import StepLock
 from chunkmem.runtime.values import storage_id
 
 Pack = Callable[[torch.Tensor], Any]
@@ -76,13 +76,13 @@ class ChunkHooks:
     announce its backward, and would use the memory of a weight that nobody keeps there.
     """
 
-    def __init__(self, declared: DeclaredReads, pager: Pager, turn: Turn) -> None:
+    def __init__(self, declared: DeclaredReads, pager: Pager, step_lock: StepLock) -> None:
         self._declared = declared
         self._pager = pager
-        self._turn = turn
+        self._step_lock = step_lock
         self._has_users = False
         """Hooks of users have been replaced, those of checkpoints aside."""
-        pager.events.hears_inside.append(lambda: self._has_users)
+        pager.events.has_inner_hooks.append(lambda: self._has_users)
 
     def replace(self) -> None:
         """Put ours in place of a user's, if those are on top of the stack."""
@@ -139,7 +139,7 @@ class ChunkHooks:
         chunk = self._declared.chunk_in(memory)
         if chunk is None or self._declared.undeclared(memory) is None:
             return tensor
-        with self._turn.taken(in_hook=True):
+        with self._step_lock.taken(in_hook=True):
             self._pager.pin(chunk, reader=_READER)
             try:
                 return tensor.clone()

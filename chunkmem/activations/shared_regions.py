@@ -29,17 +29,17 @@ def kept_nbytes(
         charges_non_model: non-model data counts.
     """
     regions, before = recorded.regions, inputs_from(recorded.regions)
-    border = {earlier: _inputs_nbytes(recorded, later) for later, earlier in before.items()}
+    boundary = {earlier: _inputs_nbytes(recorded, later) for later, earlier in before.items()}
     """By index of a region: bytes of its output that the next region saves as well."""
     known = {at: outside[region.number] for at, region in enumerate(regions) if region.number in outside}
-    shares = [min(1.0, known[at] / nbytes) for at, nbytes in border.items() if at in known and nbytes]
+    shares = [min(1.0, known[at] / nbytes) for at, nbytes in boundary.items() if at in known and nbytes]
     share = median(shares or [0.0 if charges_non_model else _SHARE])
-    left = {at: int(share * nbytes) for at, nbytes in border.items()} | known
+    left = {at: int(share * nbytes) for at, nbytes in boundary.items()} | known
     found = {}
     for at in kept:
         nbytes = _saved_nbytes(recorded, at) - left.get(at, 0)
         if before.get(at) in kept and not charges_non_model:
-            nbytes -= min(left[before[at]], border[before[at]])
+            nbytes -= min(left[before[at]], boundary[before[at]])
         found[at] = max(0, nbytes)
     return found
 

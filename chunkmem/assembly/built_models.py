@@ -17,9 +17,9 @@ from chunkmem.modules.hooks import ModuleHooks
 from chunkmem.modules.ordinary import same_random_numbers, send_parameters
 from chunkmem.packing.built import HERE, Built
 from chunkmem.packing.collect import Collector
-from chunkmem.packing.elsewhere import Elsewhere, Unpacked
 from chunkmem.packing.initialisers import Initialisers
 from chunkmem.packing.meta import BuiltOnMeta, has_meta_tensors
+from chunkmem.packing.other_stages import OtherStages, Unpacked
 from chunkmem.packing.packer import move_ordinary_tensors
 from chunkmem.packing.released import BuiltOverRanks
 from chunkmem.packing.tensor_parallel import TensorParallel
@@ -46,7 +46,7 @@ class BuiltModels:
         self._ranks = self.sharding.ranks
         self.added: list[Unpacked] = []
         """All that was built."""
-        self.elsewhere = Elsewhere()
+        self.elsewhere = OtherStages()
         """What other stages have."""
         self.tensor_parallel = TensorParallel(self._ranks, self.modules.registry)
 
@@ -131,7 +131,7 @@ class BuiltModels:
         self._pack(unpacked, own, excluded, kept=kept)
         for number, stage in stages.items():
             where = f"stage {number}, which rank {ranks.name(number % ranks.size)} has"
-            self.modules.registry.add_elsewhere(self.elsewhere.leave(stage, modules, where=where))
+            self.modules.registry.add_of_other_stages(self.elsewhere.leave(stage, modules, where=where))
         self.modules.registry.place([param for root in unpacked.roots for param in root.parameters()])
         for root in unpacked.roots:
             self.modules.copies.fit(root)
@@ -148,8 +148,8 @@ class BuiltModels:
         self.entry_points.forget_steps()
         built, models = unpacked.built, unpacked.roots
         if not built.is_put_off and has_meta_tensors(models):
-            surface, shards = self.modules.surface, self.sharding.shards
-            built = BuiltOnMeta(models, built, shards, surface, unpacked.initialisers)
+            overrides, shards = self.modules.overrides, self.sharding.shards
+            built = BuiltOnMeta(models, built, shards, overrides, unpacked.initialisers)
         with self.random_numbers() if isinstance(built, BuiltOnMeta) else contextlib.nullcontext():
             added = self.modules.packer.add(roots, excluded, built)
         for packed in added:
@@ -167,7 +167,9 @@ class BuiltModels:
         for module in (*roots, *excluded):
             move_ordinary_tensors(module, excluded, self.device, on_host=self.modules.packer.on_host)
         if isinstance(built, BuiltOnMeta):
-            built.tell(self.modules.surface.awaited, [managed for packed in added for managed in packed.parameters])
+            built.tell(
+                self.modules.overrides.uninitialized, [managed for packed in added for managed in packed.parameters]
+            )
 
     def send(self, model: nn.Module) -> None:
         """Have all ranks train rank 0's parameters of a model that each has built; see `send_parameters`."""

@@ -123,7 +123,7 @@ class Repacking:
         """Have optimizers claim their states, and averages theirs, in the new parts, whose models are packed."""
         for holder, counts in zip(self.holders, self._counts, strict=True):
             holder.move_to(after)
-            for param in [one for one in holder.excluded if after.registry.is_elsewhere(one)]:
+            for param in [one for one in holder.excluded if after.registry.is_of_other_stage(one)]:
                 del holder.excluded[param]
             found = ((after.registry.find(self.params[number]), count) for number, count in counts.items())
             holder.take_over({managed: count for managed, count in found if managed is not None})
@@ -172,8 +172,8 @@ def require_let_go(runtime: Runtime, *, call: str, why: str, is_spent: bool = Fa
         )
     access.reset(step=False)
     runtime.registry.check()
-    runtime.modules.surface.check()
-    runtime.modules.surface.check_copies()
+    runtime.modules.overrides.check()
+    runtime.modules.overrides.check_copies()
     if holders := access.holders():
         raise StateError(
             f"{call}: somebody keeps the memory of {', '.join(holders)} (a view, .data, or the graph of a "

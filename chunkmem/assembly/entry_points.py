@@ -90,7 +90,7 @@ class EntryPoints:
         self.autocast.switch_off()
         modules.access.reset(step=False)
         modules.backward.reset(step=False)
-        modules.turn.end_hooks()
+        modules.step_lock.end_hooks()
         units.reset(step=False)
         grad_enabled = torch.is_grad_enabled()
         units.begin_root(grad_enabled=grad_enabled)
@@ -101,7 +101,7 @@ class EntryPoints:
         if self.controller.residence.is_on:
             return
         modules.registry.check()
-        modules.surface.check_copies()
+        modules.overrides.check_copies()
         modules.require_values()
         modules.gradient_hooks.watch(modules.registry.parameters)
 
@@ -175,7 +175,7 @@ class EntryPoints:
 
     def _answer(self, call: str, raised: Exception | None) -> None:
         """Take part in what other ranks gather until all are here, also after what this one has `raised`."""
-        with self.modules.turn.taken():
+        with self.modules.step_lock.taken():
             self.controller.settle()
             try:
                 self.sharding.units.replay_without_batch(call)
@@ -194,7 +194,7 @@ class EntryPoints:
         label = f"{'optimizer.step()' if updates else 'clipping of gradients'} with {options}"
         if self.modules.gradients.values.shared is not None:
             label += self.modules.gradients.values.shared.in_words()
-        with self.modules.turn.taken(), self.sharding.ranks.telling():
+        with self.modules.step_lock.taken(), self.sharding.ranks.telling():
             began = self.memory.store.clock.timestamp()
             is_left = updates and not goes_on and self.controller.residence.is_on
             self._look_over(is_left=is_left)
@@ -239,8 +239,8 @@ class EntryPoints:
         modules.backward.reset(step=True)
         self.sharding.units.reset(step=True)
         modules.registry.check()
-        modules.surface.check()
-        modules.surface.check_copies()
+        modules.overrides.check()
+        modules.overrides.check_copies()
         modules.require_values()
         for chunk in () if is_left else modules.access.chunks.values():
             pager.notice_writes(chunk)

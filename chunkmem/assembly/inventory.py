@@ -81,7 +81,7 @@ def take_inventory(
     shaped = {
         numbers[id(managed.param)]: tuple(spec for spec in specs if isinstance(spec, ShapedState))
         for group in groups
-        for managed, specs in runtime.updater.claims.by_parameter(group).items()
+        for managed, specs in runtime.updater.state_chunks.by_parameter(group).items()
     }
     return Inventory(groups, nbytes, dtypes, frozenset(masters), given_up, states, shaped)
 

@@ -4,7 +4,7 @@ Each part is made of earlier ones, so that calls can be followed from the last t
 
 memory         tiers, chunks, and who moves them; updates on HOST ahead of the step
 shards         which rank owns what
-gradients      where they land; `StatePlaces` tells which of them are wanted on HOST next
+gradients      where they land; `StatePlacement` tells which of them are wanted on HOST next
 sharding       exchanges give gradients to their owners
 updater        optimizer states, groups updated at the step or ahead of it
 modules        parameters packed and served, reads and backwards kept track of
@@ -29,11 +29,11 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from chunkmem.activations.parked import ParkedTensors
 from chunkmem.activations.region_chunks import RegionChunks
 from chunkmem.activations.region_policies import RegionPolicies
 from chunkmem.activations.regions import RegionActivations
 from chunkmem.activations.saved_tensors import ChunkHooks
+from chunkmem.activations.stashed import StashedTensors
 from chunkmem.config import Config
 from chunkmem.data.module_policy import ModulePolicies
 from chunkmem.data.types import Role, Tier
@@ -41,9 +41,9 @@ from chunkmem.modules.access import AccessTracker
 from chunkmem.modules.backward import BackwardTracker
 from chunkmem.modules.begun import StepLedger
 from chunkmem.modules.binding import BoundChunk, ManagedParameter
-from chunkmem.modules.borders import Borders
 from chunkmem.modules.compiled import CompiledModules
 from chunkmem.modules.copies import ModelCopies
+from chunkmem.modules.dtype_casts import DtypeCasts
 from chunkmem.modules.fitted import FittedModules
 from chunkmem.modules.gradient_hooks import GradientHooks
 from chunkmem.modules.gradient_slots import GradientSlots
@@ -53,18 +53,18 @@ from chunkmem.modules.guard import declare
 from chunkmem.modules.hooks import ModuleHooks, RootCalls
 from chunkmem.modules.host_modules import HostModules
 from chunkmem.modules.lazy_tensor import LazyTensor
+from chunkmem.modules.overrides import ModuleOverrides
+from chunkmem.modules.parameter_operators import ParameterOperators
 from chunkmem.modules.reduction import OrdinaryGradients, Reduction
 from chunkmem.modules.registry import ModelRegistry, PackedModel
-from chunkmem.modules.served import ParameterServer
-from chunkmem.modules.surface import ModuleSurface
 from chunkmem.optim.block_adam import adam_states
-from chunkmem.optim.claims import Claims
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.optim.native import NativeUpdate
-from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.slot_source import SlotSource
 from chunkmem.optim.speculative import SpeculativeUpdater
+from chunkmem.optim.state_chunks import StateChunks
+from chunkmem.optim.state_placement import StatePlacement
 from chunkmem.optim.update import GroupUpdater, UpdateParts
 from chunkmem.packing.model_packer import ModelPacker
 from chunkmem.packing.packer import Packer
@@ -79,9 +79,9 @@ from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.queues import Lanes
 from chunkmem.runtime.shadow import ShadowBuffers
 from chunkmem.runtime.step_events import StepEvents
+from chunkmem.runtime.step_lock import StepLock
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import TierCaps
-from chunkmem.runtime.turn import Turn
 
 T = TypeVar("T")
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
@@ -136,13 +136,13 @@ class Sharding:
         return self.shards is not None
 
     @contextmanager
-    def together(self, call: str, turn: Turn) -> Iterator[None]:
+    def together(self, call: str, step_lock: StepLock) -> Iterator[None]:
         """Surround a call that all ranks make, by the thread that has `turn`.
 
         Raises:
             RankError: a rank is missing, or makes another call.
         """
-        with turn.taken(), self.ranks.telling():
+        with step_lock.taken(), self.ranks.telling():
             self.ranks.connection.begin(Operation(call))
             self.units.let_go()  # weights may change in it
             yield
@@ -165,26 +165,26 @@ class Modules:
     policies: ModulePolicies
     registry: ModelRegistry
     packer: ModelPacker
-    turn: Turn
+    step_lock: StepLock
     access: AccessTracker
     backward: BackwardTracker
     gradients: GradientBook
     gradient_hooks: GradientHooks
-    server: ParameterServer
-    surface: ModuleSurface
-    borders: Borders
+    operators: ParameterOperators
+    overrides: ModuleOverrides
+    dtype_casts: DtypeCasts
     host: HostModules
     declared: DeclaredReads
     saved: ChunkHooks
     units: Units
     regions: RegionActivations
-    parked: ParkedTensors
+    stashed: StashedTensors
     compiled: CompiledModules
     copies: ModelCopies
 
     def require_values(self) -> None:
         """Raise a `StateError` if a parameter has no values yet: its model was packed with `skip_init=True`."""
-        self.surface.awaited.require()
+        self.overrides.uninitialized.require()
 
     def hooks(self, calls: RootCalls, events: StepEvents) -> ModuleHooks:
         """Make what modules are fitted with; `calls` hears of those from outside, and `events` tell what to hear of."""
@@ -194,7 +194,7 @@ class Modules:
             policies=self.policies,
             units=self.units,
             regions=self.regions,
-            turn=self.turn,
+            step_lock=self.step_lock,
             saved=self.saved,
             calls=calls,
             events=events,
@@ -205,26 +205,26 @@ class Modules:
     ) -> None:
         """Fit the modules under `roots`, of which those in `added` have been packed, to compute in `dtype`."""
         for root in roots if dtype is not torch.float32 else ():
-            self.borders.fit(root, self.packer.precision.modules, dtype)
+            self.dtype_casts.fit(root, self.packer.precision.modules, dtype)
         on_host = self.packer.on_host
         for packed in added:
             self.access.add(packed.parameters)
             self.gradients.add(packed.parameters)
             declare(self.declared, packed.parameters, self.access.chunks)
             owned = hooks.fit(packed.root, self.registry.managed_under(packed.root), on_host=on_host)
-            self.surface.fit(packed.root, owned)
+            self.overrides.fit(packed.root, owned)
             self.gradient_hooks.watch(self.registry.parameters)
-            self.server.add(packed.parameters)
+            self.operators.add(packed.parameters)
         self.host.fit(on_host)
         for root in roots:
-            self.compiled.fit(root, self.borders.enclose, hooks.enclose)
+            self.compiled.fit(root, self.dtype_casts.enclose, hooks.enclose)
         self.copies.know(self._fitted(hooks))
         for packed in added:
             self.copies.fit(packed.root)
 
     def _fitted(self, hooks: ModuleHooks) -> list[FittedModules]:
         """Return what all parts have fitted, the last one first."""
-        parts = self.copies, self.compiled, self.host, self.surface, hooks, self.borders
+        parts = self.copies, self.compiled, self.host, self.overrides, hooks, self.dtype_casts
         return [part.fitted for part in parts]
 
     def unfit(self, hooks: ModuleHooks) -> None:
@@ -233,7 +233,7 @@ class Modules:
         What chunks hold stays. Nothing runs, and nobody keeps references to the memory of parameters.
         """
         for packed in self.registry.models:
-            self.server.remove(packed.parameters)
+            self.operators.remove(packed.parameters)
             self.gradient_hooks.unwatch(packed.parameters)
         hooks.unfit()
         for fitted in self._fitted(hooks):
@@ -271,17 +271,17 @@ def make_update_parts(
     """
     # Compiled when first needed.
     native = NativeUpdate(lambda: load_kernels(with_cuda=compute.runs_cuda_kernels), compute.device)
-    claims, landed = Claims(store), dict[int, set[ManagedParameter]]()
+    state_chunks, landed = StateChunks(store), dict[int, set[ManagedParameter]]()
     ahead = SpeculativeUpdater(
         store,
         lanes,
         ShadowBuffers(store.pools[Tier.HOST]),
         native,
-        intent_of=lambda group: claims.intent(landed.get(group, ()), group),
-        chunks_of=claims.chunks,
+        intent_of=lambda group: state_chunks.intent(landed.get(group, ()), group),
+        chunks_of=state_chunks.chunks,
         num_threads=num_threads or compute.num_update_threads(),
     )
-    return UpdateParts(native, claims, landed, ahead, StepLedger())
+    return UpdateParts(native, state_chunks, landed, ahead, StepLedger())
 
 
 def make_training(
@@ -307,9 +307,9 @@ def make_training(
     """
     pager = memory.pager
     shards = ShardStore(ranks, exchanges, pager) if exchanges and ranks.size > 1 else None
-    pager.events.hears_inside.append(lambda: shards is not None or ranks.stages is not None)
-    places = StatePlaces(memory.store, memory.caps, margin_use_ratio=margin_use_ratio)
-    slots = make_slots(pager, settles=places.updates_on_host, landed=parts.landed)
+    pager.events.has_inner_hooks.append(lambda: shards is not None or ranks.stages is not None)
+    state_placement = StatePlacement(memory.store, memory.caps, margin_use_ratio=margin_use_ratio)
+    slots = make_slots(pager, settles=state_placement.updates_on_host, landed=parts.landed)
     values = GradientValues(
         slots,
         pager,
@@ -328,7 +328,7 @@ def make_training(
     units = Units(shards, reduction) if units is None else units
     sharding = Sharding(ranks, shards, reduction, units, OrdinaryGradients(shards))
     backwards = None if shards is None else units.backwards
-    updater = GroupUpdater(pager, gradients, places=places, parts=parts, backwards=backwards)
+    updater = GroupUpdater(pager, gradients, state_placement=state_placement, parts=parts, backwards=backwards)
     return gradients, sharding, updater
 
 
@@ -344,51 +344,49 @@ def make_modules(
 ) -> Modules:
     """Return what models are packed and served by, as users have `asked`; `is_rehearsal`: see `BackwardTracker`."""
     pager, is_accelerator = memory.pager, memory.compute.is_accelerator
-    turn = Turn(timeout_s=config.distributed.timeout_s, with_hooks=not is_accelerator)
+    step_lock = StepLock(timeout_s=config.distributed.timeout_s, with_hooks=not is_accelerator)
     declared = DeclaredReads()
-    saved = ChunkHooks(declared, pager, turn)
+    saved = ChunkHooks(declared, pager, step_lock)
     access = AccessTracker(pager, updater.ledger, before_lookup=saved.replace)
+    device, is_one_tier, every = memory.compute.device, memory.caps.shared, config.use_cpu_embedding
     host = HostModules(
-        access,
-        memory.compute.device,
-        asked,
-        every_embedding=config.use_cpu_embedding,
-        is_one_tier=memory.caps.shared,
-        always_copies=is_rehearsal,
+        access, device, asked, every_embedding=every, is_one_tier=is_one_tier, always_copies=is_rehearsal
     )
     registry = ModelRegistry()
-    policies, device = RegionPolicies(config.activations.policy, asked), memory.compute.device
+    policies = RegionPolicies(config.activations.policy, asked)
     chunks = RegionChunks(pager.store)
     regions = RegionActivations(
-        pager, turn, saved, policies=policies, chunks=chunks, device=device, is_rehearsal=is_rehearsal
+        pager, step_lock, saved, policies=policies, chunks=chunks, device=device, is_rehearsal=is_rehearsal
     )
     backward = BackwardTracker(
-        pager, access, sharding.units, turn, ordinary=sharding.ordinary, regions=regions, is_rehearsal=is_rehearsal
+        pager, access, sharding.units, step_lock, ordinary=sharding.ordinary, regions=regions, is_rehearsal=is_rehearsal
     )
-    server = ParameterServer(pager, access, backward, turn, registry.managed, saved, is_shared=sharding.is_shared)
+    operators = ParameterOperators(
+        pager, access, backward, step_lock, registry.managed, saved, is_shared=sharding.is_shared
+    )
     read = partial(_read, pager, sharding, updater)
     lazy, write = partial(_lazy, sharding, updater), partial(_write, pager, sharding, updater)
-    surface = ModuleSurface(pager.events, read=read, lazy=lazy, write=write, saving=server.saving)
+    overrides = ModuleOverrides(pager.events, read=read, lazy=lazy, write=write, saving=operators.saving)
     compiled = CompiledModules(pager.events, asked, is_accelerator=is_accelerator, is_rehearsal=is_rehearsal)
-    reading = partial(_reading_a_copy, memory, sharding, updater, registry, surface, turn)
+    reading = partial(_reading_a_copy, memory, sharding, updater, registry, overrides, step_lock)
     return Modules(
         asked,
         registry,
         _make_packer(registry, config, memory, sharding.ranks, host),
-        turn,
+        step_lock,
         access,
         backward,
         gradients,
-        GradientHooks(gradients, backward, turn, pager.events, access=access, updates=updater.in_backward),
-        server,
-        surface,
-        Borders(is_outermost=access.is_outermost),
+        GradientHooks(gradients, backward, step_lock, pager.events, access=access, updates=updater.in_backward),
+        operators,
+        overrides,
+        DtypeCasts(is_outermost=access.is_outermost),
         host,
         declared,
         saved,
         sharding.units,
         regions,
-        ParkedTensors(pager, chunks, device=device),
+        StashedTensors(pager, chunks, device=device),
         compiled,
         ModelCopies(registry, read=read, reading=reading),
     )
@@ -416,16 +414,16 @@ def _reading_a_copy(
     sharding: Sharding,
     updater: GroupUpdater,
     registry: ModelRegistry,
-    surface: ModuleSurface,
-    turn: Turn,
+    overrides: ModuleOverrides,
+    step_lock: StepLock,
 ) -> Iterator[None]:
     """Surround the reading of weights by `copy.deepcopy` of a model, which all ranks call."""
     call = "copy.deepcopy() of a managed model"
     memory.require_open()
-    surface.awaited.require()
+    overrides.uninitialized.require()
     registry.check()
     updater.ledger.require_over(call)
-    with sharding.together(call, turn):
+    with sharding.together(call, step_lock):
         yield
 
 

@@ -116,7 +116,7 @@ class Runtime:
     def load_state_dict(self, state: Mapping[str, Any], root: nn.Module, *, strict: bool) -> _IncompatibleKeys:
         """Load values by name; see `ChunkManager.load_state_dict`."""
         with self.together("manager.load_state_dict()"):
-            check_fits(state, self.modules.surface.expected_state(root), strict=strict)
+            check_fits(state, self.modules.overrides.expected_state(root), strict=strict)
             keys: _IncompatibleKeys = root.load_state_dict(state, strict=strict)
             self.send_on_host("manager.load_state_dict()")
         return keys
@@ -260,7 +260,7 @@ class Runtime:
             StateError: in addition, if a step has begun and is not over.
         """
         self.updater.ledger.require_over(call)
-        return self.sharding.together(call, self.modules.turn)
+        return self.sharding.together(call, self.modules.step_lock)
 
     def step(self, options: str, *, updates: bool, goes_on: bool = False) -> contextlib.AbstractContextManager[None]:
         """Surround `step()` and clipping; see `EntryPoints.step`."""

@@ -174,7 +174,7 @@ def begin_saving(state: dict[str, Any], path: Path, runtime: Runtime) -> Saving:
 
 def _take_snapshot(part: _Part, runtime: Runtime) -> Snapshot:
     pager = runtime.memory.pager
-    with runtime.modules.turn.taken():
+    with runtime.modules.step_lock.taken():
         for chunk in runtime.modules.access.chunks.values():
             pager.notice_writes(chunk)
         return Snapshot(part.wanted(), runtime.memory.compute.reader())

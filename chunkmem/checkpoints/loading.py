@@ -38,7 +38,7 @@ def load_checkpoint(
     """See `ChunkManager.load`; `before_reading` is told what directory is about to be read."""
     root, ranks = runtime.root(model), runtime.ranks
     require_own(optimizer, ema, "manager.load()")
-    ledger, owner = runtime.updater.ledger, runtime.updater.claims.owner
+    ledger, owner = runtime.updater.ledger, runtime.updater.state_chunks.owner
     everyone = ranks.everyone()
     problem = written = ""
     cause: Exception | None = None
@@ -52,7 +52,7 @@ def load_checkpoint(
         written = f"{files.digest} {path} of rank {ranks.name(ranks.rank)}"
         names = OwnNames(root, runtime)
         own = OwnParts(files, names, everyone)
-        expected = runtime.modules.surface.expected_state(root)
+        expected = runtime.modules.overrides.expected_state(root)
         weights: dict[str, Any] = names.elsewhere(expected) | (own.nested("model") or {})
         check_fits(weights, expected, strict=strict)
         states, averages = _states(own, root, optimizer), _averages(own, ema)

@@ -45,7 +45,7 @@ def state_to_save(
         raise CheckpointError(f"manager.save() takes extra= as a dict, not a {type(extra).__name__}")
     with runtime.together(_LABEL):
         runtime.entry_points.ordinary.follow()
-        state: dict[str, Any] = {"model": runtime.modules.surface.state_dict(root, lazily=True)}
+        state: dict[str, Any] = {"model": runtime.modules.overrides.state_dict(root, lazily=True)}
     if optimizer is not None:
         state["optimizer"] = named_state(root, optimizer, optimizer.lazy_state_dict())
     if ema is not None:

@@ -30,7 +30,7 @@ def weight_stream(runtime: Runtime, root: nn.Module, call: str) -> tuple[Mapping
     """
     with runtime.together(call):
         runtime.entry_points.ordinary.follow()
-        state = runtime.modules.surface.state_dict(root, lazily=True)
+        state = runtime.modules.overrides.state_dict(root, lazily=True)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     here = {name: value for name, value in untied(tensors, root).items() if not value.is_meta}
     stages = runtime.ranks.stages

@@ -25,7 +25,7 @@ sets to something else than the default.
 
   chunkmem config
   chunkmem config chunkmem.json
-  chunkmem config --schema > chunkmem.data.schema.json     # a JSON Schema, for editors
+  chunkmem config --schema > chunkmem.schema.json     # a JSON Schema, for editors
   chunkmem config --markdown > configuration.md       # the same as docs/configuration.md
   chunkmem config --from ds_config.json --out chunkmem.json
 

@@ -40,7 +40,7 @@ class ActivationContents:
 
 _BY_LABEL = {"backward": Content.RECOMPUTED, "output": Content.OUTPUTS, "gradient": Content.GRADIENTS}
 """Content by the last word of the label that creates the chunk."""
-PARKED = frozenset({Content.OUTPUTS, Content.GRADIENTS})
+STASHED = frozenset({Content.OUTPUTS, Content.GRADIENTS})
 """Contents that are on their way from block to block, and belong to no region."""
 
 

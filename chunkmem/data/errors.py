@@ -1,4 +1,4 @@
-"""One exception tree. A message names the object, gives both numbers with units, and says what to do next."""
+"""One exception tree; its words are where each is raised: the object, both numbers with units, and what to do next."""
 
 from __future__ import annotations
 

@@ -106,8 +106,8 @@ class _Cluster:
         # Gathered and scattered twice in each block, forward and backward; where recomputing, once more.
         num_exchanges = 8 + 4 * (question.checkpointing or bool(question.activations))
         whole_s = sum(moment.duration_s for moment in moments) + rehearsal.trace.before_s
-        border_nbytes = sum(block.output_nbytes for block in blocks)
-        stalled_s = num_exchanges * border_nbytes * (mesh.tp - 1) / hardware.exchange_Bps(mesh.tp)
+        boundary_nbytes = sum(block.output_nbytes for block in blocks)
+        stalled_s = num_exchanges * boundary_nbytes * (mesh.tp - 1) / hardware.exchange_Bps(mesh.tp)
         compute_s = scale * (whole_s + stalled_s) / num_parts
         num_micro_batches = min(batch, MICRO_BATCHES_A_STAGE * mesh.stage)
         compute_s *= 1 + (mesh.stage - 1) / max(1, num_micro_batches)

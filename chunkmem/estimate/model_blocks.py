@@ -27,15 +27,15 @@ def model_blocks(question: Question) -> tuple[Block, ...]:
     """
     rehearsal = question.rehearsal
     blocks = blocks_of(rehearsal.trace, numels={param.name: param.slot.numel for param in rehearsal.step.parameters})
-    sizes = _border_nbytes(question.model(question.batch), question.dtype)
-    borders = [sizes[block.name, "in"] or sizes[before.name, "out"] for before, block in pairwise(blocks)]
+    sizes = _boundary_nbytes(question.model(question.batch), question.dtype)
+    boundaries = [sizes[block.name, "in"] or sizes[before.name, "out"] for before, block in pairwise(blocks)]
     tp = question.mesh.tp  # each of so many hands on a part
     return tuple(
-        replace(block, output_nbytes=nbytes // tp) for block, nbytes in zip(blocks, [*borders, 0], strict=True)
+        replace(block, output_nbytes=nbytes // tp) for block, nbytes in zip(blocks, [*boundaries, 0], strict=True)
     )
 
 
-def _border_nbytes(model: Model, dtype: torch.dtype) -> Counter[tuple[str, str]]:
+def _boundary_nbytes(model: Model, dtype: torch.dtype) -> Counter[tuple[str, str]]:
     """Return the bytes that each module is given ("in") and returns ("out"), by its name, if it computes in `dtype`."""
     found: Counter[tuple[str, str]] = Counter()
 

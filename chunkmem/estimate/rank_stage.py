@@ -164,7 +164,7 @@ class RankStage:
             self._store.add(activation_chunk(key.group, chunk.label, chunk.nbytes))
         self._gradients.add(step.parameters)
         self._units.add(step.units)
-        self._updater.claims.require_room(step.states, self._optimizer)
+        self._updater.state_chunks.require_room(step.states, self._optimizer)
         self._updater.claim(step.states, self._optimizer, forget_plans=lambda: None)
 
     def steps(self) -> RankSteps:
@@ -261,7 +261,7 @@ class RankStage:
         for group in in_order_of_update(groups, landing=groups):
             updater.update(group, Intent(self._rule, (), None))  # of no parameter: nothing is computed
             if updater.is_on_host(group):
-                moved_nbytes = 2 * sum(chunk.nbytes for chunk in updater.claims.chunks(group))
+                moved_nbytes = 2 * sum(chunk.nbytes for chunk in updater.state_chunks.chunks(group))
                 self._meter.wait(moved_nbytes / self._log.host_Bps)
             slots.forget(set(slots.landed[group]))
 

@@ -259,7 +259,7 @@ def _frozen_groups(runtime: Runtime, groups: Collection[int]) -> set[int]:
     return {
         group
         for group, members in by_group.items()
-        if group in runtime.updater.claims and not any(_is_kept(runtime, managed) for managed in members)
+        if group in runtime.updater.state_chunks and not any(_is_kept(runtime, managed) for managed in members)
     }
 
 
@@ -267,7 +267,9 @@ def _left_nbytes(runtime: Runtime, frozen: Iterable[ManagedParameter]) -> int:
     """Return the bytes of optimizer states and master weights that parameters still have on this rank."""
     found = 0
     for managed in frozen:
-        chunks = runtime.updater.claims.chunks(managed.group) if managed.group in runtime.updater.claims else []
+        chunks = (
+            runtime.updater.state_chunks.chunks(managed.group) if managed.group in runtime.updater.state_chunks else []
+        )
         for chunk in chunks:
             if chunk.id.role.kind.is_of_update and chunk.version != NO_CONTENT and not chunk.is_remote:
                 found += chunk.nbytes * managed.slot.numel // chunk.group.numel

@@ -2,7 +2,7 @@
 
 A read, of which `ParameterReads` tells, belongs to the innermost running module, whose frame pins the chunk until it
 returns. Outside of modules a lookup reads nothing yet: the parameter serves itself when an operator gets it
-(`chunkmem.modules.served`).
+(`chunkmem.modules.parameter_operators`).
 
 [Note: References] What a call leaves behind is counted: references to the chunk's memory and to the parameters it read,
 at its end less at its beginning. A graph that backward will be announced for may keep them: the memory comes back for

@@ -35,7 +35,7 @@ from chunkmem.modules.references import Findings, GraphSearch, ReferenceCounts
 from chunkmem.ranks.units import Unit, Units
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.turn import Turn
+from chunkmem.runtime.step_lock import StepLock
 from chunkmem.runtime.values import kept_tensors, tensors_in
 
 _NOTHING = Findings({}, frozenset())
@@ -49,7 +49,7 @@ class BackwardTracker:
         pager: Pager,
         access: AccessTracker,
         units: Units,
-        turn: Turn,
+        step_lock: StepLock,
         *,
         ordinary: OrdinaryGradients,
         regions: RegionActivations,
@@ -59,7 +59,7 @@ class BackwardTracker:
         fake tensors, whose references cannot be told apart."""
         self._pager = pager
         self._is_rehearsal = is_rehearsal
-        self._turn = turn
+        self._step_lock = step_lock
         self._access = access
         self._units = units
         self._ordinary = ordinary
@@ -75,7 +75,7 @@ class BackwardTracker:
         self._graphs = GraphSearch()
         self._references = ReferenceCounts(self._chunks, is_rehearsal=is_rehearsal)
         self._nodes = NodePins(
-            pager, access, turn, graphs=self._graphs, watch=self.watch, then=lambda: self._settle_left()
+            pager, access, step_lock, graphs=self._graphs, watch=self.watch, then=lambda: self._settle_left()
         )
         self._followed: MutableMapping[torch.Tensor, tuple[int, list[Callable[[], None]]]] = WeakIdKeyDictionary()
         """By output of a call, as it was at that version: what its gradient ends, calls that had it as an input, and
@@ -148,13 +148,13 @@ class BackwardTracker:
 
     def _on_gradient(self, tensor: torch.Tensor, calls: Iterable[Callable[[], None]]) -> None:
         def on_gradient(_grad: torch.Tensor) -> None:
-            took_turn = self._turn.take_in_hook()
+            took_lock = self._step_lock.take_in_hook()
             try:
                 for call in tuple(calls):
                     call()
             finally:
-                if took_turn:
-                    self._turn.give_back()
+                if took_lock:
+                    self._step_lock.give_back()
 
         tensor.register_hook(on_gradient)
 
@@ -174,7 +174,7 @@ class BackwardTracker:
 
     def reset(self, *, step: bool) -> None:
         """Drop what an interrupted backward left; at a step, also what was held for a second backward."""
-        for task in [task for task in self._running if not self._turn.runs_elsewhere(self._threads.get(task))]:
+        for task in [task for task in self._running if not self._step_lock.runs_elsewhere(self._threads.get(task))]:
             self._unpin(task)
             self._access.num_calls = Counter()  # what was interrupted does not come
         self._regions.reset(step=step)
@@ -197,7 +197,7 @@ class BackwardTracker:
             self._settle_left()
         task = torch._C._current_graph_task_id()
         if task not in self._running:
-            self._running[task], self._threads[task] = [], self._turn.hook_thread()
+            self._running[task], self._threads[task] = [], self._step_lock.hook_thread()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
         holding = torch.is_grad_enabled()  # in a gradient hook, exactly under create_graph
         trains = trained(call.reads)
@@ -289,7 +289,7 @@ class BackwardTracker:
                 self._on_gradient(tensor, (partial(end, index),))
 
     def _end(self, task: int) -> None:
-        with self._turn.taken(in_hook=True):
+        with self._step_lock.taken(in_hook=True):
             self.num_ended += 1
             keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
             self._unpin(task, is_through=not keeps_graph)

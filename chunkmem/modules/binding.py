@@ -3,9 +3,9 @@
 [Note: Open parameters] A Parameter is an ordinary `nn.Parameter` only while somebody is known to use it: a running
 module that has looked it up, `manager.gather`, or an operator that is being served. Then it is *open*, and its chunk is
 pinned on DEVICE. At all other times its class is a subclass that sends every operator through
-`chunkmem.modules.served`, which brings the chunk first. Changing the class costs less than 0.1 us and no operator is
-slower while it is open. One that stays open, of a model that fits, tells when it gives out memory past autograd's
-version counters.
+`chunkmem.modules.parameter_operators`, which brings the chunk first. Changing the class costs less than 0.1 us and no
+operator is slower while it is open. One that stays open, of a model that fits, tells when it gives out memory past
+autograd's version counters.
 """
 
 from __future__ import annotations

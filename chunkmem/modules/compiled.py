@@ -139,7 +139,7 @@ class CompiledModules:
         self._encloses: tuple[Enclose, ...] = ()
         self._handle = on_children(self, CompiledModules.notice)
         self._events = events
-        events.hears_inside.append(lambda: bool(self._calls))
+        events.has_inner_hooks.append(lambda: bool(self._calls))
 
     def fit(self, root: nn.Module, *encloses: Enclose) -> None:
         """Take over what is compiled, or is to be, under a model that was packed: call by call, by what `encloses`."""

@@ -92,7 +92,7 @@ class ModelCopies:
     def _fill(self, module: nn.Module, memo: dict[int, Any]) -> None:
         """Put ordinary tensors into `memo` for what is in a module; a part of what is being copied has them there."""
         params = {id(param): param for param in module.parameters() if id(param) not in memo}
-        if away := [name for name, param in module.named_parameters() if self._registry.is_elsewhere(param)]:
+        if away := [name for name, param in module.named_parameters() if self._registry.is_of_other_stage(param)]:
             raise StateError(
                 f"copy.deepcopy() of a model over pipeline stages: another one has parameter {away[0]}; build the "
                 "model again, and load manager.state_dict()"

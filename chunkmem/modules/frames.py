@@ -24,8 +24,8 @@ class Frame:
         self.module = module
         self.recomputing = recomputing
         self.thread = threading.get_ident()
-        self.took_turn = False
-        """This call is to give the turn back; see `chunkmem.runtime.turn`."""
+        self.took_lock = False
+        """This call is to release the lock; see `chunkmem.runtime.step_lock`."""
         self.tier = Tier.DEVICE
         """Where a module computes."""
         self.reads: dict[ManagedParameter, int] = {}

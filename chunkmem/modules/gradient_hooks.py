@@ -13,7 +13,7 @@ from chunkmem.modules.backward import BackwardTracker
 from chunkmem.modules.binding import ManagedParameter
 from chunkmem.modules.gradients import GradientBook
 from chunkmem.runtime.step_events import StepEvents
-from chunkmem.runtime.turn import Turn
+from chunkmem.runtime.step_lock import StepLock
 
 
 class UpdatesInBackward(Protocol):
@@ -46,7 +46,7 @@ class GradientHooks:
         self,
         book: GradientBook,
         backward: BackwardTracker,
-        turn: Turn,
+        step_lock: StepLock,
         events: StepEvents,
         *,
         access: AccessTracker,
@@ -59,7 +59,7 @@ class GradientHooks:
         self._book = book
         self._updates = updates
         self._backward = backward
-        self._turn = turn
+        self._step_lock = step_lock
         self._handles: dict[ManagedParameter, torch.utils.hooks.RemovableHandle] = {}
         """Of the parameters whose gradients are caught."""
         self._waiting: dict[int, list[ManagedParameter]] = {}
@@ -97,7 +97,7 @@ class GradientHooks:
                 if landed in hooks._access.together:
                     hooks._wait(landed)
                     return
-                took_turn = hooks._turn.take_in_hook()
+                took_lock = hooks._step_lock.take_in_hook()
                 try:
                     hooks._updates.before_landing(landed)
                     hooks._book.take_final((landed,))
@@ -107,8 +107,8 @@ class GradientHooks:
                     else:
                         hooks._updates.landed(landed, hooks._access.graph_references)
                 finally:
-                    if took_turn:
-                        hooks._turn.give_back()
+                    if took_lock:
+                        hooks._step_lock.give_back()
 
         self._handles[managed] = managed.param.register_post_accumulate_grad_hook(on_gradient)
 
@@ -129,6 +129,6 @@ class GradientHooks:
 
     def _land_together(self, group: int) -> None:
         waiting = self._waiting.pop(group)
-        with self._turn.taken(in_hook=True):
+        with self._step_lock.taken(in_hook=True):
             self._book.take_final(waiting, reader="gradients of a block")
             self._backward.landed(*waiting)

@@ -287,5 +287,5 @@ def _require_dense(grads: Mapping[ManagedParameter, torch.Tensor]) -> None:
     for managed, grad in grads.items():
         if grad.layout is not torch.strided:
             raise StateError(
-                f"parameter {managed.name} got a {grad.layout} gradient; fused AdamW takes dense ones (sparse=False)"
+                f"parameter {managed.name} got a {grad.layout} gradient; chunks hold dense ones (sparse=False)"
             )

@@ -39,7 +39,7 @@ from chunkmem.modules.guard import AccessGuard
 from chunkmem.modules.parameter_reads import IN_UNIT, NotPicklable, ParameterReads, QuietReads
 from chunkmem.ranks.units import Unit, Units
 from chunkmem.runtime.step_events import StepEvents
-from chunkmem.runtime.turn import Turn
+from chunkmem.runtime.step_lock import StepLock
 from chunkmem.runtime.values import tensors_in
 
 
@@ -90,7 +90,7 @@ class ModuleHooks(NotPicklable):
         policies: ModulePolicies,
         units: Units,
         regions: RegionActivations,
-        turn: Turn,
+        step_lock: StepLock,
         saved: ChunkHooks,
         calls: RootCalls,
         events: StepEvents,
@@ -109,9 +109,9 @@ class ModuleHooks(NotPicklable):
             events: tell what to hear of.
         """
         events.resident.append(self._stay)
-        events.by_block.append(self._hear_by_block)
+        events.by_block.append(self._hook_by_block)
         events.num_in_blocks.append(self._num_in_blocks)
-        self._turn = turn
+        self._step_lock = step_lock
         self._access = access
         self._backward = backward
         self._policies = policies
@@ -186,11 +186,11 @@ class ModuleHooks(NotPicklable):
     def _stay(self, is_resident: bool) -> None:
         """Hear of no call inside of a model, and of no read there, or again: see [Note: Resident models]."""
         if is_resident:
-            self._hear_nothing_of((module for module in self.fitted if module not in self._roots), self._paused)
+            self._remove_hooks_of((module for module in self.fitted if module not in self._roots), self._paused)
         else:
-            self._hear_again_of(self._paused)
+            self._restore_hooks_of(self._paused)
 
-    def _hear_nothing_of(self, modules: Iterable[nn.Module], paused: MutableMapping[nn.Module, Paused]) -> None:
+    def _remove_hooks_of(self, modules: Iterable[nn.Module], paused: MutableMapping[nn.Module, Paused]) -> None:
         for module in modules:
             if module in self._in_blocks or module not in self.fitted:
                 continue
@@ -198,16 +198,16 @@ class ModuleHooks(NotPicklable):
             if isinstance(module._parameters, ParameterReads):
                 module._parameters.__class__ = QuietReads
 
-    def _hear_again_of(self, paused: MutableMapping[nn.Module, Paused]) -> None:
+    def _restore_hooks_of(self, paused: MutableMapping[nn.Module, Paused]) -> None:
         for module, hooks in paused.items():
             self.fitted.resume(hooks)
             if isinstance(module._parameters, ParameterReads):
                 module._parameters.__class__ = ParameterReads
         paused.clear()
 
-    def _hear_by_block(self, is_on: bool) -> None:
+    def _hook_by_block(self, is_on: bool) -> None:
         """Hear of blocks as a whole, or of each module in them again; see [Note: Blocks as a whole]."""
-        self._hear_again_of(self._in_blocks)
+        self._restore_hooks_of(self._in_blocks)
         self._blocks.clear()
         self._access.together.clear()
         if is_on:
@@ -216,7 +216,7 @@ class ModuleHooks(NotPicklable):
                 token, num_together = object(), Counter(managed.group for managed in block.parameters)
                 for managed in block.parameters:
                     self._access.together[managed] = Together(token, num_together[managed.group])
-                self._hear_nothing_of(block.inside, self._in_blocks)
+                self._remove_hooks_of(block.inside, self._in_blocks)
 
     def _num_in_blocks(self) -> int:
         """Return how many modules nothing would be heard of, if blocks were heard of as a whole."""
@@ -253,7 +253,7 @@ class ModuleHooks(NotPicklable):
 
     def unfit(self) -> None:
         """Lookups are heard of no more, and nothing is paused: then `fitted` can be undone."""
-        self._hear_by_block(False)
+        self._hook_by_block(False)
         for module in self.fitted:
             if isinstance(module._parameters, ParameterReads):
                 vars(module)["_parameters"] = dict(module._parameters)
@@ -268,7 +268,7 @@ class ModuleHooks(NotPicklable):
         """A call begins; tell whether it comes from outside of the model."""
         access = self._access
         recomputing = in_backward()
-        took_turn = self._turn.take_in_hook() if recomputing else self._turn.take()
+        took_lock = self._step_lock.take_in_hook() if recomputing else self._step_lock.take()
         stack = access.stack
         is_stale = False
         if stack and not recomputing and (module in self._roots or stack[0].recomputing or stack[0].module is module):
@@ -279,11 +279,11 @@ class ModuleHooks(NotPicklable):
             try:
                 self._calls.begin_root(module)
             except BaseException:
-                self._turn.give_back()
+                self._step_lock.give_back()
                 raise
         frame = Frame(fitted.name, module, recomputing=recomputing)
         frame.tier = fitted.tier
-        frame.took_turn = took_turn or is_stale  # what is left over has not given it back
+        frame.took_lock = took_lock or is_stale  # what is left over has not given it back
         if fitted.is_leaf and len(trained(fitted.own)) < len(fitted.own):
             frame.inputs = [(t, t._version) for t in tensors_in((args, kwargs)) if t.requires_grad]
         frame.containers = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, dict))]
@@ -350,12 +350,12 @@ class ModuleHooks(NotPicklable):
                     self._regions.leave()
                 self._access.release(frame, held=held)
             finally:  # also where the user has left a parameter that cannot be kept
-                if frame.took_turn:
-                    self._turn.give_back()
+                if frame.took_lock:
+                    self._step_lock.give_back()
         if frame.opened is not None:
             self._units.leave(frame.opened)
         if not self._access.stack and not frame.recomputing:
-            with self._turn.taken():
+            with self._step_lock.taken():
                 self._regions.settle()
 
     def _note_backward(self, name: str, first_node: int, result: Any) -> None:

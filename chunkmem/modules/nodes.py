@@ -34,7 +34,7 @@ from chunkmem.modules.backward_calls import BackwardCall
 from chunkmem.modules.frames import Frame
 from chunkmem.modules.references import GraphSearch, is_inside, nodes_between
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.turn import Turn
+from chunkmem.runtime.step_lock import StepLock
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class NodePins:
         self,
         pager: Pager,
         access: AccessTracker,
-        turn: Turn,
+        step_lock: StepLock,
         *,
         graphs: GraphSearch,
         watch: Callable[[Frame, object], set[int]],
@@ -76,7 +76,7 @@ class NodePins:
         whenever a node has run."""
         self._pager = pager
         self._access = access
-        self._turn = turn
+        self._step_lock = step_lock
         self._graphs = graphs
         self._watch = watch
         self._then = then
@@ -121,7 +121,7 @@ class NodePins:
     def _begin(self, task_id: int, run: _Run, _grads: object) -> None:
         if task_id != torch._C._current_graph_task_id():
             return
-        with self._turn.taken(in_hook=True):
+        with self._step_lock.taken(in_hook=True):
             if torch.is_grad_enabled():  # in a hook, exactly under create_graph
                 run.frame = Frame(f"{run.call.name} backward")
                 for managed in run.call.reads:
@@ -135,7 +135,7 @@ class NodePins:
     def _end(self, task_id: int, run: _Run, made: Sequence[torch.Tensor | None], _grads: object) -> None:
         if task_id != torch._C._current_graph_task_id():
             return
-        with self._turn.taken(in_hook=True):
+        with self._step_lock.taken(in_hook=True):
             held: Collection[int] = ()
             if run.frame is not None:
                 held = self._watch(run.frame, [tensor for tensor in made if tensor is not None])

@@ -34,7 +34,7 @@ class ModelRegistry:
         """Parameters, by the identity of what the user has."""
         self.excluded: dict[int, torch.Tensor] = {}
         """Parameters that are known and not managed, by identity."""
-        self._elsewhere: dict[int, torch.Tensor] = {}
+        self._of_other_stages: dict[int, torch.Tensor] = {}
         """Parameters that only other pipeline stages have."""
         self._bounds: dict[BoundChunk, None] = {}
         """Whose parameters these are."""
@@ -88,14 +88,14 @@ class ModelRegistry:
             self._place_of[key] = len(self._place_of) + before[key]
         return list(added.values())
 
-    def add_elsewhere(self, params: Iterable[nn.Parameter]) -> None:
+    def add_of_other_stages(self, params: Iterable[nn.Parameter]) -> None:
         """Take in parameters of other pipeline stages, which never have a gradient here."""
-        self._elsewhere.update((id(param), param) for param in params)
-        self.excluded.update(self._elsewhere)
+        self._of_other_stages.update((id(param), param) for param in params)
+        self.excluded.update(self._of_other_stages)
 
-    def is_elsewhere(self, param: torch.Tensor) -> bool:
+    def is_of_other_stage(self, param: torch.Tensor) -> bool:
         """Tell whether only another pipeline stage has a parameter."""
-        return id(param) in self._elsewhere
+        return id(param) in self._of_other_stages
 
     def managed_under(self, root: nn.Module) -> dict[int, ManagedParameter]:
         """Return the managed parameters of a model by the identity of their Parameter."""

@@ -113,19 +113,19 @@ class ChunkStates:
 
     def claim_more(self, wanted: Mapping[ManagedParameter, Sequence[StateSpec]]) -> None:
         """Claim states that were not when a parameter was added, in addition to those of this optimizer."""
-        claims, lacking = self._updater.claims, dict[ManagedParameter, Specs]()
+        state_chunks, lacking = self._updater.state_chunks, dict[ManagedParameter, Specs]()
         for managed, specs in wanted.items():
-            own = self.specs_of(managed) if claims.owner(managed) is self._optimizer else {}
+            own = self.specs_of(managed) if state_chunks.owner(managed) is self._optimizer else {}
             together = {**own, **{spec.key: spec for spec in specs}}
-            if not set(together.values()) <= set(claims.states_of(managed)):
+            if not set(together.values()) <= set(state_chunks.states_of(managed)):
                 lacking[managed] = tuple(together.values())
         if lacking:
-            claims.require_room(lacking, self._optimizer)
+            state_chunks.require_room(lacking, self._optimizer)
             self._updater.claim(lacking, self._optimizer, forget_plans=self._host.forget_plans)
 
     def specs_of(self, managed: ManagedParameter) -> dict[str, StateSpec]:
         """Return by key the states that were claimed for a parameter."""
-        return {spec.key: spec for spec in self._updater.claims.states_of(managed)}
+        return {spec.key: spec for spec in self._updater.state_chunks.states_of(managed)}
 
     # Before an update.
 
@@ -259,7 +259,7 @@ class ChunkStates:
     def _check(self, managed: ManagedParameter) -> None:
         self._host.require_open()
         if self._host.owns(managed):
-            self._updater.claims.check([managed], self._optimizer)
+            self._updater.state_chunks.check([managed], self._optimizer)
 
     def write(self, managed: ManagedParameter, values: Mapping[str, Any], *, is_whole: bool = False) -> None:
         """Set some of a parameter's state; the rest stays as it is, unless this is the whole.

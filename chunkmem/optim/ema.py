@@ -99,7 +99,7 @@ class EMA:
         for chunk in self._chunks.values():
             store.add(chunk)
         try:
-            updater.claims.require_room({}, name="averages")
+            updater.state_chunks.require_room({}, name="averages")
             for chunk in self._chunks.values() if is_blank else ():
                 pager.create(chunk, self._tier, reader=_READER, zero=True, elastic=True, is_of_step=False)
                 if self._tier not in MEMORY:
@@ -140,12 +140,12 @@ class EMA:
         registry = self._host.registry
         named = [param for _, param in self._host.named_parameters()]
         if params is None:
-            return {param for param in named if param.requires_grad and not registry.is_elsewhere(param)}
+            return {param for param in named if param.requires_grad and not registry.is_of_other_stage(param)}
         given, known = list(params), set(named)
         for param in given:
             if param not in known:
                 registry.lookup(param)
-        return {param for param in given if not registry.is_elsewhere(param)}
+        return {param for param in given if not registry.is_of_other_stage(param)}
 
     def _find(self, wanted: Collection[torch.Tensor]) -> None:
         """Look up parameters that are averaged from now on.

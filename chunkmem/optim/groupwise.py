@@ -74,11 +74,11 @@ class GroupwiseStep:
 
     def require_room(self) -> None:
         """Check that weights, gradients and states of all parameter groups fit; see `Claims.require_room`."""
-        self._updater.claims.require_room(self.states.wanted(self._members.groups()), self)
+        self._updater.state_chunks.require_room(self.states.wanted(self._members.groups()), self)
 
-    def check_claims(self, known: list[ManagedParameter] | None = None) -> None:
+    def check_owned(self, known: list[ManagedParameter] | None = None) -> None:
         """Raise a `StateError` if a newer optimizer has taken a parameter: one of `known`, by default of all."""
-        self._updater.claims.check(self._members.owned(self._members.known() if known is None else known), self)
+        self._updater.state_chunks.check(self._members.owned(self._members.known() if known is None else known), self)
 
     # A step.
 

@@ -100,7 +100,7 @@ class BackwardUpdates:
         self._owner_of = owner_of
         self.optimizers = set[ref[Owner]]()
         """Those that update inside backward."""
-        pager.events.hears_inside.append(lambda: bool(self.optimizers))
+        pager.events.has_inner_hooks.append(lambda: bool(self.optimizers))
         self._complete: dict[int, None] = {}
         """Groups all of whose gradients have landed, and which something still reads."""
         self._unfinished: set[int] = set()

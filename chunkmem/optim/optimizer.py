@@ -216,7 +216,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _update(self, begun: BegunStep) -> None:
         """Update what has a gradient. Raises what `step` does."""
         updates = self.updates
-        updates.check_claims(begun.known)
+        updates.check_owned(begun.known)
         if begun.is_stepping or updates.has_gradients(begun):
             updates.run(begun)
         elif begun.updated:
@@ -335,7 +335,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             return self._of_wholes(self._save(lazily=True), shown)
 
     def _save(self, *, lazily: bool) -> dict[str, Any]:
-        self.updates.check_claims()
+        self.updates.check_owned()
         self.updates.states.even_out()
         own = self._state
         self._state = own.copies(lazily=lazily)  # type: ignore[assignment]  # what torch packs

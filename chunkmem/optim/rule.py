@@ -253,7 +253,7 @@ class UpdateRule(ABC, Generic[H]):
         return {key: state[key] for key in keys if state.get(key) is not None}
 
     def update_(self, slots: SlotUpdate) -> None:
-        """Update weights and states, which are zero before the first time, by `scaled_grads`; gradients stay.
+        """Update weights and states by `scaled_grads`; gradients stay. States are zeros at first; see `begins_at_zero`.
 
         torch's kernels work tensor by tensor, so a list of views of slots gives the bits that the same parameters give
         in plain PyTorch; one call over a whole flat chunk does not, as its vector loop ends elsewhere.

@@ -50,7 +50,7 @@ class SavedStates:
 
     def make_blank(self) -> None:
         """Make states of zero, and count no update: training continues as if nobody had asked for them."""
-        self._updates.check_claims()
+        self._updates.check_owned()
         found = []
         for group in self._members.groups():
             hyper = self._rule.hyper(group)
@@ -118,7 +118,7 @@ class SavedStates:
     def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Load a state; see `RuleOptimizer.load_state_dict`."""
         host, updater = self._host, self._host.updater
-        self._updates.check_claims()
+        self._updates.check_owned()
         self.check(state_dict)
         saved = state_dict.get(MASTER_KEY, {})
         rows = self._members.by_index(state_dict["param_groups"])
@@ -153,7 +153,7 @@ class SavedStates:
         states, registry, updater = dict(state_dict["state"]), self._host.registry, self._host.updater
         keeps = {}
         for index, param, hyper in self._rows(state_dict):
-            if registry.is_elsewhere(param):
+            if registry.is_of_other_stage(param):
                 states.pop(index, None)
             elif (managed := registry.lookup(param)) is not None:
                 state = taken[managed] = self._rule.to_load(states.pop(index, {}))

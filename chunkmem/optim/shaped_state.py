@@ -54,27 +54,27 @@ class ShapedState(StateSpec):
         return tuple(found.get(at, (torch.Size([0]), (1,))) for at in range(len(form.slots)))
 
 
-def merged(claims: Sequence[tuple[ManagedParameter, StateSpec]]) -> StateSpec:
+def merged(state_chunks: Sequence[tuple[ManagedParameter, StateSpec]]) -> StateSpec:
     """Return what a group has of one role, given what each of its parameters claims of that.
 
     Raises:
         ConfigError: two of them claim states of different dtypes.
     """
-    (_, first), *others = claims
-    if not any(isinstance(spec, ShapedState) for _, spec in claims):
-        return claims[-1][1]
+    (_, first), *others = state_chunks
+    if not any(isinstance(spec, ShapedState) for _, spec in state_chunks):
+        return state_chunks[-1][1]
     for managed, spec in others:
         if spec.dtype != first.dtype:
             raise ConfigError(
                 f"state {spec.role.value} of parameter {managed.name} is {_words(spec)}, and that of "
-                f"{claims[0][0].name} in the same chunk is {_words(first)}: one optimizer of chunkmem's and one of "
-                "chunkmem.Optimizer(...) name their states alike; use chunkmem.Optimizer for both"
+                f"{state_chunks[0][0].name} in the same chunk is {_words(first)}: one optimizer of chunkmem's and one "
+                "of chunkmem.Optimizer(...) name their states alike; use chunkmem.Optimizer for both"
             )
-    return ShapedState(first.role, first.dtype, forms=tuple(sorted(_forms(claims))))
+    return ShapedState(first.role, first.dtype, forms=tuple(sorted(_forms(state_chunks))))
 
 
-def _forms(claims: Iterable[tuple[ManagedParameter, StateSpec]]) -> Iterable[SlotForm]:
-    for managed, spec in claims:
+def _forms(state_chunks: Iterable[tuple[ManagedParameter, StateSpec]]) -> Iterable[SlotForm]:
+    for managed, spec in state_chunks:
         if isinstance(spec, ShapedState):
             yield from spec.forms
         elif spec.codes is None:

@@ -17,14 +17,14 @@ from chunkmem.modules.binding import ManagedParameter, by_group
 from chunkmem.modules.gradients import GradientBook
 from chunkmem.modules.lazy_gradient import LazyGradient
 from chunkmem.modules.lazy_tensor import copy_values
-from chunkmem.optim.claims import Claims, Wanted
 from chunkmem.optim.entries import TensorForm
 from chunkmem.optim.in_backward import BackwardUpdates, Owner
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.order import in_order_of_update
-from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.rule import fill
 from chunkmem.optim.speculative import Intent, SpeculativeUpdater
+from chunkmem.optim.state_chunks import StateChunks, Wanted
+from chunkmem.optim.state_placement import StatePlacement
 from chunkmem.ranks.units import Backwards
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, slot_views
 from chunkmem.runtime.device import runtime_mode
@@ -38,7 +38,7 @@ class UpdateParts:
     """What updates are made of that is there before the first gradient."""
 
     native: NativeUpdate
-    claims: Claims
+    state_chunks: StateChunks
     landed: dict[int, set[ManagedParameter]]
     """Parameters with a gradient, by group: see `GradientSlots.landed`."""
     ahead: SpeculativeUpdater
@@ -53,17 +53,22 @@ class GroupUpdater:
         pager: Pager,
         gradients: GradientBook,
         *,
-        places: StatePlaces,
+        state_placement: StatePlacement,
         parts: UpdateParts,
         backwards: Backwards | None,
     ) -> None:
         self.pager = pager
         self._store = pager.store
-        self._places = places
+        self._state_placement = state_placement
         self.gradients = gradients
-        self.native, self.claims, self.ahead, self.ledger = parts.native, parts.claims, parts.ahead, parts.ledger
+        self.native, self.state_chunks, self.ahead, self.ledger = (
+            parts.native,
+            parts.state_chunks,
+            parts.ahead,
+            parts.ledger,
+        )
         self.in_backward = BackwardUpdates(
-            pager, gradients, self.ledger, owner_of=self.claims.owner, backwards=backwards
+            pager, gradients, self.ledger, owner_of=self.state_chunks.owner, backwards=backwards
         )
         self.at_once: WeakSet[HostMemory] = WeakSet()
         """Of optimizers that have all parameters at once."""
@@ -88,7 +93,7 @@ class GroupUpdater:
             self.ahead.forget()
             forget_plans()
 
-        self.claims.claim(wanted, owner, before_change=before_change, replaced=self._replace_state)
+        self.state_chunks.claim(wanted, owner, before_change=before_change, replaced=self._replace_state)
 
     def _replace_state(self, old: Chunk, new: Chunk) -> None:
         """Let a chunk of states take the place of one with slots for other parameters; what both hold stays.
@@ -123,12 +128,12 @@ class GroupUpdater:
 
     def place(self, params: Iterable[ManagedParameter]) -> None:
         """Decide where the groups of `params` are updated, once; a decided group keeps its place."""
-        groups = self._places.undecided({managed.group for managed in params})
-        self._places.decide({group: self.claims.chunks(group) for group in groups})
+        groups = self._state_placement.undecided({managed.group for managed in params})
+        self._state_placement.decide({group: self.state_chunks.chunks(group) for group in groups})
 
     def has_no_place(self, params: Iterable[ManagedParameter]) -> bool:
         """Tell whether the place of some group of `params` is not decided yet."""
-        return bool(self._places.undecided({managed.group for managed in params}))
+        return bool(self._state_placement.undecided({managed.group for managed in params}))
 
     def make_states(self, params: Iterable[ManagedParameter], roles: Collection[Role]) -> None:
         """Give `params`, which have none yet, states of zero in `roles`, and a master copy if that comes with them.
@@ -138,7 +143,7 @@ class GroupUpdater:
         """
         for group, members in by_group(params).items():
             self.make_master(group)
-            for chunk in [chunk for chunk in self.claims.chunks(group)[2:] if chunk.id.role in roles]:
+            for chunk in [chunk for chunk in self.state_chunks.chunks(group)[2:] if chunk.id.role in roles]:
                 if chunk.version == NO_CONTENT:
                     self._begin_state(chunk)
                 elif others := [managed for managed in members if managed not in self._blank]:
@@ -152,15 +157,15 @@ class GroupUpdater:
         Raises:
             CapacityError: they fit neither tier.
         """
-        incomplete = self.claims.incomplete
+        incomplete = self.state_chunks.incomplete
         for group in incomplete & {managed.group for managed in params} if incomplete else ():
-            for chunk in self.claims.chunks(group)[2:]:
+            for chunk in self.state_chunks.chunks(group)[2:]:
                 if chunk.id.role.is_state and chunk.version == NO_CONTENT:
                     self._begin_state(chunk)
             incomplete.discard(group)
 
     def _begin_state(self, chunk: Chunk) -> Replica:
-        tier = self._places.tier_for(chunk)
+        tier = self._state_placement.tier_for(chunk)
         return self.pager.create(chunk, tier, reader="optimizer states", zero=True, elastic=True, is_of_step=False)
 
     def make_master(self, group: int) -> None:
@@ -170,7 +175,7 @@ class GroupUpdater:
         if master is None or master.version != NO_CONTENT:
             return
         self.pager.notice_writes(param)
-        tier = self._places.tier_for(master)
+        tier = self._state_placement.tier_for(master)
         source = self.pager.in_memory(param, reader="master weights")
         assert source is not None
         param.replicas[source].pins += 1  # room is made for the other
@@ -193,9 +198,9 @@ class GroupUpdater:
         """
         self.ahead.forget()
         self.settle()
-        param, *others = self.claims.chunks(group)
+        param, *others = self.state_chunks.chunks(group)
         freed_nbytes = sum(self._empty(chunk) for chunk in others if chunk.id.role is not Role.MASTER)
-        self.claims.incomplete.add(group)
+        self.state_chunks.incomplete.add(group)
         master = param.master
         if master is not None and master.version != NO_CONTENT:
             self.pager.notice_writes(param)
@@ -217,10 +222,10 @@ class GroupUpdater:
         """
         for managed in params:
             group = managed.group
-            is_known = group in self.claims and not self._places.undecided({group})
+            is_known = group in self.state_chunks and not self._state_placement.undecided({group})
             if not is_known or self._store.weights(group).is_remote:
                 continue
-            roles = {chunk.id.role for chunk in self.claims.chunks(group)[2:] if chunk.id.role.is_state}
+            roles = {chunk.id.role for chunk in self.state_chunks.chunks(group)[2:] if chunk.id.role.is_state}
             self.make_states([managed], roles)
             self._blank.add(managed)
 
@@ -231,8 +236,8 @@ class GroupUpdater:
 
     def update(self, group: int, intent: Intent) -> None:
         """Update one group's parameters."""
-        chunks = self.claims.chunks(group)
-        home = Tier.HOST if self._places.updates_on_host(group) else Tier.DEVICE
+        chunks = self.state_chunks.chunks(group)
+        home = Tier.HOST if self._state_placement.updates_on_host(group) else Tier.DEVICE
         with self.pager.updating(chunks, reader="optimizer step", stateless_tier=home) as tier, runtime_mode():
             if not self.ahead.take_over(group, tier, intent):
                 work, policy = self._work(chunks, tier, intent), self.pager.policy

@@ -351,14 +351,14 @@ class WholeStep(GroupwiseStep):
             self._take_gradients()
             return result
 
-        self.check_claims()
+        self.check_owned()
         self._take()
         self._take_gradients()
         return self._step(called)
 
     def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call another method of the class, which may change weights, states and options."""
-        self.check_claims()
+        self.check_owned()
         with self._host.together(f"optimizer.{method.__name__}()"):
             self._take()
             with self._changing():

@@ -15,19 +15,19 @@ from torch import nn
 
 from chunkmem.data.errors import LayoutError
 from chunkmem.data.layout import Layout
-from chunkmem.modules.awaited import AwaitedValues
 from chunkmem.modules.binding import ManagedParameter, blank, blank_value, move_to
+from chunkmem.modules.overrides import ModuleOverrides
 from chunkmem.modules.parameter_reads import is_managed, own_parameters
-from chunkmem.modules.surface import ModuleSurface
+from chunkmem.modules.uninitialized import UninitializedValues
 from chunkmem.packing.built import Built, FreedRam
-from chunkmem.packing.elsewhere import hook_again
 from chunkmem.packing.initialisers import Initialisation, Initialisers, initialisations, tie_again, without_initialiser
+from chunkmem.packing.other_stages import hook_again
 from chunkmem.ranks.shards import ShardStore
 from chunkmem.runtime.device import runtime_mode
 
 
 @dataclass(eq=False, slots=True)
-class _Loan:
+class _Materialized:
     """What stands in for a parameter while an initialiser runs."""
 
     managed: ManagedParameter | None
@@ -39,19 +39,19 @@ class _Loan:
     """What it is given becomes the parameter's value."""
 
 
-class LentParameters(dict[str, nn.Parameter | None]):
+class MaterializedParameters(dict[str, nn.Parameter | None]):
     """A module's `_parameters`, which lends what is looked up."""
 
     __slots__ = ("_lender", "_module")
 
-    def __init__(self, module: nn.Module, lender: ParameterLender) -> None:
+    def __init__(self, module: nn.Module, materializer: ParameterMaterializer) -> None:
         super().__init__(module._parameters)
-        self._module, self._lender = module, lender
+        self._module, self._materializer = module, materializer
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = dict.__getitem__(self, name)
-        loan = self._lender.lend(self._module, param)
-        return param if loan is None else loan.tensor
+        materialized = self._materializer.lend(self._module, param)
+        return param if materialized is None else materialized.tensor
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if dict.__contains__(self, name) else default
@@ -65,20 +65,20 @@ class LentParameters(dict[str, nn.Parameter | None]):
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
         """Take the values of what is assigned in the place of a parameter that is lent."""
         param = dict.get(self, name)
-        loan = self._lender.lend(self._module, param)
-        if param is None or loan is None:
+        materialized = self._materializer.lend(self._module, param)
+        if param is None or materialized is None:
             dict.__setitem__(self, name, value)
         elif value is None or value.shape != param.shape or value.is_meta:
             form = "None" if value is None else f"one of {tuple(value.shape)} on {value.device}"
             raise LayoutError(
-                f"parameter {loan.managed or tuple(param.shape)} of a model on the meta device was replaced by {form} "
-                "while it was initialised; write to it in place"
+                f"parameter {materialized.managed or tuple(param.shape)} of a model on the meta device was replaced "
+                f"by {form} while it was initialised; write to it in place"
             )
         else:
-            loan.tensor, loan.version = value, -1
+            materialized.tensor, materialized.version = value, -1
 
 
-class ParameterLender:
+class ParameterMaterializer:
     """Has initialisers write to parameters that are in chunks.
 
     While one runs, a parameter that it looks up, in whatever module, is in memory as a whole; then its slot has the
@@ -90,7 +90,7 @@ class ParameterLender:
         root: nn.Module,
         managed: Mapping[int, ManagedParameter],
         without_values: Collection[int],
-        surface: ModuleSurface,
+        overrides: ModuleOverrides,
         *,
         keeps: bool,
     ) -> None:
@@ -100,12 +100,12 @@ class ParameterLender:
             root: the model.
             managed: its parameters that are in chunks, by the identity of each.
             without_values: those that get values; others have theirs, and keep them.
-            surface: reads a parameter's values as it was built, which all ranks do, and writes those of this rank.
+            overrides: reads a parameter's values as it was built, which all ranks do, and writes those of this rank.
             keeps: false: what initialisers write to parameters is thrown away.
         """
         self._root = root
         self._managed = managed
-        self._surface = surface
+        self._overrides = overrides
         self._taking = frozenset(without_values if keeps else ())
         self._blank = set(without_values)
         """Those whose slots have no values yet."""
@@ -113,7 +113,7 @@ class ParameterLender:
         """Those of which elements have got none yet."""
         self._first: dict[int, nn.Module] = {}
         """By parameter, the module that is visited first."""
-        self._loans: dict[object, _Loan] = {}
+        self._materialized: dict[object, _Materialized] = {}
         self._is_tied = False
         self._freed = FreedRam()
 
@@ -122,7 +122,7 @@ class ParameterLender:
         """Have modules lend their parameters to those who look them up."""
         found = {module: module._parameters for module in self._root.modules()}
         for module in found:
-            vars(module)["_parameters"] = LentParameters(module, self)
+            vars(module)["_parameters"] = MaterializedParameters(module, self)
         try:
             yield
         finally:
@@ -139,15 +139,15 @@ class ParameterLender:
         self._is_tied = call.is_tied
         try:
             call.run()
-            for loan in self._loans.values():
-                if loan.managed is not None and loan.is_kept:
-                    self._keep(loan.managed, loan)
+            for materialized in self._materialized.values():
+                if materialized.managed is not None and materialized.is_kept:
+                    self._keep(materialized.managed, materialized)
         finally:
-            nbytes = sum(loan.tensor.nbytes for loan in self._loans.values())
-            self._loans.clear()
+            nbytes = sum(materialized.tensor.nbytes for materialized in self._materialized.values())
+            self._materialized.clear()
             self._freed.add(nbytes)
 
-    def lend(self, module: nn.Module, param: nn.Parameter | None) -> _Loan | None:
+    def lend(self, module: nn.Module, param: nn.Parameter | None) -> _Materialized | None:
         """Return what stands in for a parameter of a module until the call is over; None if it has memory itself."""
         managed = self._managed.get(id(param))
         if param is None or (managed is None and not param.is_meta):
@@ -155,23 +155,25 @@ class ParameterLender:
         # Who is not visited first of those that share a parameter writes to one that is thrown away.
         is_first = self._first.setdefault(id(param), module) is module or self._is_tied
         key = id(param) if is_first else (id(param), id(module))
-        if key not in self._loans:
+        if key not in self._materialized:
             if managed is None or id(param) in self._blank:
                 values = blank_like(param, managed)
             else:
-                values = self._surface.read(managed)
+                values = self._overrides.read(managed)
             tensor = nn.Parameter(values, requires_grad=param.requires_grad)
             vars(tensor).update(vars(param))
-            self._loans[key] = _Loan(managed, tensor, tensor._version, is_first and id(param) in self._taking)
-        return self._loans[key]
+            self._materialized[key] = _Materialized(
+                managed, tensor, tensor._version, is_first and id(param) in self._taking
+            )
+        return self._materialized[key]
 
-    def _keep(self, managed: ManagedParameter, loan: _Loan) -> None:
-        key, values = id(managed.param), loan.tensor.detach()
-        vars(managed.param).update(vars(loan.tensor))
+    def _keep(self, managed: ManagedParameter, materialized: _Materialized) -> None:
+        key, values = id(managed.param), materialized.tensor.detach()
+        vars(managed.param).update(vars(materialized.tensor))
         self._blank.discard(key)
-        if not has_gaps(values, has_moved=loan.tensor._version != loan.version):
+        if not has_gaps(values, has_moved=materialized.tensor._version != materialized.version):
             self.incomplete.discard(key)
-        self._surface.write(managed, values)
+        self._overrides.write(managed, values)
 
 
 def blank_like(param: torch.Tensor, managed: ManagedParameter | None = None) -> torch.Tensor:
@@ -232,7 +234,7 @@ class BuiltOnMeta(Built):
         roots: Sequence[nn.Module],
         built: Built,
         shards: ShardStore | None,
-        surface: ModuleSurface,
+        overrides: ModuleOverrides,
         initialisers: Initialisers,
     ) -> None:
         """Look for tensors without values.
@@ -241,7 +243,7 @@ class BuiltOnMeta(Built):
             roots: the models.
             built: where the values of the others are.
             shards: which rank owns what; None with one rank.
-            surface: reads a parameter's values as it was built, which all ranks do, and writes them, if this rank is
+            overrides: reads a parameter's values as it was built, which all ranks do, and writes them, if this rank is
                 to have them.
             initialisers: what the user wants.
         """
@@ -250,14 +252,14 @@ class BuiltOnMeta(Built):
         super().__init__(shards)
         self._roots = roots
         self._built = built
-        self._surface = surface
+        self._overrides = overrides
         self._initialisers = initialisers
         found = [each for root in roots for each in _meta_tensors(root)]
         self._params = {id(tensor): tensor for _, _, _, tensor in found if isinstance(tensor, nn.Parameter)}
         self._buffers = [(module, key, buffer) for _, module, key, buffer in found if id(buffer) not in self._params]
         self._holders = {module for _, module, _, _ in found}
         self._with_unsaved = {module for _, module, key, _ in found if not is_saved(module, key)}
-        self._awaited: list[tuple[str, nn.Module, str]] = []
+        self._uninitialized: list[tuple[str, nn.Module, str]] = []
         """Buffers and parameters of excluded modules that are going to be loaded."""
         self._ordinary: list[nn.Parameter] = []
         """Parameters of excluded modules."""
@@ -311,13 +313,13 @@ class BuiltOnMeta(Built):
                 module._buffers[key] = buffer
             raise
 
-    def tell(self, awaited: AwaitedValues, parameters: Sequence[ManagedParameter]) -> None:
+    def tell(self, uninitialized: UninitializedValues, parameters: Sequence[ManagedParameter]) -> None:
         """Say what is going to be loaded of what was packed, and what was initialised, all being where it stays."""
         for managed in parameters:
             managed.is_drawn = self.comes_later(managed.param) and not self._initialisers.skip_init
         if self._initialisers.skip_init:
             params = [managed for managed in parameters if self.comes_later(managed.param)]
-            awaited.expect(params, [(name, getattr(module, key)) for name, module, key in self._awaited])
+            uninitialized.expect(params, [(name, getattr(module, key)) for name, module, key in self._uninitialized])
 
     def _initialise(self, managed: dict[int, ManagedParameter]) -> None:
         for key in self._params.keys() & managed.keys():
@@ -326,18 +328,18 @@ class BuiltOnMeta(Built):
         with torch.no_grad(), torch.device("cpu"):
             made = self._make_ordinary()
             for root in self._roots:
-                lender = ParameterLender(
+                materializer = ParameterMaterializer(
                     root,
                     managed,
                     self._params.keys() & managed.keys(),
-                    self._surface,
+                    self._overrides,
                     keeps=not self._initialisers.skip_init,
                 )
-                with lender.lending():
+                with materializer.lending():
                     for call in initialisations(root, self._initialisers.param_init_fn, holders=self._holders):
                         if not self._initialisers.skip_init or call.module in self._with_unsaved:
-                            lender.run(call)
-                self._check_all(root, lender.incomplete, made)
+                            materializer.run(call)
+                self._check_all(root, materializer.incomplete, made)
 
     def _make_ordinary(self) -> set[int]:
         """Give memory to what no chunk holds; return the identities of the tensors that have it."""
@@ -359,7 +361,7 @@ class BuiltOnMeta(Built):
                 if id(tensor) in made:
                     is_left = has_gaps(tensor.detach(), has_moved=tensor._version > 1)
                 if is_left and self._initialisers.skip_init and is_saved(module, key):
-                    self._awaited.append((f"{path}.{key}".removeprefix("."), module, key))
+                    self._uninitialized.append((f"{path}.{key}".removeprefix("."), module, key))
                     continue
                 if is_left or (tensor.is_meta and id(tensor) not in self._params):  # else another stage's
                     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"

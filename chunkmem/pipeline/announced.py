@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from chunkmem.pipeline.forms import BorderForm
+from chunkmem.pipeline.forms import BoundaryForm
 from chunkmem.ranks.neighbours import Message, Neighbours
 
 _FIRST_TAG = 1 << 28
@@ -23,14 +23,14 @@ _FIRST_TAG = 1 << 28
 class AnnouncedForms(Neighbours):
     """Sends and receives, in RAM, what is about to be sent and received."""
 
-    def send_form(self, form: BorderForm, message: Message) -> None:
+    def send_form(self, form: BoundaryForm, message: Message) -> None:
         """Say what is sent next; `message` is that. Raises a `RankError` if the peer is missing."""
         content = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8)
         length = torch.tensor([len(content)], dtype=torch.int64, device="cpu")
         for number, tensor in enumerate((length, content)):
             self.send([tensor], _ahead(message, number))
 
-    def receive_form(self, message: Message) -> BorderForm:
+    def receive_form(self, message: Message) -> BoundaryForm:
         """Return what is received next, when its sender has said it. Raises what `send` does."""
         found = torch.empty(1, dtype=torch.int64, device="cpu")
         for number in range(2):
@@ -39,7 +39,7 @@ class AnnouncedForms(Neighbours):
             ahead = _ahead(message, number)
             self.receive([found], ahead)
             self.wait(ahead.tag)
-        form: BorderForm = pickle.loads(found.numpy().data)
+        form: BoundaryForm = pickle.loads(found.numpy().data)
         return form
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from chunkmem.data.errors import StateError
-from chunkmem.modules.borders import cast_floats
+from chunkmem.modules.dtype_casts import cast_floats
 from chunkmem.pipeline.micro_batches import loss_of
 from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.runtime.values import Structure, storage_id, tensors_in

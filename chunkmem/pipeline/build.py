@@ -144,7 +144,7 @@ def _require_stages(
     ordinary = own_parameters(added.excluded)
     for root in added.roots:
         for name, param in root.named_parameters():
-            is_packed = runtime.registry.find(param) is not None or runtime.registry.is_elsewhere(param)
+            is_packed = runtime.registry.find(param) is not None or runtime.registry.is_of_other_stage(param)
             if not is_packed and id(param) not in ordinary:
                 raise StateError(
                     f"pipe.repartition(): parameter {name} was added after the model was packed, and is in no chunk; "

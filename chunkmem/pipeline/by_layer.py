@@ -10,7 +10,7 @@ Gradients are those of a loop that runs all forwards and then all backwards in r
 blocks share gets those of the later block first.
 
 Where a plan moves nothing, the order of blocks does not matter: steps are the plain loop, and nobody hears of calls
-(`chunkmem.modules.hooks`, [Note: Resident models]). Nothing is parked, and no graph is cut. What autograd saves is no
+(`chunkmem.modules.hooks`, [Note: Resident models]). Nothing is stashed, and no graph is cut. What autograd saves is no
 chunk then, so there has to be room for activations twice, and a batch with other shapes than those that were heard of
 runs by layer. So do blocks that share a weight, for the order of its gradients.
 
@@ -37,7 +37,7 @@ from chunkmem.assembly.runtime import Runtime
 from chunkmem.data.errors import ConfigError, LayoutError, StateError
 from chunkmem.data.sizes import shown
 from chunkmem.modules.binding import ManagedParameter
-from chunkmem.modules.borders import cast_floats
+from chunkmem.modules.dtype_casts import cast_floats
 from chunkmem.pipeline.arguments import Item, LossItem, arguments_of, call_with
 from chunkmem.pipeline.call_times import CallTimes
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
@@ -101,7 +101,7 @@ class ByLayerPipeline(Pipeline):
         self._outermost: dict[tuple[int, bool], _Outermost] = {}
         """By the first block that runs, and whether outputs are joined: the outermost module of such steps, which are a
         kind of step of their own."""
-        self._heard = set[Hashable]()
+        self._hooked = set[Hashable]()
         """Forms of the micro-batches of steps that were heard of; none where blocks share a weight."""
         self._is_running = False
         self._pending: tuple[weakref.ref[JoinedBatch], _Batch] | None = None
@@ -133,7 +133,7 @@ class ByLayerPipeline(Pipeline):
         runtime.updater.in_backward.require_none("pipe.step()")
         if not torch.is_grad_enabled():
             raise StateError("pipe.step() computes gradients; under torch.no_grad() call the model itself")
-        with runtime.modules.turn.taken():
+        with runtime.modules.step_lock.taken():
             with runtime.ranks.telling():
                 self._require_over("pipe.step()")
                 parts = split(inputs, target, num=self._options.micro_batches)
@@ -171,7 +171,7 @@ class ByLayerPipeline(Pipeline):
             if self._options.deferred_batch_norm or self._options.cache is not None:
                 asked = "deferred_batch_norm" if self._options.deferred_batch_norm else "a cache"
                 raise ConfigError(f"pipe(x) with gradients and {asked}: call pipe.step(x, y)")
-        with self._runtime.modules.turn.taken():
+        with self._runtime.modules.step_lock.taken():
             with self._runtime.ranks.telling():
                 self._require_over("pipe(x)")
                 whole = split(joined.inputs, None, num=self._options.micro_batches)
@@ -194,7 +194,7 @@ class ByLayerPipeline(Pipeline):
     def _backward_of(self, batch: _Batch, require_same: Callable[[], None], gradients: Sequence[Gradients]) -> None:
         """Run the backward of a batch, given those of its outputs by micro-batch."""
         self._pending, last = None, batch.outputs[len(self._items) - 1]
-        with self._runtime.modules.turn.taken(), self._running(batch, "a backward of pipe(x)"):
+        with self._runtime.modules.step_lock.taken(), self._running(batch, "a backward of pipe(x)"):
             require_same()
             for number, given in enumerate(gradients):
                 last[number].take(given)
@@ -237,7 +237,7 @@ class ByLayerPipeline(Pipeline):
         """Run forward of a batch, and return its loss. Arguments and errors are those of `step`."""
         self.require_current()
         batch = _Batch(split(inputs, target, num=self._options.micro_batches), FrozenBlocks())
-        with self._runtime.modules.turn.taken():
+        with self._runtime.modules.step_lock.taken():
             self._require_over("pipe.evaluate()")
             try:
                 self._root(batch)(lambda: self._forward(batch))
@@ -252,10 +252,10 @@ class ByLayerPipeline(Pipeline):
         start, residence = (batch.frozen.start, batch.is_joined), self._runtime.controller.residence
         if start not in self._outermost:
             self._outermost[start] = _Outermost()
-            self._runtime.memory.pager.events.hears_inside.append(lambda: residence.pipeline is None)
+            self._runtime.memory.pager.events.has_inner_hooks.append(lambda: residence.pipeline is None)
             self._runtime.hooks.fit_outermost(self._outermost[start])
         is_other = self._prefix.cache is not None or batch.is_joined or type(self.times) is not CallTimes
-        if not is_other and tuple(self._forms(batch)) in self._heard:
+        if not is_other and tuple(self._forms(batch)) in self._hooked:
             residence.pipeline = self._outermost[start]
         else:
             residence.leave()
@@ -274,9 +274,9 @@ class ByLayerPipeline(Pipeline):
         if residence.is_on:
             self._forward_unheard(batch)
         else:
-            self._forward_heard(batch)
+            self._forward_hooked(batch)
 
-    def _forward_heard(self, batch: _Batch) -> None:
+    def _forward_hooked(self, batch: _Batch) -> None:
         self._read_cached(batch)
         forms = self._forms(batch)
         streams = self._random.begin(forms)
@@ -290,7 +290,7 @@ class ByLayerPipeline(Pipeline):
             if wrong is not None:
                 self._random.forget(forms)
                 raise _drawn_otherwise(wrong, changed=["a block"] if before is None else before.put_back())
-        self._heard.add(tuple(forms))
+        self._hooked.add(tuple(forms))
 
     def _forward_unheard(self, batch: _Batch) -> None:
         for number, part in enumerate(batch.parts):
@@ -298,8 +298,8 @@ class ByLayerPipeline(Pipeline):
             with self._statistics.micro_batch(number):
                 for at in range(len(self._items)):
                     value = self._run(batch, at, number, value)
-            parked, name = self._runtime.modules.parked, self._items[at].name
-            batch.outputs[at][number] = BlockOutput(value, parked, name=name, calls=Counter())
+            stashed, name = self._runtime.modules.stashed, self._items[at].name
+            batch.outputs[at][number] = BlockOutput(value, stashed, name=name, calls=Counter())
 
     def _inputs(self, part: MicroBatch) -> Any:
         return cast_floats(part.inputs, self._runtime.dtype) if self._runtime.is_lowered else part.inputs
@@ -317,10 +317,10 @@ class ByLayerPipeline(Pipeline):
         for number in range(len(batch.parts)):
             if depth := batch.frozen.depth(number):
                 name, value = self._items[depth - 1].name, batch.frozen.read(number, device)
-                output = BlockOutput(value, modules.parked, name=name, calls=Counter())
+                output = BlockOutput(value, modules.stashed, name=name, calls=Counter())
                 del value
                 batch.outputs[depth - 1][number] = output
-                output.park()
+                output.stash()
 
     def _forward_by_layer(self, batch: _Batch, streams: MicroBatchStreams) -> None:
         for at in self._held_in_turn(batch):
@@ -330,7 +330,7 @@ class ByLayerPipeline(Pipeline):
                 with streams.of(number):
                     self._call(batch, at, number)
                 if at < len(self._items) - 1:
-                    batch.outputs[at][number].park()
+                    batch.outputs[at][number].stash()
 
     def _held_in_turn(self, batch: _Batch) -> Iterator[int]:
         """Yield the numbers of the blocks that run, each while all ranks hold its unit."""
@@ -377,7 +377,7 @@ class ByLayerPipeline(Pipeline):
         if at == frozen.num - 1:
             frozen.keep(number, result, name=item.name)
         self.times.returned(item.module, result)
-        batch.outputs[at][number] = BlockOutput(result, modules.parked, name=item.name, calls=modules.access.num_calls)
+        batch.outputs[at][number] = BlockOutput(result, modules.stashed, name=item.name, calls=modules.access.num_calls)
         if given is not None:
             given.end_call()
 
@@ -386,15 +386,15 @@ class ByLayerPipeline(Pipeline):
         item, part, regions = self._items[at], batch.parts[number], self._runtime.modules.regions
         arguments = arguments_of(value if at < len(self._items) - 1 else (value, part.target, part.divisor))
         policy, place = self._options.policy(part), at * self._options.micro_batches + number
-        is_heard = not self._runtime.controller.residence.is_on
-        if at < batch.frozen.num or not (is_heard or regions.recomputes(policy, place)):
+        is_hooked = not self._runtime.controller.residence.is_on
+        if at < batch.frozen.num or not (is_hooked or regions.recomputes(policy, place)):
             return item.run(arguments)
         again: Callable[..., Any] = item.again
         given: Sequence[Any] = arguments
-        if is_heard or not is_flat(arguments):
+        if is_hooked or not is_flat(arguments):
             structure, given = Structure.of(arguments)
             again = partial(call_with, item.again, structure)
-        if not is_heard:
+        if not is_hooked:
             with recomputing(again, given, {}, name=item.name, rng=self._rng):
                 return item.again(*arguments)
         is_recomputed = regions.enter(item.name, policy, again, tuple(given), {}, start=regions.now(), number=place)
@@ -419,7 +419,7 @@ class ByLayerPipeline(Pipeline):
                 with self.times.backward([self._items[at].own]):
                     output.backward(given)
                 if any(readers.setdefault(managed, at) != at for managed in output.calls):
-                    self._heard.clear()
+                    self._hooked.clear()
                 if given is not None:
                     given.park_gradients()
 

@@ -35,7 +35,7 @@ class MessageForm:
 
 
 @dataclass(frozen=True)
-class BorderForm:
+class BoundaryForm:
     """What a stage gives to the next one: tensors, in tuples, lists and dicts, among other values."""
 
     name: str
@@ -70,7 +70,7 @@ class BorderForm:
         return tree_map(lambda leaf: next(rest) if isinstance(leaf, MessageForm) else leaf, self.value)
 
 
-class BorderForms:
+class BoundaryForms:
     """Knows what goes from stage to stage, for micro-batches of any form."""
 
     def __init__(self, stages: Sequence[nn.Module], *, dtype: torch.dtype) -> None:
@@ -83,7 +83,7 @@ class BorderForms:
         self._dtype = dtype
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._trainable: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self._known: dict[Hashable, dict[int, BorderForm] | str] = {}
+        self._known: dict[Hashable, dict[int, BoundaryForm] | str] = {}
         """By form of a micro-batch: what goes out of each stage but the last, or why that cannot be told."""
         memo: dict[int, Any] = {}
         together = nn.ModuleList(stages)
@@ -96,7 +96,7 @@ class BorderForms:
                 memo[id(buffer)] = torch.empty_like(buffer, device="cpu")
         self._stages = copy.deepcopy(together, memo)
 
-    def of(self, parts: Sequence[MicroBatch]) -> list[dict[int, BorderForm]] | str:
+    def of(self, parts: Sequence[MicroBatch]) -> list[dict[int, BoundaryForm]] | str:
         """Return by micro-batch what goes out of each stage but the last, or why that cannot be told of one."""
         known = []
         for part in parts:
@@ -111,7 +111,7 @@ class BorderForms:
             known.append(found)
         return known
 
-    def _run(self, inputs: Any) -> dict[int, BorderForm] | str:
+    def _run(self, inputs: Any) -> dict[int, BoundaryForm] | str:
         found = {}
         try:
             # What cannot run so is said ahead: torch need not log it.
@@ -131,7 +131,7 @@ class BorderForms:
         return found
 
 
-def form_of(value: Any, number: int, *, dtype: torch.dtype) -> BorderForm:
+def form_of(value: Any, number: int, *, dtype: torch.dtype) -> BoundaryForm:
     """Return what a stage gives to the next one, without values.
 
     Args:
@@ -143,7 +143,7 @@ def form_of(value: Any, number: int, *, dtype: torch.dtype) -> BorderForm:
         StateError: it is no tensors in tuples, lists and dicts.
     """
     name = f"what stage {number} gives to stage {number + 1}"
-    return BorderForm(name, tree_map(lambda leaf: _leaf(leaf, name, dtype), value))
+    return BoundaryForm(name, tree_map(lambda leaf: _leaf(leaf, name, dtype), value))
 
 
 def _leaf(leaf: Any, name: str, dtype: torch.dtype) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from chunkmem.activations.parked import Parked, ParkedTensors
+from chunkmem.activations.stashed import Stashed, StashedTensors
 from chunkmem.data.errors import StateError
 from chunkmem.modules.binding import ManagedParameter
 from chunkmem.runtime.values import Structure, tensors_in
@@ -72,7 +72,7 @@ def begin_history(tensors: list[torch.Tensor], wanted: Sequence[int], take: Call
 class BlockOutput:
     """What a block has returned for a micro-batch. The next block is given it once."""
 
-    def __init__(self, value: Any, parking: ParkedTensors, *, name: str, calls: Counter[ManagedParameter]) -> None:
+    def __init__(self, value: Any, stashing: StashedTensors, *, name: str, calls: Counter[ManagedParameter]) -> None:
         """Take what the block of that name has returned, of which the caller is to keep nothing.
 
         Args:
@@ -84,7 +84,7 @@ class BlockOutput:
         Raises:
             StateError: it has tensors in objects that cannot be taken apart.
         """
-        self._parking = parking
+        self._stashing = stashing
         self._name = name
         self.calls = calls
         self._structure, tensors = Structure.of(value)
@@ -98,10 +98,10 @@ class BlockOutput:
         """Indices of the tensors that require gradients."""
         self._edges = [get_gradient_edge(tensors[at]) for at in self._wanted]
         self._content: list[torch.Tensor] = [tensor.detach() for tensor in tensors]
-        self._parked: Parked | None = None
+        self._stashed: Stashed | None = None
         self._gradients: list[torch.Tensor | None] = []
         """Gradients of the tensors at `_wanted`, from the next block's backward."""
-        self._parked_gradients: Parked | None = None
+        self._stashed_gradients: Stashed | None = None
         self._is_next_running = False
         """The backward of the block that was given the tensors runs."""
 
@@ -126,13 +126,13 @@ class BlockOutput:
         self._gradients = [gradients[at] for at in self._wanted]
         self.park_gradients()
 
-    def park(self) -> None:
+    def stash(self) -> None:
         """Nobody needs the tensors until the next block is given them.
 
         Raises:
             CapacityError: they fit no tier.
         """
-        self._parked = self._parking.park(self._content, name=self._name, what="output")
+        self._stashed = self._stashing.stash(self._content, name=self._name, what="output")
 
     def value(self) -> Any:
         """Return what the next block is given, on the device until `end_call`.
@@ -140,16 +140,16 @@ class BlockOutput:
         Raises:
             CapacityError: it does not fit.
         """
-        tensors = self._content if self._parked is None else self._parked.bring()
+        tensors = self._content if self._stashed is None else self._stashed.bring()
         self._content = []
         begin_history(tensors, self._wanted, self._take_gradients)
         return self._structure.filled(tensors)
 
     def end_call(self) -> None:
         """The next block has returned."""
-        parked, self._parked = self._parked, None
-        if parked is not None:
-            parked.end()
+        stashed, self._stashed = self._stashed, None
+        if stashed is not None:
+            stashed.end()
 
     def _take_gradients(self, gradients: Gradients) -> None:
         """The backward of the next block has come to what it was given.
@@ -171,7 +171,7 @@ class BlockOutput:
         self._edges, given, self._gradients = [edge for edge, _ in pairs], [g for _, g in pairs], []
         pairs.clear()
         if given:
-            self._parked_gradients = self._parking.park(given, name=self._name, what="gradient")
+            self._stashed_gradients = self._stashing.stash(given, name=self._name, what="gradient")
 
     def begin_backward(self, scale: float) -> None:
         """Take that for the gradient of the only tensor, which is the loss.
@@ -183,12 +183,12 @@ class BlockOutput:
             raise StateError(
                 "the loss depends on no parameter that requires gradients: unfreeze one, or do not call pipe.step()"
             )
-        self._parked_gradients = self._parking.keep([torch.full_like(self.tensor, scale)])
+        self._stashed_gradients = self._stashing.keep([torch.full_like(self.tensor, scale)])
 
     @property
     def has_gradients(self) -> bool:
         """Gradients have come to what the block has returned."""
-        return self._parked_gradients is not None
+        return self._stashed_gradients is not None
 
     def backward(self, given: BlockOutput | None) -> None:
         """Run the backward of the block, if gradients have come to what it has returned.
@@ -200,24 +200,24 @@ class BlockOutput:
             CapacityError: something does not fit.
             StateError: gradients come to what another block was given.
         """
-        parked, self._parked_gradients = self._parked_gradients, None
-        if parked is None:
+        stashed, self._stashed_gradients = self._stashed_gradients, None
+        if stashed is None:
             return
         if given is not None:
             given._is_next_running = True
         try:
-            gradients = parked.bring()
+            gradients = stashed.bring()
             torch.autograd.backward(self._edges, gradients)
         finally:
             if given is not None:
                 given._is_next_running = False
             self._edges = []
             gradients = []
-            parked.end()
+            stashed.end()
 
     def drop(self) -> None:
         """What is here is not needed any more."""
-        for parked in (self._parked, self._parked_gradients):
-            if parked is not None:
-                parked.end()
+        for stashed in (self._stashed, self._stashed_gradients):
+            if stashed is not None:
+                stashed.end()
         self._edges, self._content, self._gradients = [], [], []

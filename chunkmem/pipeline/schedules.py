@@ -58,7 +58,7 @@ def check_schedule(schedule: str, stages_per_rank: int | None) -> tuple[str, int
         raise ConfigError('schedule "by-layer" is for one stage; over the ranks of a mesh with stages, take "1f1b"')
     if schedule not in SCHEDULES:
         raise ConfigError(
-            f"schedule {schedule!r} is not available; take one of {', '.join(SCHEDULES)}. Zero-bubble schedules are "
+            f"there is no schedule {schedule!r}; take one of {', '.join(SCHEDULES)}. Zero-bubble schedules are "
             "not: the gradients of weights, which they compute apart, would be held outside of chunks and of every cap"
         )
     is_looped = _is_looped(schedule)

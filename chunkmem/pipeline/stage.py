@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from chunkmem.activations.parked import Parked
 from chunkmem.activations.regions import RegionActivations
+from chunkmem.activations.stashed import Stashed
 from chunkmem.assembly.runtime import Runtime
 from chunkmem.pipeline.announced import AnnouncedForms
 from chunkmem.pipeline.arguments import arguments_of
 from chunkmem.pipeline.call_times import CallTimes
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
-from chunkmem.pipeline.forms import BorderForm, MessageForm, form_of
+from chunkmem.pipeline.forms import BoundaryForm, MessageForm, form_of
 from chunkmem.pipeline.frozen import FrozenBlocks
 from chunkmem.pipeline.micro_batches import MicroBatch, loss_of
 from chunkmem.pipeline.modules import StageModule
@@ -47,7 +47,7 @@ class StageStep:
     """What the stages of a rank have to know of a step."""
 
     parts: Sequence[MicroBatch]
-    borders: Sequence[dict[int, BorderForm]]
+    boundaries: Sequence[dict[int, BoundaryForm]]
     """By micro-batch, then by stage: shapes of the stage's output."""
     times: CallTimes
     """Listener of the calls of the rank's blocks."""
@@ -94,22 +94,22 @@ class PackedStage(_PipelineStageBase):
         self.module = module
         self.regions: RegionActivations | None = runtime.modules.regions
         """Manage what calls of blocks save; None: autograd does."""
-        self.parks = True
+        self.stashes = True
         """Tensors between stages are held in chunks: true except in evaluations."""
         self._runtime = runtime
         self._options = options
         self._neighbours = neighbours
         self._statistics = statistics
         self._hold = hold
-        self._received: dict[int, Parked] = {}
+        self._received: dict[int, Stashed] = {}
         """By micro-batch: the input that the stage before has sent."""
-        self._gradients: dict[int, Parked] = {}
+        self._gradients: dict[int, Stashed] = {}
         """By micro-batch: the gradients that the stage after has sent."""
         self._edges: dict[int, list[GradientEdge | None]] = {}
         """By micro-batch whose backward has not run: where the backward of each incoming gradient begins."""
         self._found: dict[int, Sequence[torch.Tensor | None]] = {}
         """By micro-batch whose backward is over: gradients of the stage's input."""
-        self._outgoing: dict[int, Parked] = {}
+        self._outgoing: dict[int, Stashed] = {}
         """By micro-batch: tensors that forward or backward has made and that are about to be sent."""
 
     def begin(self, step: StageStep) -> None:
@@ -134,7 +134,7 @@ class PackedStage(_PipelineStageBase):
         message = self.message(fwd_chunk_id, is_sent=False, forward=True)
         if self._step.announced is not None:
             with self._timed(StageWork.WAIT, fwd_chunk_id):
-                self._step.borders[fwd_chunk_id][self.stage_index - 1] = self._step.announced.receive_form(message)
+                self._step.boundaries[fwd_chunk_id][self.stage_index - 1] = self._step.announced.receive_form(message)
         tensors = [form.empty(self.device) for form in self._inputs(fwd_chunk_id)]
         buffers = self._received[fwd_chunk_id] = self._park(tensors, step=-1, what="output")
         return self._neighbours.receive(buffers.bring(), message)
@@ -145,14 +145,14 @@ class PackedStage(_PipelineStageBase):
             return []
         message = self.message(fwd_chunk_id, is_sent=True, forward=True)
         if self._step.announced is not None:
-            self._step.announced.send_form(self._step.borders[fwd_chunk_id][self.stage_index], message)
+            self._step.announced.send_form(self._step.boundaries[fwd_chunk_id][self.stage_index], message)
         return self._send(self._outgoing.pop(fwd_chunk_id), message)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Begin to receive the gradients of the outputs of a micro-batch."""
         if not self._has_next or not self.has_backward:
             return []
-        forms = self._step.borders[bwd_chunk_id][self.stage_index].tensors
+        forms = self._step.boundaries[bwd_chunk_id][self.stage_index].tensors
         tensors = [form.empty(self.device) for form in forms if form.requires_grad]
         buffers = self._gradients[bwd_chunk_id] = self._park(tensors, step=0, what="gradient")
         return self._neighbours.receive(buffers.bring(), self.message(bwd_chunk_id, is_sent=False, forward=False))
@@ -185,8 +185,8 @@ class PackedStage(_PipelineStageBase):
         if not self.is_last:
             if step.announced is not None:
                 form = form_of(output, self.stage_index, dtype=self._runtime.dtype)
-                step.borders[fwd_chunk_id][self.stage_index] = form
-            form = step.borders[fwd_chunk_id][self.stage_index]
+                step.boundaries[fwd_chunk_id][self.stage_index] = form
+            form = step.boundaries[fwd_chunk_id][self.stage_index]
             tensors = form.flattened(output)
             del output
             if self.has_backward:
@@ -225,7 +225,7 @@ class PackedStage(_PipelineStageBase):
         """Have those of the outputs of a micro-batch, on the last stage."""
         pairs = [(e, g) for e, g in zip(self._edges[part], gradients, strict=True) if e is not None and g is not None]
         self._edges[part] = [edge for edge, _ in pairs]
-        self._gradients[part] = self._runtime.modules.parked.keep([gradient for _, gradient in pairs])
+        self._gradients[part] = self._runtime.modules.stashed.keep([gradient for _, gradient in pairs])
 
     def forward_all(self, num: int) -> None:
         """Run forward of all micro-batches; backward comes later."""
@@ -311,8 +311,8 @@ class PackedStage(_PipelineStageBase):
     def clear_runtime_states(self) -> None:
         """Forget what an interrupted step has left."""
         for messages in (self._received, self._gradients, self._outgoing):
-            for parked in messages.values():
-                parked.end()
+            for stashed in messages.values():
+                stashed.end()
             messages.clear()
         self._edges.clear()
         self._found.clear()
@@ -331,7 +331,7 @@ class PackedStage(_PipelineStageBase):
         return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
 
     def _inputs(self, part: int) -> list[MessageForm]:
-        return self._step.borders[part][self.stage_index - 1].tensors
+        return self._step.boundaries[part][self.stage_index - 1].tensors
 
     def _take_inputs(self, part: int) -> Any:
         self._wait(part, forward=True)
@@ -339,7 +339,7 @@ class PackedStage(_PipelineStageBase):
         if torch.is_grad_enabled():
             wanted = [at for at, form in enumerate(forms) if form.requires_grad]
             begin_history(tensors, wanted, partial(self._found.__setitem__, part))
-        return self._step.borders[part][self.stage_index - 1].filled(tensors)
+        return self._step.boundaries[part][self.stage_index - 1].filled(tensors)
 
     def _wait(self, part: int, *, forward: bool) -> None:
         if self.device.type == "cpu":
@@ -357,8 +357,8 @@ class PackedStage(_PipelineStageBase):
         yield
         log.stage_calls.append((work, self.stage_index, part, Interval(started, clock.timestamp())))
 
-    def _park(self, tensors: list[torch.Tensor], *, step: int, what: str) -> Parked:
-        """Return a chunk of tensors, of which the caller keeps none; see `parks`.
+    def _park(self, tensors: list[torch.Tensor], *, step: int, what: str) -> Stashed:
+        """Return a chunk of tensors, of which the caller keeps none; see `stashes`.
 
         Args:
             tensors: that the stage before this one (`step` is -1), or this one (0), gives or is given.
@@ -368,16 +368,16 @@ class PackedStage(_PipelineStageBase):
         contiguous: list[torch.Tensor] = []
         while tensors:
             contiguous.append(tensors.pop(0).contiguous())
-        parking = self._runtime.modules.parked
-        if not self.parks or not torch.is_grad_enabled():
-            return parking.keep(contiguous)
-        return parking.park(contiguous, name=f"stage {self.stage_index + step}", what=what, copies=True)
+        stashing = self._runtime.modules.stashed
+        if not self.stashes or not torch.is_grad_enabled():
+            return stashing.keep(contiguous)
+        return stashing.stash(contiguous, name=f"stage {self.stage_index + step}", what=what, copies=True)
 
-    def _send(self, parked: Parked, message: Message) -> list[dist.P2POp]:
-        if not (tensors := parked.bring()):  # no gradients come to a frozen stage
-            parked.end()
+    def _send(self, stashed: Stashed, message: Message) -> list[dist.P2POp]:
+        if not (tensors := stashed.bring()):  # no gradients come to a frozen stage
+            stashed.end()
             return []
-        return self._neighbours.send(tensors, message, done=parked.end)
+        return self._neighbours.send(tensors, message, done=stashed.end)
 
     def message(self, part: int, *, is_sent: bool, forward: bool) -> Message:
         """Return the message about a micro-batch; in forward it is sent to the stage after this one."""

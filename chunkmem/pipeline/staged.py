@@ -17,7 +17,7 @@ from chunkmem.assembly.runtime import Runtime
 from chunkmem.data.errors import ChunkmemError, ConfigError, RankError, StateError
 from chunkmem.pipeline.announced import AnnouncedForms
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
-from chunkmem.pipeline.forms import BorderForms
+from chunkmem.pipeline.forms import BoundaryForms
 from chunkmem.pipeline.frozen import FrozenBlocks, FrozenPrefix
 from chunkmem.pipeline.given_batch import compare
 from chunkmem.pipeline.held import HeldStage
@@ -88,7 +88,7 @@ class StagedPipeline(Pipeline):
         ranks.agree("the pipeline", f"{what}, {options.checkpoint}, {options.versions}")
         runtime.built.check_stages(modules)
         self.require_trainable(runtime, modules)
-        self._forms = BorderForms(modules, dtype=runtime.dtype)
+        self._forms = BoundaryForms(modules, dtype=runtime.dtype)
         runtime.built.add_stages(dict(enumerate(modules)))
         self._ranks = ranks
         self.reason = reason
@@ -284,10 +284,10 @@ class StagedPipeline(Pipeline):
             is_given = inputs is not None or target is not None
             parts = split(inputs, target, num=num) if is_given else []
         with self._naming_stages():
-            borders = "" if inputs is None else self._forms.of(parts)
+            boundaries = "" if inputs is None else self._forms.of(parts)
             call = "pipe(x)" if joined is not None else "pipe.step()" if is_training else "pipe.evaluate()"
             refused = self._problem(call, joined)
-            knows_forms = not isinstance(borders, str)
+            knows_forms = not isinstance(boundaries, str)
             num_samples, are_known = compare(parts, ids, knows_forms=knows_forms, refused=refused, ranks=self._ranks)
             self._pending = None
             for stage in self.stages:
@@ -297,9 +297,9 @@ class StagedPipeline(Pipeline):
             with self._runtime.ranks.telling():
                 frozen = self._frozen.begin(parts, ids) if is_training else FrozenBlocks()
         num = len(parts)
-        if not are_known or isinstance(borders, str):
-            borders = [{} for _ in parts]
-        step = StageStep(parts, borders, self.times, frozen, None if are_known else self._announced)
+        if not are_known or isinstance(boundaries, str):
+            boundaries = [{} for _ in parts]
+        step = StageStep(parts, boundaries, self.times, frozen, None if are_known else self._announced)
         if num not in self._schedules:
             self._schedules[num] = self._make_schedule(num)
         for stage in self.stages:
@@ -334,7 +334,7 @@ class StagedPipeline(Pipeline):
     def _running(self) -> Iterator[None]:
         """Have all ranks hear of what is raised inside; name ranks with their stages."""
         try:
-            with self._naming_stages(), self._runtime.modules.turn.taken():
+            with self._naming_stages(), self._runtime.modules.step_lock.taken():
                 yield
         except Exception as error:
             own = self._ranks.name(self._ranks.rank)

@@ -7,7 +7,7 @@ The life of one chunk that two blocks read, one after the other, and that is not
     gap                 |<------ reuse interval ----->|
     kept           [=========================================]     takes room all the time, moves nothing
     evicted        [====]                     [h2d====|====]       `find_stays`: two stays; the gap is given up
-    prefetched     [====]              [h2d===========|====]       as early as there is free room, `_LEAD` times earlier
+    prefetched     [====]              [h2d===========|====]       in free room, `_FETCH_LEAD` times a copy earlier
     lingering      [========]          [h2d===========|====]       leaves when its room is needed, and not before
     slabs kept     [====]    [other chunk]  [h2d======|====]       who comes next takes the slab: no Free, no Alloc
 
@@ -32,8 +32,9 @@ from chunkmem.plan.placement import Placement
 from chunkmem.plan.program import Program, emit
 from chunkmem.plan.timeline import Timeline
 
-_LEAD = 2.0
-"""Copies are issued this many times earlier than they would have to be, against jitter."""
+_FETCH_LEAD = 2.0
+"""Each fetch is planned to take this many times its own duration, as slack against jitter. DISK has its own, in
+`chunkmem.plan.disk`."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def make_program(problem: Problem, kept: frozenset[int], budget: Sequence[int], 
     """Return the actions on DEVICE and the tier below that keep some gaps, as drawn above; no waits yet."""
     stays = find_stays(problem, kept)
     free = free_room(problem, stays, budget)
-    prefetch(problem, stays, free, machine, lead=_LEAD)
+    prefetch(problem, stays, free, machine, lead=_FETCH_LEAD)
     linger(problem, stays, free, machine)
     stays = keep_slabs(problem, kept, stays, free)
     # While an evaluation runs, what never leaves DEVICE need not be on HOST: training will say whether it should.

@@ -28,8 +28,8 @@ from chunkmem.plan.machine import Machine, cap_key
 from chunkmem.plan.model import Action, Copy, Free, Update
 from chunkmem.plan.program import Emitter, Program, needs
 
-_LEAD = 1.5
-"""Chunks are read this many times earlier than they would have to be, against jitter."""
+_READ_LEAD = 1.5
+"""Each read of DISK is planned to take this many times its own duration, as slack against jitter."""
 
 
 def least_nbytes(trace: Trace, program: Program, *, tier: Tier = Tier.HOST) -> int:
@@ -82,7 +82,7 @@ def offload(
     kept = sweep(problem, [max(0, nbytes - reserve_nbytes) for nbytes in left], order)
     stays = find_stays(problem, kept)
     free = free_room(problem, stays, budget)
-    prefetch(problem, stays, free, machine, lead=_LEAD)
+    prefetch(problem, stays, free, machine, lead=_READ_LEAD)
     linger(problem, stays, free, machine)
     return Emitter(problem, stays, program, slots).run()
 

@@ -1,4 +1,7 @@
-"""Make room on a tier as `plan.demand` decides: duplicates are dropped, and replicas evicted to the tier below."""
+"""Make room on a tier as `plan.demand` decides, or say why there is none.
+
+Duplicates are dropped, and replicas evicted to the tier below.
+"""
 
 from __future__ import annotations
 

@@ -84,10 +84,10 @@ class BetweenSteps:
     A second optimizer's updates belong to that step still; a read only has to be safe.
     """
 
-    def __init__(self, policy: StepPolicy, *, hears: bool) -> None:
+    def __init__(self, policy: StepPolicy, *, has_hooks: bool) -> None:
         """Stand in for `policy`, which `hears` of further updates or not."""
         self.policy = policy
-        self._hears = hears
+        self._has_hooks = has_hooks
         self.before_demand = policy.before_demand
         self.drain = policy.drain
         self.update_tier = policy.update_tier
@@ -104,7 +104,7 @@ class BetweenSteps:
         return
 
     def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
-        if not self._hears:
+        if not self._has_hooks:
             return
         if kind is Kind.HOLD:
             self.policy.drain()

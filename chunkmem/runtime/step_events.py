@@ -30,7 +30,7 @@ class StepEvents:
     """The reduction of a group's gradients over ranks is over: its owner has the means."""
     failed: list[Callable[[], object]] = field(default_factory=list)
     """An access that the step's policy was told of has raised an error: it has not happened."""
-    hears_inside: list[Callable[[], bool]] = field(default_factory=list)
+    has_inner_hooks: list[Callable[[], bool]] = field(default_factory=list)
     """Tells whether somebody has to hear of calls inside of models, and of gradients: [Note: Resident models]."""
     resident: list[Callable[[bool], object]] = field(default_factory=list)
     """All chunks are on DEVICE, and stay there (True), or may leave it again: [Note: Resident models]."""

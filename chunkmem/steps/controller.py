@@ -29,7 +29,7 @@ from chunkmem.runtime.policy import BetweenSteps, OnDemand
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.steps.cached_plan import CachedPlan
-from chunkmem.steps.hearing import BlockSteps, Residence
+from chunkmem.steps.hook_levels import BlockSteps, Residence
 from chunkmem.steps.iteration_end import IterationEnd
 from chunkmem.steps.known import Iteration, KnownSteps
 from chunkmem.steps.plan_cache import Key
@@ -158,7 +158,7 @@ class StepController:
             CapacityError: a moment of the step cannot fit; nothing of it has run.
         """
         if self.now.mode is Mode.EVAL:
-            self._pager.policy = BetweenSteps(self._pager.policy, hears=False)
+            self._pager.policy = BetweenSteps(self._pager.policy, has_hooks=False)
         if self.now.mode is not Mode.TRAIN or not self.now.is_running or self._iteration_end.is_over:
             before_iteration()
         is_no_step = self.now.is_prelude and not grad_enabled
@@ -179,7 +179,7 @@ class StepController:
         self._iteration_end.stepped()
         if self.now.is_running:
             self.now.is_running = False
-            self._pager.policy = BetweenSteps(self._pager.policy, hears=True)
+            self._pager.policy = BetweenSteps(self._pager.policy, has_hooks=True)
         self._close_step()
 
     def _close_step(self) -> None:
@@ -215,7 +215,7 @@ class StepController:
         is_over = self._iteration_end.is_over and not self.now.is_running
         if self.now.mode is Mode.EVAL or (self.now.mode is Mode.TRAIN and is_over):
             if self.now.mode is Mode.EVAL:
-                self._pager.policy = BetweenSteps(self._pager.policy, hears=False)
+                self._pager.policy = BetweenSteps(self._pager.policy, has_hooks=False)
             self._end_iteration()
             self.residence.leave()
             self.now.is_settled = True
@@ -273,7 +273,7 @@ class StepController:
         is_recorded = (self.may_record or mode is Mode.EVAL) and kinds.wants_record(key)
         entry = None if is_recorded else kinds.choose(key)
         if entry is not None and entry.is_by_block and entry.prepare(has_alternative=True) is None:
-            kinds.hear_by_block(key, False)
+            kinds.hook_by_block(key, False)
             entry, is_recorded = None, True
         staying = None if is_recorded else self.residence.of(key, kinds, entry)
         if staying is None:
@@ -388,8 +388,8 @@ class StepController:
 
     def _keep_timeline(self) -> None:
         trace = None if self.now.plan_executor is None else self.now.plan_executor.trace
-        is_training, is_heard = self.now.mode is Mode.TRAIN, self.now.on_demand is None
-        self.timelines.keep(self.now.step_log, trace, is_training=is_training, is_heard=is_heard)
+        is_training, is_hooked = self.now.mode is Mode.TRAIN, self.now.on_demand is None
+        self.timelines.keep(self.now.step_log, trace, is_training=is_training, is_hooked=is_hooked)
 
     def _record(self, mode: Mode) -> None:
         LOG.info("%s step: recorded, as %s", mode.value, self.known.kinds[mode].why_recorded)

@@ -149,7 +149,7 @@ class PlanCache:
         """Tell whether steps with this key hear of blocks as a whole, as was decided, or as a trace of them has it."""
         return self.by_block.get(key, any(entry.is_by_block for entry in self._known(key)))
 
-    def hear_by_block(self, key: Key, is_on: bool) -> None:
+    def hook_by_block(self, key: Key, is_on: bool) -> None:
         """Record steps with this key again, with blocks as a whole or module by module, and so from then on.
 
         What is known of them is kept until then.

@@ -33,7 +33,7 @@ class LastTimelines:
         for ledger in self._ledgers:
             ledger.restart_peak()
 
-    def keep(self, step_log: StepLog | None, trace: Trace | None, *, is_training: bool, is_heard: bool) -> None:
+    def keep(self, step_log: StepLog | None, trace: Trace | None, *, is_training: bool, is_hooked: bool) -> None:
         """Keep what a timeline is made of: the step log, and peaks that the next iteration begins again.
 
         One whose moments nobody has heard of is not the last training step that can be recorded.
@@ -59,7 +59,7 @@ class LastTimelines:
             return replace(found, device_nbytes=by_moment) if on_device_nbytes else found
 
         self._last = timeline
-        if is_training and is_heard:
+        if is_training and is_hooked:
             self._last_training = self._last
 
     def last(self) -> Timeline | None:

@@ -10,7 +10,7 @@ from torch import nn
 from chunkmem.assembly.parts import DTYPES
 from chunkmem.config import Config
 from chunkmem.estimate.optimizers import BUILT_IN, Trained
-from chunkmem.modules.borders import Borders
+from chunkmem.modules.dtype_casts import DtypeCasts
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.packing.precision import precision_of
 from chunkmem.testing.training import Side, Stepped
@@ -45,7 +45,7 @@ class Plain(Side):
                 self._masters[param] = nn.Parameter(param.detach().float().clone(), requires_grad=param.requires_grad)
         for param in self._built:
             param.data = param.data.to(precision.of(param))
-        Borders().fit(model, precision.modules, self._dtype)
+        DtypeCasts().fit(model, precision.modules, self._dtype)
 
     def optimizer(self, name: str, trained: list[Trained]) -> Stepped:
         kernel: dict[str, Any] = {"fused": True} if name in BUILT_IN else {}

@@ -171,7 +171,7 @@ GRADIENTS: dict[str, tuple[Callable[[Any], Tensor], type[Exception], str]] = {
     "sparse": (
         lambda model: model.table(features(0).argmax(dim=1)).sum(),
         chunkmem.StateError,
-        r"^parameter table.weight got a torch.sparse_coo gradient; fused AdamW takes dense ones \(sparse=False\)$",
+        r"^parameter table.weight got a torch.sparse_coo gradient; chunks hold dense ones \(sparse=False\)$",
     ),
     "complex": (
         lambda model: (model.phase * 2j).abs().sum(),

@@ -737,9 +737,9 @@ def test_a_compiled_backward_has_its_weights_at_hand(monkeypatch: pytest.MonkeyP
         twin = Compiled(manager, blocks, compiler={"backend": "inductor"})
         twin.steps(0, 1)
         calls: list[Any] = []
-        server = manager.runtime.modules.server
-        run = server._run
-        monkeypatch.setattr(server, "_run", lambda *args: calls.append(args[1]) or run(*args))
+        operators = manager.runtime.modules.operators
+        run = operators._run
+        monkeypatch.setattr(operators, "_run", lambda *args: calls.append(args[1]) or run(*args))
         twin.steps(2, 3)
         assert calls == []
 

@@ -138,8 +138,8 @@ def test_what_was_predicted_happens(device: TimedDevice, num_chunks: float) -> N
     updates = {at for at, moment in enumerate(training.trace.moments) if moment.kind is Kind.UPDATE}
     stalls_s = [span.end_s - span.start_s for span in happened.spans if span.is_stall and span.moment not in updates]
     assert sum(stalls_s) == pytest.approx(predicted.stall_s, abs=EXACT_S)
-    is_heard = num_chunks < 60  # with room for all, nobody hears of calls inside, and it is not measured
-    assert happened.python_s == (pytest.approx(predicted.python_s, abs=EXACT_S) if is_heard else None)
+    is_hooked = num_chunks < 60  # with room for all, nobody hears of calls inside, and it is not measured
+    assert happened.python_s == (pytest.approx(predicted.python_s, abs=EXACT_S) if is_hooked else None)
     assert (happened.prefetched, happened.fetched) == (predicted.prefetched, predicted.fetched)
     for span in happened.spans:
         if span.nbytes and span.start_s < happened.step_s:  # the others are under way for the next step

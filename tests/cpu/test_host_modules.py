@@ -21,7 +21,7 @@ from chunkmem.data.errors import CapacityError, LayoutError, StateError, TraceEr
 from chunkmem.data.trace import Trace
 from chunkmem.data.types import Role, Tier
 from chunkmem.plan.model import Plan
-from chunkmem.runtime.turn import Turn
+from chunkmem.runtime.step_lock import StepLock
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.lanes import adversarial
 from tests.helpers.programs import run_python
@@ -690,46 +690,46 @@ def test_a_recorded_run_is_followed_again(tmp_path: Path) -> None:
 
 def test_hooks_of_two_threads_take_turns_where_autograd_has_several() -> None:
     """On an accelerator one thread runs a model, which waits, and both it and another run the hooks of its backward."""
-    turn = Turn(timeout_s=10.0, with_hooks=False)
+    step_lock = StepLock(timeout_s=10.0, with_hooks=False)
     inside: list[str] = []
     began = threading.Event()
 
     def hook_of_another() -> None:
         began.set()
-        assert turn.take_in_hook()
+        assert step_lock.take_in_hook()
         inside.append("other")
-        turn.give_back()
+        step_lock.give_back()
 
-    with turn.taken():
-        assert turn.take_in_hook()
+    with step_lock.taken():
+        assert step_lock.take_in_hook()
         other = threading.Thread(target=hook_of_another)
         other.start()
         began.wait()
-        assert turn.take_in_hook()  # a hook in a hook, as when a call is recomputed
-        turn.give_back()
+        assert step_lock.take_in_hook()  # a hook in a hook, as when a call is recomputed
+        step_lock.give_back()
         time.sleep(0.05)  # long enough for the other thread to come and wait; no event tells that it does
         assert inside == []
-        turn.give_back()
+        step_lock.give_back()
         other.join()  # though this thread has the turn: the other one acts for it
         assert inside == ["other"]
 
 
 def test_a_hook_that_was_torn_down_keeps_nobody_out() -> None:
-    turn = Turn(timeout_s=0.01, with_hooks=False)
-    assert turn.take_in_hook()
+    step_lock = StepLock(timeout_s=0.01, with_hooks=False)
+    assert step_lock.take_in_hook()
 
     def late() -> None:
         with pytest.raises(StateError, match="has waited"):
-            turn.take_in_hook()
+            step_lock.take_in_hook()
 
     def in_time() -> None:
-        assert turn.take_in_hook()
-        turn.give_back()
+        assert step_lock.take_in_hook()
+        step_lock.give_back()
 
     for hook in (late, in_time):
         with ThreadPoolExecutor(1) as other:
             other.submit(hook).result()
-        turn.end_hooks()
+        step_lock.end_hooks()
     in_time()
 
 

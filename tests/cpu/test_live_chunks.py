@@ -16,7 +16,7 @@ from chunkmem.data.trace import Kind
 from chunkmem.data.types import Role, Tier
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.policy import OnDemand
-from chunkmem.runtime.turn import Turn
+from chunkmem.runtime.step_lock import StepLock
 from tests.helpers.world import World
 
 NUMEL = 64
@@ -63,7 +63,7 @@ def content(chunk: Chunk) -> list[float]:
 def test_new_content_is_not_taken_for_the_old_one(actions: str) -> None:
     world = World([], device=8)
     live = LiveChunks(
-        world.pager, Turn(timeout_s=1, with_hooks=True), RegionChunks(world.store), before_end=lambda: None
+        world.pager, StepLock(timeout_s=1, with_hooks=True), RegionChunks(world.store), before_end=lambda: None
     )
     world.pager.policy = Planned(world, actions)
     first, storage, call = begin(live, 1.0)
@@ -87,7 +87,7 @@ def test_memory_that_a_plan_allocates_is_not_that_of_content_that_is_gone() -> N
     """Else there would be twice as much for a moment, and no cap would know."""
     world = World([], device=8)
     live = LiveChunks(
-        world.pager, Turn(timeout_s=1, with_hooks=True), RegionChunks(world.store), before_end=lambda: None
+        world.pager, StepLock(timeout_s=1, with_hooks=True), RegionChunks(world.store), before_end=lambda: None
     )
     world.pager.policy = Planned(world, "")
     chunk, storage, call = begin(live, 1.0)

@@ -439,7 +439,7 @@ class DrawsMore(Owner):
 @pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
 def test_micro_batches_that_begin_to_draw_different_amounts(checkpoint: str) -> None:
     with managed() as manager:
-        manager.runtime.memory.pager.events.hears_inside.append(lambda: True)  # else they run as a plain loop
+        manager.runtime.memory.pager.events.has_inner_hooks.append(lambda: True)  # else they run as a plain loop
         twins = Twins(manager, simple(DrawsMore, Residual, DrawsMore), checkpoint=checkpoint)
         twins.run()
         for model in (twins.plain, twins.model):

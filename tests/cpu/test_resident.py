@@ -216,7 +216,7 @@ def test_writes_past_version_counters_are_noticed(precision: str) -> None:
     def trained(*, stays: bool) -> dict[str, Tensor]:
         with chunkmem.ChunkManager(config(AMPLE_NBYTES, precision=precision)) as manager:
             if not stays:
-                manager.runtime.memory.pager.events.hears_inside.append(lambda: True)
+                manager.runtime.memory.pager.events.has_inner_hooks.append(lambda: True)
             twin = Twin(manager, Blocks)
             for step in range(8):
                 twin.step(features(step))
@@ -312,7 +312,7 @@ BETWEEN = (nothing, move_to_another_group, leave_one_out, exchange_two, write_in
 def test_what_is_done_between_steps_is_noticed(deed: Callable[[Twin], None], precision: str) -> None:
     def left(manager: chunkmem.ChunkManager | None, *, stays: bool) -> dict[str, Any]:
         if manager is not None and not stays:
-            manager.runtime.memory.pager.events.hears_inside.append(lambda: True)
+            manager.runtime.memory.pager.events.has_inner_hooks.append(lambda: True)
         twin = Twin(manager, Experts, params=two_groups)
         twin.steps(*range(IRREGULAR_STEPS))
         deed(twin)

@@ -12,7 +12,7 @@ from torch import nn
 
 import chunkmem
 from chunkmem.data.types import Role, Tier
-from chunkmem.optim.places import StatePlaces
+from chunkmem.optim.state_placement import StatePlacement
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.simulate import peak_nbytes
 from chunkmem.runtime.shadow import ShadowBuffers
@@ -102,10 +102,10 @@ class TestGivingWay:
     def test_new_states_are_made_on_host(self) -> None:
         world, log = self.full()
         log.reserve({SLAB: 4})
-        places = StatePlaces(world.store, TierCaps(2 * SLAB, 4 * SLAB, shared=False), margin_use_ratio=0.0)
+        state_placement = StatePlacement(world.store, TierCaps(2 * SLAB, 4 * SLAB, shared=False), margin_use_ratio=0.0)
         chunk = world.chunk(Role("exp_avg"), 0)
-        places.decide({0: [world.chunk(role, 0) for role in (Role.PARAM, Role.GRAD, Role("exp_avg"))]})
-        assert places.tier_for(chunk) is Tier.HOST
+        state_placement.decide({0: [world.chunk(role, 0) for role in (Role.PARAM, Role.GRAD, Role("exp_avg"))]})
+        assert state_placement.tier_for(chunk) is Tier.HOST
         world.pager.create(chunk, Tier.HOST, reader="test", zero=True, elastic=True)
         assert chunk.ready(Tier.HOST)
 

@@ -66,8 +66,8 @@ def audit_hooks(manager: ChunkManager) -> None:
     for module, handles in hooks.fitted._handles.items():
         heard = [handle.id in (handle.hooks_dict_ref() or {}) for handle in handles]
         heard += [type(own) is ParameterReads] if isinstance(own := module._parameters, ParameterReads) else []
-        is_heard = module not in inside and (module in hooks._roots or not is_resident)
-        assert set(heard) <= {is_heard}, f"{type(module).__name__}: {heard} where {is_heard} is expected"
+        is_hooked = module not in inside and (module in hooks._roots or not is_resident)
+        assert set(heard) <= {is_hooked}, f"{type(module).__name__}: {heard} where {is_hooked} is expected"
 
 
 def audit_declared(manager: ChunkManager) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import chunkmem
 from chunkmem.data.trace import Mode
 from chunkmem.data.types import Tier
-from chunkmem.steps.hearing import has_room
+from chunkmem.steps.hook_levels import has_room
 from chunkmem.steps.plan_cache import Key, PlanCache
 
 WAYS = ("resident", "by block", "by module")
@@ -34,7 +34,7 @@ class Hearing:
         self._way = ""
         residence = controller.residence
         self._begin, self._of, self._leave = controller._begin_iteration, residence.of, residence.leave
-        self._events.hears_inside.append(lambda: self._way == "by module")
+        self._events.has_inner_hooks.append(lambda: self._way == "by module")
         controller._begin_iteration = self._begin_iteration  # type: ignore[method-assign]
         residence.of = lambda *args: None if self._way == "by block" else self._of(*args)  # type: ignore[method-assign]
         residence.leave = self._leave_device  # type: ignore[method-assign]
@@ -62,4 +62,4 @@ class Hearing:
             entry._num_refinements = max(1, entry._num_refinements)  # as if a step had followed the plan
         is_new = not entry.trace.by_block and any(tell() for tell in self._events.num_in_blocks)
         if self._way == "by block" and is_new and has_room(entry.trace, entry.machine()):
-            kinds.hear_by_block(key, True)
+            kinds.hook_by_block(key, True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chunkmem.modules.borders import Borders
+from chunkmem.modules.dtype_casts import DtypeCasts
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.packing.precision import precision_of
 from tests.helpers.training import compute_device
@@ -82,7 +82,7 @@ class LowPlain:
                 self.masters[param] = param
             else:
                 self.masters[param] = nn.Parameter(param.detach().float().clone())
-        Borders().fit(model, precision_of([model], self.dtype).modules, self.dtype)
+        DtypeCasts().fit(model, precision_of([model], self.dtype).modules, self.dtype)
         for param in set(model.parameters()) - kept:
             param.data = param.data.to(self.dtype)
         return model

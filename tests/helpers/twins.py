@@ -208,8 +208,8 @@ def by_block(chunk_numel: int = 4 * CHUNK_NUMEL) -> Iterator[None]:
     """Inside, blocks are heard of as a whole from the second step on, however small; some have chunks of their own."""
     with pytest.MonkeyPatch.context() as patch, never_resident():
         patch.setattr("tests.helpers.twins.CHUNK_NUMEL", chunk_numel)
-        patch.setattr("chunkmem.steps.hearing.WORTH", 1)
-        patch.setattr("chunkmem.steps.hearing.has_room", lambda *_: True)
+        patch.setattr("chunkmem.steps.hook_levels.WORTH", 1)
+        patch.setattr("chunkmem.steps.hook_levels.has_room", lambda *_: True)
         yield
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkmem.data.types import ChunkId, Role
+from chunkmem.plan.choose import furthest_next_use
 from chunkmem.plan.victims import LeavingOrder, Resident, Standing, choose_victims, in_leaving_order, spare_needless
 
 DEAD, SETTLED, ACTIVE, STATE = Standing
@@ -262,3 +263,8 @@ def test_what_is_announced_again_and_again_is_kept_once() -> None:
         if step > 500:
             assert groups(choose_victims(tier.order.first(10), 10)) == [0]
     assert len(tier.order._heap) + len(tier.order.announced) < 5 * len(chunks)
+
+
+def test_in_a_plan_what_is_needed_last_leaves_first_and_of_two_the_lower_id() -> None:
+    gaps = [(0, 5, 2), (1, 9, 3), (0, 9, 1), (3, 4, 0)]
+    assert sorted(gaps, key=lambda gap: furthest_next_use(*gap)) == [(0, 9, 1), (1, 9, 3), (0, 5, 2), (3, 4, 0)]

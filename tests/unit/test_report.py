@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from chunkmem.cli.main import main
+from chunkmem.data.files import replace_file
 from chunkmem.data.trace import Kind, Moment, Trace
 from chunkmem.data.types import Tier
 from chunkmem.plan.simulate import simulate
@@ -46,7 +47,7 @@ def test_a_run_is_watched(folder: Path, tmp_path: Path) -> None:
         (now / "timeline.json").write_bytes((folder / "timeline.json").read_bytes())
         assert "trace.json" in watch.stderr.readline()
         for name in ("trace.json", "plan.json", "timeline.json"):
-            (now / name).write_bytes((folder / name).read_bytes())
+            replace_file(now / name, (folder / name).read_bytes())
         expected = summarize(load_run(folder))
         assert json.loads(watch.stdout.readline())["run"] == {**expected, "run": str(now)}
         os.utime(now / "timeline.json")

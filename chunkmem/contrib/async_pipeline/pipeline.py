@@ -74,10 +74,10 @@ class AsynchronousPipeline(StagedPipeline):
         self._require_no_gradients()
         with self._running():
             parts = split(inputs, target, num=self._options.micro_batches)
-            borders = self._forms.of(parts)
-            if isinstance(borders, str):
-                raise StateError(borders)
-        self._rounds.add(parts, borders)
+            boundaries = self._forms.of(parts)
+            if isinstance(boundaries, str):
+                raise StateError(boundaries)
+        self._rounds.add(parts, boundaries)
         return self._run_round(self._updates)
 
     def __call__(self, inputs: Any = None) -> Any:

@@ -23,7 +23,7 @@ from chunkmem.contrib.async_pipeline.schedule import delay_of, round_calls
 from chunkmem.contrib.async_pipeline.versions import Updates, make_versions
 from chunkmem.data.errors import StateError
 from chunkmem.pipeline.call_times import CallTimes
-from chunkmem.pipeline.forms import BorderForm
+from chunkmem.pipeline.forms import BoundaryForm
 from chunkmem.pipeline.given_batch import digest_of
 from chunkmem.pipeline.micro_batches import MicroBatch
 from chunkmem.pipeline.options import PipelineOptions
@@ -39,7 +39,7 @@ class _Batch:
     """A batch under way."""
 
     parts: list[MicroBatch]
-    borders: list[dict[int, BorderForm]]
+    boundaries: list[dict[int, BoundaryForm]]
     """By micro-batch and stage."""
     digest: int
     """Tells it from others."""
@@ -104,7 +104,7 @@ class Rounds:
         self._times = times
         self._words = _Words(stage, neighbours, options.micro_batches)
         self._delay = delay_of(stage.stage_index, stage.num_stages)
-        stage.parks = False  # no step has all of the life of such a chunk
+        stage.stashes = False  # no step has all of the life of such a chunk
         if self._delay:
             stage.regions = None  # likewise
             runtime.forget_plans()
@@ -140,11 +140,11 @@ class Rounds:
                 "pipe.flush() on all ranks before"
             )
 
-    def add(self, parts: list[MicroBatch], borders: list[dict[int, BorderForm]]) -> None:
+    def add(self, parts: list[MicroBatch], boundaries: list[dict[int, BoundaryForm]]) -> None:
         """Have a batch enter with the next round: its micro-batches, and what goes from stage to stage of each."""
         if not self.batches:
             self._fill()
-        self.batches[self.number] = _Batch(parts, borders, digest_of(parts))
+        self.batches[self.number] = _Batch(parts, boundaries, digest_of(parts))
 
     def compute(self, updates: Updates) -> torch.Tensor:
         """Run the calls of a round; return the loss of the batch that is to be updated for, NaN if there is none.
@@ -182,12 +182,12 @@ class Rounds:
         """Have the stage know all batches under way."""
         filler = next(iter(self.batches.values()))
         num = self._stage.num_stages * self._options.micro_batches
-        parts, borders = [filler.parts[0]] * num, [filler.borders[0]] * num
+        parts, boundaries = [filler.parts[0]] * num, [filler.boundaries[0]] * num
         for number, batch in self.batches.items():
             for part, micro_batch in enumerate(batch.parts):
                 place = self._place(number, part)
-                parts[place], borders[place] = micro_batch, batch.borders[part]
-        step = StageStep(parts, borders, self._times)
+                parts[place], boundaries[place] = micro_batch, batch.boundaries[part]
+        step = StageStep(parts, boundaries, self._times)
         self._stage.has_backward = True
         self._stage.begin(step)
         return step

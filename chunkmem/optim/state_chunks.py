@@ -20,7 +20,7 @@ Wanted = Mapping[ManagedParameter, Sequence[StateSpec]]
 """By parameter: the states that its optimizer keeps."""
 
 
-class Claims:
+class StateChunks:
     """A parameter belongs to the optimizer that was made last for it; a group has the states of all its parameters."""
 
     def __init__(self, store: ChunkStore) -> None:

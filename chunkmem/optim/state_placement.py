@@ -13,7 +13,7 @@ from chunkmem.runtime.tiers import TierCaps
 
 
 @dataclass(eq=False)
-class StatePlaces:
+class StatePlacement:
     """The tier of each group's states."""
 
     store: ChunkStore

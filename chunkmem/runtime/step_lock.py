@@ -18,10 +18,10 @@ class _Taken(threading.local):
 
     def __init__(self) -> None:
         self.order: list[threading.RLock | None] = []
-        """What was taken last comes last; None is the turn itself."""
+        """What was taken last comes last; None is the lock itself."""
 
 
-class Turn:
+class StepLock:
     """Belongs to the thread that runs a model, a backward, a step, or an operator on a parameter; others wait."""
 
     def __init__(self, *, timeout_s: float, with_hooks: bool) -> None:
@@ -29,7 +29,7 @@ class Turn:
 
         Args:
             timeout_s: how long others wait.
-            with_hooks: autograd's hooks run in the thread that called backward, and need the turn. On an accelerator
+            with_hooks: autograd's hooks run in the thread that called backward, and need the lock. On an accelerator
                 autograd has threads of its own, which act for one that waits for them, and which runs the nodes of
                 modules on HOST meanwhile: their hooks take turns among themselves.
         """
@@ -45,7 +45,7 @@ class Turn:
         """In the order they came: one that asks again and again would keep all others out."""
 
     def take(self) -> bool:
-        """Wait until no other thread has the turn; return whether this call took it, and is to give it back.
+        """Wait until no other thread has the lock; return whether this call took it, and is to give it back.
 
         Raises:
             StateError: another thread has kept it for too long.
@@ -81,7 +81,7 @@ class Turn:
         return thread not in (None, threading.get_ident()) and any(t.ident == thread for t in threading.enumerate())
 
     def take_in_hook(self) -> bool:
-        """The same in one of autograd's hooks, which may act for a thread that has the turn."""
+        """The same in one of autograd's hooks, which may act for a thread that has the lock."""
         if self._with_hooks:
             return self.take()
         lock = self._in_hooks
@@ -96,7 +96,7 @@ class Turn:
 
     @contextmanager
     def taken(self, *, in_hook: bool = False) -> Iterator[None]:
-        """Have the turn inside the block, which may be in one of autograd's hooks. Raises what `take` does."""
+        """Have the lock inside the block, which may be in one of autograd's hooks. Raises what `take` does."""
         took = self.take_in_hook() if in_hook else self.take()
         try:
             yield

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from chunkmem.data.errors import StateError
-from chunkmem.modules.awaited import AwaitedValues
 from chunkmem.modules.binding import ManagedParameter
 from chunkmem.modules.fitted import FittedModules
 from chunkmem.modules.lazy_tensor import LazyTensor
 from chunkmem.modules.parameter_reads import check_own
+from chunkmem.modules.uninitialized import UninitializedValues
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.step_events import StepEvents
 
@@ -36,7 +36,7 @@ class _Given:
         self.version = self.counter._version
 
 
-class ModuleSurface:
+class ModuleOverrides:
     """Serves `state_dict` and `load_state_dict` of managed modules, and refuses `.to()` and its kin."""
 
     def __init__(
@@ -48,7 +48,7 @@ class ModuleSurface:
         write: Callable[[ManagedParameter, torch.Tensor], None],
         saving: Callable[[Iterable[ManagedParameter]], AbstractContextManager[None]],
     ) -> None:
-        """Make a surface.
+        """Make the overrides.
 
         Args:
             events: tell when modules are compiled.
@@ -74,7 +74,7 @@ class ModuleSurface:
         """The managed parameters of modules that have some."""
         self._places: tuple[list[dict[str, Any]], list[str], list[nn.Parameter]] | None = None
         """The same, a parameter each: what its module has it in, its name there, and itself; None: look them up."""
-        self.awaited = AwaitedValues()
+        self.uninitialized = UninitializedValues()
         """What was packed without values."""
 
     def check_copies(self) -> None:
@@ -182,7 +182,7 @@ class ModuleSurface:
             value = state.get(prefix + name)
             if isinstance(value, torch.Tensor) and value.shape == managed.shape:
                 self.write(managed, value)
-                self.awaited.came(managed)
+                self.uninitialized.came(managed)
                 self._given = [given for given in self._given if given.copy() is not value]
                 loaded.append(prefix + name)
                 del state[prefix + name]

@@ -25,7 +25,7 @@ _OF_SHAPE = frozenset(
 """Functions of torch that need no values, by name; properties are `__get__` and `__set__`."""
 
 
-class _ParameterElsewhere(nn.Parameter):
+class _OtherStagesParameter(nn.Parameter):
     """Base class of such parameters."""
 
 
@@ -59,7 +59,7 @@ class Unpacked:
                     )
 
 
-class Elsewhere:
+class OtherStages:
     """What only other ranks have of a model."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Elsewhere:
             for key, param in module._parameters.items():
                 if param is not None and id(param) not in kept:
                     left[id(param)] = param
-                    if not isinstance(param, _ParameterElsewhere):  # in two modules
+                    if not isinstance(param, _OtherStagesParameter):  # in two modules
                         self._plain.append((param, type(param)))
                         move_to(param, torch.empty_like(param, device="meta"))
                         param.__class__ = _class_of(f"{name}.{key}".removeprefix("."), where)
@@ -149,4 +149,4 @@ def _class_of(name: str, where: str) -> type[nn.Parameter]:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
-    return type("ParameterElsewhere", (_ParameterElsewhere,), {"__torch_function__": classmethod(refuse)})
+    return type("ParameterElsewhere", (_OtherStagesParameter,), {"__torch_function__": classmethod(refuse)})

@@ -2,9 +2,9 @@
 
 A region's chunk (see [Note: Regions] in `chunkmem.activations.regions`) begins when the region has been called. Until
 then its inputs are the caller's. A caller that runs one block after the other for many micro-batches has as many of
-them, and parks them: their storages become a chunk, which the planner keeps or moves.
+them, and stashes them: their storages become a chunk, which the planner keeps or moves.
 
-    outputs  | block 0 |  parked  | block 1 |             CREATE when a block has returned it, HOLD when the next one
+    outputs  | block 0 |  stashed | block 1 |             CREATE when a block has returned it, HOLD when the next one
     CREATE             .                                  begins, CONSUME when that is over. The gradients of outputs
     CONSUME                                 .             go the same way back.
 """
@@ -40,10 +40,10 @@ class _Layout:
         return empty.set_(self.storage.storage, self.offset, self.shape, self.stride)
 
 
-class Parked:
+class Stashed:
     """Some tensors without a history, whose memory may be on HOST until `bring`."""
 
-    def __init__(self, owner: ParkedTensors, tensors: list[torch.Tensor | _Layout], chunk: Chunk | None) -> None:
+    def __init__(self, owner: StashedTensors, tensors: list[torch.Tensor | _Layout], chunk: Chunk | None) -> None:
         self._owner = owner
         self._tensors = tensors
         self._chunk = chunk
@@ -65,8 +65,8 @@ class Parked:
             self._owner.end(chunk)
 
 
-class ParkedTensors:
-    """What is parked, each as a chunk."""
+class StashedTensors:
+    """What is stashed, each as a chunk."""
 
     def __init__(self, pager: Pager, chunks: RegionChunks, *, device: torch.device) -> None:
         """Begin with nothing; what is on another device than `device` stays there."""
@@ -76,11 +76,11 @@ class ParkedTensors:
         self._live: dict[ChunkId, bool] = {}
         """Chunks that have content, and whether they are pinned."""
 
-    def park(self, tensors: list[torch.Tensor], *, name: str, what: str, copies: bool = False) -> Parked:
+    def stash(self, tensors: list[torch.Tensor], *, name: str, what: str, copies: bool = False) -> Stashed:
         """Take tensors without a history from a list, which is empty afterwards: the caller keeps none of them.
 
         Args:
-            tensors: to be parked.
+            tensors: to be stashed.
             name: of the block that has made them.
             what: "output" or "gradient"; see `chunkmem.data.activations`.
             copies: copy what others hold, too; else it stays as it is.
@@ -89,25 +89,25 @@ class ParkedTensors:
             CapacityError: they fit no tier.
         """
         found: dict[int, SavedStorage] = {}
-        parked: list[torch.Tensor | _Layout] = []
+        stashed: list[torch.Tensor | _Layout] = []
         while tensors:
-            parked.append(self._layout(tensors.pop(0), found))
+            stashed.append(self._layout(tensors.pop(0), found))
         if copies:
-            parked = [self._own(each, found) if isinstance(each, _Layout) else each for each in parked]
+            stashed = [self._own(each, found) if isinstance(each, _Layout) else each for each in stashed]
         taken = [each for each in found.values() if not each.is_escaped()]
         found.clear()
         for each in taken:
             for tell in self._pager.events.activation_taken:
                 tell(each.storage)
-        return Parked(self, parked, self._create(taken, name=name, what=what) if taken else None)
+        return Stashed(self, stashed, self._create(taken, name=name, what=what) if taken else None)
 
     def _own(self, layout: _Layout, found: dict[int, SavedStorage]) -> torch.Tensor | _Layout:
         """Return the same in a storage that nobody else holds, which is one of `found`."""
         return self._layout(layout.tensor().clone(), found) if layout.storage.is_escaped() else layout
 
-    def keep(self, tensors: list[torch.Tensor]) -> Parked:
+    def keep(self, tensors: list[torch.Tensor]) -> Stashed:
         """Return the same for tensors that stay where they are."""
-        return Parked(self, list(tensors), None)
+        return Stashed(self, list(tensors), None)
 
     def _layout(self, tensor: torch.Tensor, found: dict[int, SavedStorage]) -> torch.Tensor | _Layout:
         key = storage_id(tensor)
@@ -146,7 +146,7 @@ class ParkedTensors:
         assert isinstance(chunk.saved, SavedStorages)
         chunk.saved.let_go()
         if Tier.DEVICE in chunk.replicas:
-            # What was passed on is parked again before a plan frees this replica, and must not seem to be held by it.
+            # What was passed on is stashed again before a plan frees this replica, and must not seem to be held by it.
             chunk.replicas[Tier.DEVICE].pieces = ()
         if is_pinned:
             self._pager.unpin(chunk, Tier.DEVICE)

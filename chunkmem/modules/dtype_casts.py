@@ -19,7 +19,7 @@ from chunkmem.modules.parameter_reads import NotPicklable
 
 
 @dataclass(eq=False, slots=True)
-class _Border:
+class _ModuleCasts:
     """One module."""
 
     inside: torch.dtype
@@ -35,7 +35,7 @@ class _Border:
     """One of those called it the last time, recomputations left out."""
 
 
-class Borders(NotPicklable):
+class DtypeCasts(NotPicklable):
     """Fits modules with casts, and knows which of them are running.
 
     What is returned is cast to the dtype of the caller, and who that is shows only in the call: a model calls modules
@@ -52,8 +52,8 @@ class Borders(NotPicklable):
         self._is_outermost = is_outermost
         self.fitted = FittedModules()
         """What was fitted so far."""
-        self._of: WeakKeyDictionary[nn.Module, _Border] = WeakKeyDictionary()
-        self._running: list[tuple[_Border, torch.dtype]] = []
+        self._of: WeakKeyDictionary[nn.Module, _ModuleCasts] = WeakKeyDictionary()
+        self._running: list[tuple[_ModuleCasts, torch.dtype]] = []
         """Calls under way, each with the dtype it returns."""
 
     def fit(self, root: nn.Module, homes: Mapping[nn.Module, torch.dtype], dtype: torch.dtype) -> None:
@@ -72,17 +72,17 @@ class Borders(NotPicklable):
         if module in self.fitted:
             return
         is_shareable = not is_root and next(module.parameters(), None) is None
-        border = self._of[module] = _Border(inside, outside, is_root, is_shareable)
-        self.fitted.surround(module, partial(self._cast_in, border), partial(self._cast_out, border))
+        casts = self._of[module] = _ModuleCasts(inside, outside, is_root, is_shareable)
+        self.fitted.surround(module, partial(self._cast_in, casts), partial(self._cast_out, casts))
 
     def enclose(self, unit: nn.Module, call: CompiledCall) -> None:
         """Cast around a compiled call in place of its module, and inside of it by hooks that a compiler can follow."""
-        border = self._of.get(unit)
+        casts = self._of.get(unit)
         for child in unit.children():
-            self._make_static(child, None if border is None else border.inside)
-        if border is not None:
+            self._make_static(child, None if casts is None else casts.inside)
+        if casts is not None:
             self.fitted.strip(unit)
-            call.surround(partial(self._cast_in, border), partial(self._cast_out, border))
+            call.surround(partial(self._cast_in, casts), partial(self._cast_out, casts))
 
     def _make_static(self, module: nn.Module, outside: torch.dtype | None) -> None:
         """Cast around a module, and those below it, as if its parent called it.
@@ -91,42 +91,42 @@ class Borders(NotPicklable):
             module: in a compiled one.
             outside: what its parent computes in; None: what models do.
         """
-        border = self._of.get(module)
-        if border is not None:
+        casts = self._of.get(module)
+        if casts is not None:
             self.fitted.strip(module)
-            back = border.outside if outside is None else outside
-            begin = module.register_forward_pre_hook(partial(_cast_arguments, border.inside), with_kwargs=True)
+            back = casts.outside if outside is None else outside
+            begin = module.register_forward_pre_hook(partial(_cast_arguments, casts.inside), with_kwargs=True)
             end = module.register_forward_hook(partial(_cast_result, back))
             self.fitted.add(module, begin, end)
-            outside = border.inside
+            outside = casts.inside
         for child in module.children():
             self._make_static(child, outside)
 
-    def _cast_in(self, border: _Border, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        recomputing, may_begin = in_backward(), border.is_root or border.is_shareable
+    def _cast_in(self, casts: _ModuleCasts, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        recomputing, may_begin = in_backward(), casts.is_root or casts.is_shareable
         if may_begin and self._running and not recomputing and self._is_outermost(module):
             self._running.clear()
-        if border.is_shareable and not self._running:  # a model that is not managed calls, or backward recomputes
-            border.is_foreign = border.is_foreign or not recomputing
-            if border.is_foreign:
+        if casts.is_shareable and not self._running:  # a model that is not managed calls, or backward recomputes
+            casts.is_foreign = casts.is_foreign or not recomputing
+            if casts.is_foreign:
                 return None
-        border.is_foreign = False
+        casts.is_foreign = False
         if self._running:
             outside = self._running[-1][0].inside
         else:
-            outside = border.seen or border.outside if recomputing else border.outside
+            outside = casts.seen or casts.outside if recomputing else casts.outside
         if not recomputing:
-            border.seen = outside
-        self._running.append((border, outside))
-        return _cast_arguments(border.inside, module, args, kwargs)
+            casts.seen = outside
+        self._running.append((casts, outside))
+        return _cast_arguments(casts.inside, module, args, kwargs)
 
-    def _cast_out(self, border: _Border, _module: nn.Module, _args: Any, result: Any) -> Any:
+    def _cast_out(self, casts: _ModuleCasts, _module: nn.Module, _args: Any, result: Any) -> Any:
         """End a call, and those in it that were interrupted; nothing if it did not get as far as `_cast_in`."""
-        if not any(running is border for running, _ in self._running):
+        if not any(running is casts for running, _ in self._running):
             return None
         while True:
             running, outside = self._running.pop()
-            if running is border:
+            if running is casts:
                 return cast_floats(result, outside)
 
 

@@ -48,7 +48,7 @@ class Residence:
             return None
         if key.root != id(self.pipeline) and not self._is_model(key.root):
             return None
-        if any(hears() for hears in self._pager.events.hears_inside):
+        if any(has_hooks() for has_hooks in self._pager.events.has_inner_hooks):
             return None
         return found if found in self._kinds or found.fits(self._pager.store.chunks) else None
 
@@ -83,7 +83,7 @@ class BlockSteps:
         self._is_model = is_model
         self._events = events
         self._machine = machine
-        self._heard: Key | None = None
+        self._hooked: Key | None = None
         """Key of the steps whose blocks are heard of as a whole; None: there are none."""
         self._is_used = False
         """Steps of some kind have been heard of so."""
@@ -102,11 +102,11 @@ class BlockSteps:
     @property
     def is_on(self) -> bool:
         """Blocks are heard of as a whole."""
-        return self._heard is not None
+        return self._hooked is not None
 
     @property
     def _may(self) -> bool:
-        return not any(hears() for hears in self._events.hears_inside)
+        return not any(has_hooks() for has_hooks in self._events.has_inner_hooks)
 
     def decide(self, key: Key, kinds: PlanCache, trace: Trace) -> None:
         """Steps with this key were recorded: have the next one recorded by blocks, if that is worth it.
@@ -119,14 +119,14 @@ class BlockSteps:
         is_needed = self._is_used or not stays(trace, machine)
         if is_needed and has_room(trace, machine) and sum(tell() for tell in self._events.num_in_blocks) >= WORTH:
             self._is_used = True
-            kinds.hear_by_block(key, True)
+            kinds.hook_by_block(key, True)
 
     def begin(self, key: Key, kinds: PlanCache) -> None:
         """A step begins: go back to module by module where blocks as a whole have failed, or others hear inside."""
         begun = [(key, kinds)]
         for failed, of in self._failed if self._may else self._failed + begun:
             if of.is_by_block(failed):
-                of.hear_by_block(failed, False)
+                of.hook_by_block(failed, False)
         self._running, self._failed = begun, []
 
     def hear(self, key: Key, *, by_block: bool) -> None:
@@ -134,8 +134,8 @@ class BlockSteps:
         if by_block and self.is_on and not key.trainable:
             return  # an evaluation: which parameters are trained does not matter
         heard = key if by_block else None
-        if heard != self._heard:
-            self._heard = heard
+        if heard != self._hooked:
+            self._hooked = heard
             for tell in self._events.by_block:
                 tell(by_block)
 

@@ -10,7 +10,7 @@ from chunkmem.data.errors import StateError
 from chunkmem.modules.binding import ManagedParameter
 
 
-class AwaitedValues:
+class UninitializedValues:
     """What has to be loaded before a model can be used."""
 
     def __init__(self) -> None:

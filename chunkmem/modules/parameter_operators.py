@@ -35,7 +35,7 @@ from chunkmem.modules.frames import Frame
 from chunkmem.modules.tensor_functions import METADATA, listed, one_by_one
 from chunkmem.modules.wrappers import sharding_caller, wrapped
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.turn import Turn
+from chunkmem.runtime.step_lock import StepLock
 from chunkmem.runtime.values import tensors_in
 
 Args = tuple[Any, ...]
@@ -80,7 +80,7 @@ _WITH_STORAGE = frozenset({_GET_DATA, _TENSOR.untyped_storage, _TENSOR.storage, 
 _NOT_DIFFERENTIATED = _WITH_STORAGE | {_TENSOR.detach, _TENSOR.data_ptr, _TENSOR.__repr__, torch.autograd.grad}
 
 
-class ParameterServer:
+class ParameterOperators:
     """Serves operators on parameters that nobody has open."""
 
     def __init__(
@@ -88,7 +88,7 @@ class ParameterServer:
         pager: Pager,
         access: AccessTracker,
         backward: BackwardTracker,
-        turn: Turn,
+        step_lock: StepLock,
         managed: Mapping[int, ManagedParameter],
         saved: ChunkHooks,
         *,
@@ -108,7 +108,7 @@ class ParameterServer:
         self._is_shared = is_shared
         self._saved = saved
         self._pager = pager
-        self._turn = turn
+        self._step_lock = step_lock
         self._access = access
         self._backward = backward
         self._managed = managed
@@ -184,7 +184,7 @@ class ParameterServer:
         if num > 1:
             # What is done to all of them needs no more room than what is done to one.
             return one_by_one(partial(self.call, func), num, args, kwargs) or None
-        with self._turn.taken():
+        with self._step_lock.taken():
             if self._access.stack:
                 if not self._access.together.keys().isdisjoint(parameters):
                     for note in self._pager.events.read_in_part:
@@ -266,7 +266,7 @@ class ParameterServer:
         with torch._C.DisableTorchFunctionSubclass():
             edges = tree_map_only(torch.Tensor, edge, bound.pop("inputs"))
         if bound.get("materialize_grads") or any(self._parameters_in(outputs)):
-            with self._turn.taken():
+            with self._step_lock.taken():
                 return self._run(parameters, torch.autograd.grad, args, kwargs)
         return torch.autograd.grad(outputs, edges, *args[2:], **bound)
 
@@ -311,7 +311,7 @@ def _alone(param: torch.Tensor, func: Callable[..., Any]) -> Any:
     return alone if func == _GET_DATA else func(alone)
 
 
-def _make_class(plain: type[nn.Parameter], server: weakref.ref[ParameterServer]) -> type[nn.Parameter]:
+def _make_class(plain: type[nn.Parameter], server: weakref.ref[ParameterOperators]) -> type[nn.Parameter]:
     """Return the class of parameters that serve themselves and were of class `plain`.
 
     It refers to the server weakly: torch keeps parameters in ways that Python's collector of cycles cannot see.
