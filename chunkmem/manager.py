@@ -200,7 +200,7 @@ class ChunkManager(ModelBuilding, Reporting):
         if not isinstance(loss, torch.Tensor):
             raise StateError(f"manager.backward() takes the loss as a tensor, not a {type(loss).__name__}")
         if last is False:
-            self.runtime.updater.in_backward.require_none("manager.backward(loss, last=False)")
+            self.runtime.require_several_backwards("manager.backward(loss, last=False)")
         self.runtime.sharding.units.backwards.declare_last(last)
         if self.runtime.scaler is not None and not is_scaled:
             loss = loss.float() * self.runtime.scaler.loss_scale
@@ -227,7 +227,7 @@ class ChunkManager(ModelBuilding, Reporting):
         if not isinstance(num_backwards, int) or isinstance(num_backwards, bool) or num_backwards < 1:
             raise StateError(f"manager.accumulate() takes a number of backwards of at least 1, not {num_backwards!r}")
         if num_backwards > 1:
-            self.runtime.updater.in_backward.require_none(f"manager.accumulate({num_backwards})")
+            self.runtime.require_several_backwards(f"manager.accumulate({num_backwards})")
         self.runtime.sharding.units.backwards.declare(num_backwards)
 
     def optimizer(

@@ -240,6 +240,10 @@ class Runtime:
         """Raise a `StateError` if the manager is closed."""
         self.memory.require_open()
 
+    def require_several_backwards(self, call: str) -> None:
+        """Raise a `StateError` if an optimizer updates in the first backward of a step; `call` needs more of them."""
+        self.updater.in_backward.require_none(call)
+
     def note_scaled(self) -> None:
         """The gradients up to the next step come multiplied by the loss scale, where there is one."""
         if self.scaler is not None:

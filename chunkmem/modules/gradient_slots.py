@@ -27,7 +27,7 @@ class SlotGroup:
     """Parameters that were trainable when gradients had landed, and it was first asked; None: it was not since."""
     is_mean: bool = False
     """What has landed is a mean over ranks."""
-    mean_aside: torch.Tensor | None = None
+    earlier_mean: torch.Tensor | None = None
     """Such a mean, while further gradients accumulate in the slots."""
     finish: Callable[[], None] | None = None
     """Waits until the reduction under way is over; called before the gradients are touched. None: there is none."""
@@ -139,12 +139,12 @@ class GradientSlots:
         """A group's gradient, where it has landed, is the mean over ranks now."""
         self.given |= self.landed[number]
         group = self.groups[number]
-        chunk, aside = group.chunk, group.mean_aside
-        if aside is not None:
+        chunk, earlier = group.chunk, group.earlier_mean
+        if earlier is not None:
             with runtime_mode():
                 flat = chunk.replicas[chunk.compute_tier].flat
-                flat.add_(aside.to(flat.device))
-        group.is_mean, group.mean_aside = True, None
+                flat.add_(earlier.to(flat.device))
+        group.is_mean, group.earlier_mean = True, None
         self._pager.store.mark_written(chunk)
         self._pager.store.settle(chunk, is_settled=self._settles(number))
 
@@ -171,7 +171,7 @@ class GradientSlots:
         if group.is_mean:
             replica = self._pager.use(chunk, chunk.compute_tier, reader=reader)
             with runtime_mode():
-                group.mean_aside = replica.flat.to("cpu", copy=True)
+                group.earlier_mean = replica.flat.to("cpu", copy=True)
                 replica.flat.zero_()
             self._pager.store.mark_written(chunk)
             group.is_mean = False
@@ -193,8 +193,8 @@ class GradientSlots:
         """The ranks that had a part in the mean of these have all withdrawn it: nothing is left of it."""
         for managed in params:
             group = self.groups[managed.group]
-            if group.mean_aside is not None:
-                self._clear_aside(managed)
+            if group.earlier_mean is not None:
+                self._clear_earlier_mean(managed)
             elif group.is_mean:
                 self.zero_landed(managed)
 
@@ -204,11 +204,11 @@ class GradientSlots:
             managed for group, landed in self.landed.items() if self.groups[group].is_mean for managed in landed
         }
 
-    def _clear_aside(self, managed: ManagedParameter) -> None:
-        aside = self.groups[managed.group].mean_aside
-        if aside is not None:
+    def _clear_earlier_mean(self, managed: ManagedParameter) -> None:
+        earlier = self.groups[managed.group].earlier_mean
+        if earlier is not None:
             with runtime_mode():
-                aside[managed.slot.offset : managed.slot.end].zero_()
+                earlier[managed.slot.offset : managed.slot.end].zero_()
 
     def zero_landed(self, managed: ManagedParameter) -> None:
         """Set to zero what has landed, on all tiers, and the mean that was set aside."""
@@ -216,7 +216,7 @@ class GradientSlots:
         if group.finish is not None:
             group.finish()
         self._pager.policy.drain()
-        self._clear_aside(managed)
+        self._clear_earlier_mean(managed)
         chunk = group.chunk
         tiers = self._pager.to_write(chunk, reader="zeroing a gradient")
         with runtime_mode():
@@ -255,7 +255,7 @@ class GradientSlots:
     def _may_wait(self, number: int, *, besides: Collection[ManagedParameter]) -> bool:
         """Tell whether a mean of this group may have something in it that others have put there."""
         group = self.groups[number]
-        return (group.is_mean or group.mean_aside is not None) and bool(group.trained.difference(besides))
+        return (group.is_mean or group.earlier_mean is not None) and bool(group.trained.difference(besides))
 
     def drop_empty(self) -> None:
         """Of a group without any gradient, on whichever rank, no content is left."""
@@ -265,7 +265,7 @@ class GradientSlots:
     def _drop(self, number: int) -> None:
         del self.landed[number]
         group = self.groups[number]
-        group.is_mean, group.mean_aside = False, None
+        group.is_mean, group.earlier_mean = False, None
         self._pager.consume(group.chunk)
 
     def has_values(self, managed: ManagedParameter) -> bool:

@@ -130,7 +130,7 @@ class ByLayerPipeline(Pipeline):
         """
         self.require_current()
         runtime = self._runtime
-        runtime.updater.in_backward.require_none("pipe.step()")
+        runtime.require_several_backwards("pipe.step()")
         if not torch.is_grad_enabled():
             raise StateError("pipe.step() computes gradients; under torch.no_grad() call the model itself")
         with runtime.modules.step_lock.taken():
@@ -167,7 +167,7 @@ class ByLayerPipeline(Pipeline):
         self.require_current()
         joined, is_training = JoinedBatch(inputs), torch.is_grad_enabled()
         if is_training:
-            self._runtime.updater.in_backward.require_none("pipe(x)")
+            self._runtime.require_several_backwards("pipe(x)")
             if self._options.deferred_batch_norm or self._options.cache is not None:
                 asked = "deferred_batch_norm" if self._options.deferred_batch_norm else "a cache"
                 raise ConfigError(f"pipe(x) with gradients and {asked}: call pipe.step(x, y)")

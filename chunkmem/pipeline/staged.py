@@ -156,7 +156,7 @@ class StagedPipeline(Pipeline):
             CapacityError: something does not fit; the other ranks then raise a `RankError`, and training is over.
             RankError: a rank is missing, or has raised something.
         """
-        self._runtime.updater.in_backward.require_none("pipe.step()")
+        self._runtime.require_several_backwards("pipe.step()")
         step, schedule = self._prepare(inputs, target, ids, is_training=True)
         with self._running(), self._statistics.mini_batch(), self.times.step(step.parts):
             # What is received for the first call is part of the step.
@@ -187,7 +187,7 @@ class StagedPipeline(Pipeline):
         """
         joined, is_training = JoinedBatch(inputs), torch.is_grad_enabled()
         if is_training:
-            self._runtime.updater.in_backward.require_none("pipe(x)")
+            self._runtime.require_several_backwards("pipe(x)")
         step, schedule = self._prepare(joined.inputs, None, None, is_training=is_training, joined=joined)
         num = len(step.parts)
         with self._running():

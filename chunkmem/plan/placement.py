@@ -118,9 +118,9 @@ class FullPlacements:
         every = len(self._updated)
         if self._left(every) >= 0:
             return every
-        aside_nbytes = _aside_nbytes([n for c, n in self._trace.chunk_nbytes.items() if c.role.kind.is_weights])
+        passing_nbytes = _passing_nbytes([n for c, n in self._trace.chunk_nbytes.items() if c.role.kind.is_weights])
         counts = range(min(every, self._limit))
-        return bisect_right(counts, False, key=lambda at: self._left(at + 1) < aside_nbytes)
+        return bisect_right(counts, False, key=lambda at: self._left(at + 1) < passing_nbytes)
 
     def _left(self, count: int) -> int:
         """Return the bytes that chunks in use leave in the moment with least room, if so many groups are resident."""
@@ -167,7 +167,7 @@ def first_residents(needs: Sequence[GroupNeed], *, cap_nbytes: int, margin_use_r
     """
     if margin_use_ratio > 0 and sum(need.resident_nbytes for need in needs) <= cap_nbytes:
         return len(needs)
-    left_nbytes = cap_nbytes - _aside_nbytes([need.weights_nbytes for need in needs])
+    left_nbytes = cap_nbytes - _passing_nbytes([need.weights_nbytes for need in needs])
     states = [need.states_nbytes for need in needs]
     allowed = most_resident(states, left_nbytes=left_nbytes, margin_use_ratio=margin_use_ratio)
     return bisect_right(list(accumulate(need.resident_nbytes for need in needs[:allowed])), left_nbytes)
@@ -186,7 +186,7 @@ def most_resident(states_nbytes: Sequence[int], *, left_nbytes: int, margin_use_
     return bisect_right(list(accumulate(states_nbytes)), margin_use_ratio * left_nbytes)
 
 
-def _aside_nbytes(sizes: Sequence[int]) -> int:
+def _passing_nbytes(sizes: Sequence[int]) -> int:
     return _PASSING_CHUNKS * mode(sizes) if sizes else 0
 
 

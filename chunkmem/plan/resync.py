@@ -148,11 +148,11 @@ class _Way:
                 self.wanted.newest[chunk, tier] = True
                 left[tier] -= nbytes
         for tier, nbytes in left.items():
-            aside_nbytes = self.caps[tier] - self.peak_nbytes.get(tier, 0) - nbytes
-            if nbytes < 0 and aside_nbytes > 0:
+            others_nbytes = self.caps[tier] - self.peak_nbytes.get(tier, 0) - nbytes
+            if nbytes < 0 and others_nbytes > 0:
                 raise PlanError(
                     f"the plan takes up to {self.peak_nbytes.get(tier, 0)} of {self.caps[tier]} bytes on {tier.name}, "
-                    f"and what it does not touch takes {aside_nbytes} there; raise {cap_key(tier)} by {-nbytes} "
+                    f"and what it does not touch takes {others_nbytes} there; raise {cap_key(tier)} by {-nbytes} "
                     "bytes"
                 )
 

@@ -124,7 +124,7 @@ class Units:
         """Held though nothing runs in them, since more of the step will."""
         self._last: Unit | None = None
         """The one that backward is in."""
-        self._in_backward = False
+        self._is_backward = False
         self._is_extended = False
         """The running backward is one of several that count as one."""
         self._recomputed: dict[Unit, int] = {}
@@ -249,7 +249,7 @@ class Units:
 
     def _run_in(self, unit: Unit) -> None:
         """Forward has come to a unit."""
-        if self.is_in_step and not self._in_backward:
+        if self.is_in_step and not self._is_backward:
             self._runs[unit] = self._runs.get(unit, 0) + 1
 
     def come_to(self, unit: Unit) -> None:
@@ -323,7 +323,7 @@ class Units:
         """No backward runs any more."""
         if self._is_extended:
             return
-        if self._in_backward:
+        if self._is_backward:
             self._release_backward()
             self._reduce_left(is_over=True)
             assert self.prefetch is not None
@@ -353,7 +353,7 @@ class Units:
 
     def reset(self, *, step: bool) -> None:
         """Drop what interrupted calls left open, if they did; before the optimizer steps also what stays until then."""
-        is_interrupted = bool(self._running) or self._in_backward
+        is_interrupted = bool(self._running) or self._is_backward
         if self.prefetch is not None and is_interrupted:
             self.prefetch.reset()
         self._close_backward()
@@ -377,11 +377,11 @@ class Units:
         self.reset(step=True)
 
     def _begin_backward(self) -> None:
-        if self._in_backward:
+        if self._is_backward:
             return
         if self.is_joined:
             raise StateError("manager.join(): a backward runs inside; leave the block first")
-        self._in_backward = True
+        self._is_backward = True
         self.backwards.begin(lambda is_last: self.agree("the last backward before the step", holds=is_last))
         self._reduced = set()
 
@@ -439,7 +439,7 @@ class Units:
 
     def _try_gather(self, unit: Unit, reader: object, *, can: bool) -> bool:
         assert self.prefetch is not None
-        is_part = self.is_in_step or self._in_backward
+        is_part = self.is_in_step or self._is_backward
         return self.prefetch.gather(unit.groups, reader=reader, is_part=is_part, can=can)
 
     def _let_none_stay(self) -> None:
@@ -455,7 +455,7 @@ class Units:
             self._shards.release_spare(unit.groups)
 
     def _close_backward(self) -> None:
-        self._last, self.backwards.is_last, self._in_backward = None, False, False
+        self._last, self.backwards.is_last, self._is_backward = None, False, False
         self._visited.clear()
         self._recomputed.clear()
         self._runs.clear()

@@ -52,7 +52,7 @@ _ELSEWHERE = -1
 
 
 @dataclass(slots=True)
-class _Cue:
+class _ReadyMoment:
     """A moment of the plan, ready to be performed."""
 
     kind: Kind | None
@@ -94,9 +94,12 @@ class PlanExecutor(PlanActions):
         self._untouched = self._facts.untouched if self.left_out.is_possible and self._order.is_host else frozenset()
         """Chunks that the plan leaves where they are. On an accelerator it counts on that, for activations."""
         chunks = pager.store.chunks
-        self._cues = [
-            *(_Cue(m.kind, chunks[m.chunk], str(m), do) for m, do in zip(trace.moments, self._compile(), strict=True)),
-            _Cue(None, None, "", ()),
+        self._ready = [
+            *(
+                _ReadyMoment(m.kind, chunks[m.chunk], str(m), do)
+                for m, do in zip(trace.moments, self._compile(), strict=True)
+            ),
+            _ReadyMoment(None, None, "", ()),
         ]
         self._shown: torch.profiler.record_function | None = None
         """The moment that runs as a range of torch's profile, while there is one."""
@@ -203,15 +206,15 @@ class PlanExecutor(PlanActions):
             TierIOError: a copy has failed that this, or what comes next, has to wait for. The plan is left.
         """
         try:
-            cue = self._cues[self._cursor]
-            if not (self._on_plan and cue.chunk is chunk and cue.kind is kind):
+            ready = self._ready[self._cursor]
+            if not (self._on_plan and ready.chunk is chunk and ready.kind is kind):
                 found = self._unforeseen(kind, chunk, reader)
                 if found is None:
                     return
-                cue = found
+                ready = found
             if self._passed_over and kind is Kind.HOLD:
                 self._passed_over.discard(chunk.id.group)
-            self._perform(cue)
+            self._perform(ready)
             if self._on_plan and not self._order.is_exact:
                 self._settle(kind, chunk)
         except TierIOError:
@@ -219,19 +222,19 @@ class PlanExecutor(PlanActions):
                 self.depart()
             raise
 
-    def _perform(self, cue: _Cue) -> None:
-        """Do what the plan has for the moment that comes next, which is `cue`."""
-        assert cue.kind is not None
-        assert cue.chunk is not None
+    def _perform(self, ready: _ReadyMoment) -> None:
+        """Do what the plan has for the moment that comes next, which is `ready`."""
+        assert ready.kind is not None
+        assert ready.chunk is not None
         self._cursor += 1
         step_log = self.step_log
-        step_log.begin(self._cursor - 1, cue.kind, cue.chunk)
+        step_log.begin(self._cursor - 1, ready.kind, ready.chunk)
         if profiler._is_profiler_enabled or self._shown is not None:
-            self._show(cue.label)
+            self._show(ready.label)
         if self._store.num_outdated != self._num_outdated:
             self._num_outdated = self._store.num_outdated
             self._order.is_exact = False
-        for step in cue.steps:
+        for step in ready.steps:
             if self._on_plan:  # what is on its way may have failed meanwhile, or a chunk be held that was to go
                 step()
         step_log.device_nbytes.append(self._tiers.device.chunk_nbytes)
@@ -245,14 +248,14 @@ class PlanExecutor(PlanActions):
             self._shown = torch.profiler.record_function(f"chunkmem {label}")
             self._shown.__enter__()
 
-    def _unforeseen(self, kind: Kind, chunk: Chunk, reader: object) -> _Cue | None:
+    def _unforeseen(self, kind: Kind, chunk: Chunk, reader: object) -> _ReadyMoment | None:
         """Return the moment that an event begins which does not come next; None if there is nothing to do for it."""
         if self._on_plan and self.left_out.is_possible:
             if kind is Kind.RELEASE:
                 return None
             at = self._later(kind, chunk, reader)
             if at is not None:
-                return self._cues[at] if at >= 0 else None
+                return self._ready[at] if at >= 0 else None
         elif not self._on_plan and kind is not Kind.RELEASE:
             self.step_log.plan_misses += 1
         self.depart()
@@ -265,7 +268,7 @@ class PlanExecutor(PlanActions):
         if at is None or not self._resume(at):
             self._patience, self._num_unfit = 2 * self._patience, 0
             return None
-        return self._cues[at]
+        return self._ready[at]
 
     # Left out.
 
@@ -289,18 +292,18 @@ class PlanExecutor(PlanActions):
         """Do what the plan has for the moments before this one, without their events; see [Note: Left out]."""
         self.left_out.go(self._cursor, moment)
         while self._on_plan and self._cursor < moment:
-            cue = self._cues[self._cursor]
-            self._perform(cue)
-            chunk = cue.chunk
+            ready = self._ready[self._cursor]
+            self._perform(ready)
+            chunk = ready.chunk
             assert chunk is not None
             if self._cursor - 1 in self._first_holds:
                 self._passed_over.add(chunk.id.group)
-            elif cue.kind is Kind.CONSUME:
+            elif ready.kind is Kind.CONSUME:
                 if chunk.version == NO_CONTENT:
                     self._store.consume(chunk)  # frees what the plan has given it on HOST
                 else:
                     self._order.is_exact = False  # the gradient stays
-            elif cue.kind is Kind.UPDATE:
+            elif ready.kind is Kind.UPDATE:
                 self._order.is_exact = False  # what was to come after it comes after nothing
                 self._round_again(chunk)
 
@@ -336,7 +339,7 @@ class PlanExecutor(PlanActions):
 
     def _note_departure(self, came: str) -> None:
         if not self.first_plan_miss:
-            expected = self._cues[self._cursor].label or "the end of the step"
+            expected = self._ready[self._cursor].label or "the end of the step"
             self.first_plan_miss = f"{came} came where the plan has {expected}"
 
     def _resume(self, moment: int, *, is_next: bool = False) -> bool:

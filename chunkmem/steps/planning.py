@@ -49,9 +49,9 @@ class StepPlanner:
             {tier: max(0, cap - kept_nbytes.get(tier, 0)) for tier, cap in machine.cap_nbytes.items()}
         )
         goes_elsewhere = trace.mode is Mode.EVAL or machine.tiers[-1] not in MEMORY
-        self._aside_nbytes = 0 if goes_elsewhere else sum(bystanders_nbytes.values())
+        self._bystanders_nbytes = 0 if goes_elsewhere else sum(bystanders_nbytes.values())
         """Bytes on HOST that the plan does not know of."""
-        if self._aside_nbytes:
+        if self._bystanders_nbytes:
             options = replace(options, with_residents=False)
         self._planner = Planner(trace, machine, options=options)
         if trace.mode is Mode.EVAL:
@@ -62,8 +62,8 @@ class StepPlanner:
         """The best plan so far."""
         if not self._leaves_room(self.plan):
             # HOST is where chunks are that the step does not touch: a plan that fills it leaves them no room.
-            left_nbytes = max(0, machine.host_nbytes - self._aside_nbytes)
-            self._aside_nbytes = 0
+            left_nbytes = max(0, machine.host_nbytes - self._bystanders_nbytes)
+            self._bystanders_nbytes = 0
             self._try_instead(Planner(trace, replace(machine, host_nbytes=left_nbytes), options=options))
             self.plan = self._of_this_machine(self._planner.plan or self.plan)
 
@@ -96,10 +96,10 @@ class StepPlanner:
         self._planner = planner
 
     def _leaves_room(self, plan: Plan) -> bool:
-        if not self._aside_nbytes:
+        if not self._bystanders_nbytes:
             return True
         peak_nbytes = simulate(plan, self._trace).peak_nbytes[Tier.HOST]
-        return peak_nbytes + self._aside_nbytes <= self._machine.host_nbytes
+        return peak_nbytes + self._bystanders_nbytes <= self._machine.host_nbytes
 
     def _of_this_machine(self, plan: Plan) -> Plan:
         """Return a plan with the caps of the machine, of which it leaves some of HOST to others."""

@@ -84,11 +84,11 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     room: list[int] = []
     """Of the moment whose actions run."""
 
-    def checked(self: PlanExecutor, cue: object) -> None:
+    def checked(self: PlanExecutor, ready: object) -> None:
         now_nbytes = self.trace.moments[self._cursor].non_model_peak_nbytes
         activations[0] = min(activations[0], now_nbytes)  # where two moments meet
         room.append(CAP_NBYTES - now_nbytes)
-        perform(self, cue)  # type: ignore[arg-type]
+        perform(self, ready)  # type: ignore[arg-type]
         room.clear()
         ledger, activations[0] = self._tiers.device, now_nbytes
         assert ledger.total_nbytes + now_nbytes <= CAP_NBYTES, "kept slabs take what activations need"
