@@ -137,7 +137,7 @@ def train_chunkmem(work: Work) -> Training:
     def has_settled() -> bool:
         controller = manager.runtime.controller
         entry = controller.known.training
-        return controller.residence.is_on or (entry is not None and entry.is_settled)
+        return controller.residence.is_on or (entry is not None and entry.is_final)
 
     return Training(
         model,

@@ -82,7 +82,7 @@ class CallState:
         kept = {key: known.tensor for key, known in self._buffers.items() if copies_large or is_small(known.tensor)}
         self._copies = copies_of(kept)
 
-    def settle(self, name: str, *, has_copy: Callable[[torch.Tensor], bool]) -> None:
+    def forget_unwritten(self, name: str, *, has_copy: Callable[[torch.Tensor], bool]) -> None:
         """The call called `name` is over: forget copies of what it has not written to.
 
         Args:

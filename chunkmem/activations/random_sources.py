@@ -61,7 +61,7 @@ class RandomStates:
         """
         self._states = [(get, put, get()) for get, put in map(_access, sources)]
 
-    def settle(self) -> bool:
+    def forget_undrawn(self) -> bool:
         """The call is over: forget sources that it has not drawn from, as it will not when it is made again.
 
         Returns:

@@ -108,8 +108,8 @@ def _first_run(
 ) -> Iterator[None]:
     with first:
         yield
-    state.settle(name, has_copy=has_copy)
-    states.settle()
+    state.forget_unwritten(name, has_copy=has_copy)
+    states.forget_undrawn()
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ class RegionActivations(OwnHooks):
         """Runs of calls whose forward is made again, the last one inside of the others."""
         self._pending: RegionCall | None = None
         """Has been left, and is not looked over yet."""
-        self._live = LiveChunks(pager, step_lock, chunks, before_end=self.settle)
+        self._live = LiveChunks(pager, step_lock, chunks, before_end=self.pack_last)
         self._chunks = chunks
         self.policies = policies
         self._kept: Collection[int] = ()
@@ -162,7 +162,7 @@ class RegionActivations(OwnHooks):
         self._depth += 1
         if self._depth > 1 or not torch.is_grad_enabled():
             return False
-        self.settle()
+        self.pack_last()
         if not _autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return False  # as in transforms of torch.func
         if _autograd._top_saved_tensors_default_hooks(False) is not None:
@@ -220,7 +220,7 @@ class RegionActivations(OwnHooks):
             return self._recomputing[-1].call.record
         return None if self._open is None else self._open.record
 
-    def settle(self, *, inside: CallRecord | None = None) -> None:
+    def pack_last(self, *, inside: CallRecord | None = None) -> None:
         """Make a chunk of what the last region has saved, if that is not done yet.
 
         Args:
@@ -293,7 +293,7 @@ class RegionActivations(OwnHooks):
         """Have the content of a call's chunk on DEVICE until the running backward is over, or done with it."""
         if call.chunk is None:
             return
-        self.settle()
+        self.pack_last()
         self._begin_backward(call)
         self._live.use(call.chunk, call)
 
@@ -369,7 +369,7 @@ class RegionActivations(OwnHooks):
             self._close_open(is_interrupted=True)
         self._depth = 0
         with suppress(CapacityError, TierIOError):  # then it is left to autograd
-            self.settle()
+            self.pack_last()
         self._live.unpin_interrupted()
         if step:
             self.give_up()

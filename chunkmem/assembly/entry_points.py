@@ -59,7 +59,7 @@ class EntryPoints:
         self._compiles = CompileWatch(self._compiler_begins, self._hidden.show)
         events = self.memory.pager.events
         events.used.append(self.begin_outside)
-        events.settling.append(partial(self.step, updates=False))
+        events.reducing.append(partial(self.step, updates=False))
         events.compiled.append(self.forget_steps)
 
     @property
@@ -176,7 +176,7 @@ class EntryPoints:
     def _answer(self, call: str, raised: Exception | None) -> None:
         """Take part in what other ranks gather until all are here, also after what this one has `raised`."""
         with self.modules.step_lock.taken():
-            self.controller.settle()
+            self.controller.learn_from_last()
             try:
                 self.sharding.units.replay_without_batch(call)
             except Exception as error:
@@ -201,7 +201,7 @@ class EntryPoints:
             self._stepping = True
             try:
                 if not goes_on:
-                    self._settle_gradients(label, is_left=is_left, is_step=updates)
+                    self._sync_gradients(label, is_left=is_left, is_step=updates)
                 yield
                 self.modules.access.refresh_held()
                 if updates:
@@ -229,7 +229,7 @@ class EntryPoints:
             self.first_steps.restart()
 
     def _look_over(self, *, is_left: bool) -> None:
-        """Drop what was interrupted; take up what users have written, unless `settle_left` is going to."""
+        """Drop what was interrupted; take up what users have written, unless `sync_left` is going to."""
         if self.gathers_open:
             raise StateError("optimizer.step() inside manager.gather(): leave the block first, its writes count then")
         if self.sharding.units.is_joined:
@@ -248,16 +248,16 @@ class EntryPoints:
         if self.controller.watch is not None or self.controller.known.plan is None:
             self.tiers.leave_room_for_activations()
 
-    def _settle_gradients(self, label: str, *, is_left: bool, is_step: bool) -> None:
+    def _sync_gradients(self, label: str, *, is_left: bool, is_step: bool) -> None:
         """Have the gradients as `.grad` says, over ranks as their means with their owners.
 
         With `is_left`, autograd has left them there, and no hook has told of any.
         """
         gradients, reduction = self.modules.gradients, self.sharding.reduction
         if is_left:
-            gradients.settle_left()
+            gradients.sync_left()
         else:
-            gradients.settle(self.modules.registry.parameters)
+            gradients.sync_with_grad(self.modules.registry.parameters)
         if reduction is not None:
             self._state_frozen()
             parameters = self.modules.registry.parameters

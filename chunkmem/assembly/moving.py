@@ -76,7 +76,7 @@ class ChunkMover:
                     self._complete(wanted.group, phase)
                 self._free({source for _, source in self._moves.of(wanted) if not left[source]}, phase)
         self._begin_remote()
-        self._settle()
+        self._place_on_one_tier()
         give_back_freed_ram()
 
     def _chunks(self, group: int, phase: Role) -> list[Chunk]:
@@ -153,7 +153,7 @@ class ChunkMover:
         """Give up the chunks of a phase of old groups, those of this rank: nothing is wanted of them any more."""
         store = self._before.memory.store
         for group in (group for group in groups if group.rank == self._rank):
-            self._neighbours.settle()
+            self._neighbours.wait_until_sent()
             for role in (Role.PARAM, Role.MASTER) if phase is Role.PARAM else (phase,):
                 if (chunk := store.chunks.get(ChunkId(role, group.group))) is not None:
                     store.remove(chunk)
@@ -173,7 +173,7 @@ class ChunkMover:
         if after.sharding.shards is not None:
             after.sharding.shards.send_on_host(reader=self._reader)
 
-    def _settle(self) -> None:
+    def _place_on_one_tier(self) -> None:
         """Have what stays on one tier there: HOST has room for it by now.
 
         Raises:

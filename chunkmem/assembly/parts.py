@@ -309,7 +309,7 @@ def make_training(
     shards = ShardStore(ranks, exchanges, pager) if exchanges and ranks.size > 1 else None
     pager.events.has_inner_hooks.append(lambda: shards is not None or ranks.stages is not None)
     state_placement = StatePlacement(memory.store, memory.caps, margin_use_ratio=margin_use_ratio)
-    slots = make_slots(pager, settles=state_placement.updates_on_host, landed=parts.landed)
+    slots = make_slots(pager, updates_on_host=state_placement.updates_on_host, landed=parts.landed)
     values = GradientValues(
         slots,
         pager,

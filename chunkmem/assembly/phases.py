@@ -28,11 +28,11 @@ def offload(runtime: Runtime) -> None:
                 f"{call}: somebody keeps the memory of {kept[0]}{more} on DEVICE (a view, .data, or the graph of a "
                 "loss); call backward() first, let go of it, or keep a clone()"
             )
-        runtime.controller.settle()
+        runtime.controller.learn_from_last()
         # In the middle of a step, what was not heard of may be there, and the step is not like others.
         runtime.controller.residence.leave()
         runtime.controller.excuse_running()
-        runtime.gradients.settle(runtime.registry.parameters)
+        runtime.gradients.sync_with_grad(runtime.registry.parameters)
         _leave_device(runtime.memory.pager, call)
         runtime.tiers.leave_device_to_others()
     give_back_freed_ram()
@@ -41,7 +41,7 @@ def offload(runtime: Runtime) -> None:
 def onload(runtime: Runtime) -> None:
     """Have chunks where the next step begins; see `ChunkManager.onload`."""
     with _between_calls(runtime, "manager.onload()"):
-        runtime.controller.settle()
+        runtime.controller.learn_from_last()
         runtime.controller.go_to_start()
 
 

@@ -106,7 +106,7 @@ def freeze(
     with runtime.together("manager.freeze()"):  # what is refused on one rank is told to the others
         _require_between_steps(runtime, "freeze")
         _agree(runtime, params, f"frozen, keep_states={keep_states}")
-        runtime.controller.settle()
+        runtime.controller.learn_from_last()
         managed = [found for param in params if (found := runtime.registry.lookup(param)) is not None]
         for param in params:
             param.requires_grad_(False)
@@ -168,7 +168,7 @@ def unfreeze(runtime: Runtime, what: object) -> FreezeReport:
     with runtime.together("manager.unfreeze()"):
         _require_between_steps(runtime, "unfreeze")
         _agree(runtime, params, "unfrozen")
-        runtime.controller.settle()
+        runtime.controller.learn_from_last()
         for param in params:
             param.requires_grad_(True)
         managed = [found for param in params if (found := runtime.registry.lookup(param)) is not None]
@@ -213,7 +213,7 @@ def _require_between_steps(runtime: Runtime, call: str) -> None:
     if block := runtime.open_block:
         raise StateError(f"manager.{call}() inside {block}: leave the block first")
     runtime.entry_points.require_drained(f"manager.{call}()")
-    runtime.gradients.settle(runtime.registry.parameters)
+    runtime.gradients.sync_with_grad(runtime.registry.parameters)
     if runtime.gradients.slots.any_given(runtime.registry.parameters):
         raise StateError(
             f"manager.{call}(): there are gradients that wait for their step; call optimizer.step() or "

@@ -75,7 +75,7 @@ class BackwardTracker:
         self._graphs = GraphSearch()
         self._references = ReferenceCounts(self._chunks, is_rehearsal=is_rehearsal)
         self._nodes = NodePins(
-            pager, access, step_lock, graphs=self._graphs, watch=self.watch, then=lambda: self._settle_left()
+            pager, access, step_lock, graphs=self._graphs, watch=self.watch, then=lambda: self._unpin_left()
         )
         self._followed: MutableMapping[torch.Tensor, tuple[int, list[Callable[[], None]]]] = WeakIdKeyDictionary()
         """By output of a call, as it was at that version: what its gradient ends, calls that had it as an input, and
@@ -168,9 +168,9 @@ class BackwardTracker:
         for call in calls:
             if group in call.open:
                 call.open[group].difference_update(params)
-                self._settle(call, group)
+                self._unpin_if_over(call, group)
         if self._left:
-            self._settle_left()
+            self._unpin_left()
 
     def reset(self, *, step: bool) -> None:
         """Drop what an interrupted backward left; at a step, also what was held for a second backward."""
@@ -192,9 +192,9 @@ class BackwardTracker:
             self._units.announce(call.unit)  # also if it is announced: another unit may have come in between
         if call.open:
             return
-        self._regions.settle(inside=call.region)
+        self._regions.pack_last(inside=call.region)
         if self._left:
-            self._settle_left()
+            self._unpin_left()
         task = torch._C._current_graph_task_id()
         if task not in self._running:
             self._running[task], self._threads[task] = [], self._step_lock.hook_thread()
@@ -242,7 +242,7 @@ class BackwardTracker:
                 return True
         return False
 
-    def _settle(self, call: BackwardCall, group: int) -> None:
+    def _unpin_if_over(self, call: BackwardCall, group: int) -> None:
         """Unpin a group of the call if nothing is waited for any more."""
         frozen_done = group not in call.frozen or (call.inputs > 0 and not call.inputs_left)
         have_landed = frozen_done and not call.open[group]
@@ -261,11 +261,11 @@ class BackwardTracker:
             call.used_up(group)
         self._pager.unpin(self._chunks[group])
 
-    def _settle_left(self) -> None:
+    def _unpin_left(self) -> None:
         """Look again at calls that wait for references to go."""
         for call, group in self._left:
             if group in call.open:
-                self._settle(call, group)
+                self._unpin_if_over(call, group)
         if self._left:
             self._left = [(call, group) for call, group in self._left if group in call.open]
 
@@ -278,8 +278,8 @@ class BackwardTracker:
             call.inputs_left.discard(index)
             if not call.inputs_left:
                 for group in reversed(call.open.copy()):  # as gradients land
-                    self._settle(call, group)
-            self._settle_left()
+                    self._unpin_if_over(call, group)
+            self._unpin_left()
 
         for index, (tensor, version) in enumerate(frame.inputs):
             # What has made it is announced by the same gradient, and comes after this call.

@@ -34,7 +34,7 @@ _OPAQUE = (
     "chunkmem.assembly.entry_points",
     *(f"chunkmem.activations.{name}" for name in ("regions", "saved_tensors")),
     *(f"chunkmem.modules.{name}" for name in ("access", "backward", "binding", "frames")),
-    *(f"chunkmem.modules.{name}" for name in ("parameter_reads", "references", "served", "transforms")),
+    *(f"chunkmem.modules.{name}" for name in ("parameter_operators", "parameter_reads", "references", "transforms")),
 )
 """What serves a parameter that compiled code reads, and that is not in its unit."""
 

@@ -62,7 +62,7 @@ def gathered(
     wanted = list(params)
     shards = None if reduction is None else reduction.shards
     exposed = [m for m in wanted if grads and m not in gradients.exposed]  # the others are, by a block around this one
-    gradients.settle(exposed)
+    gradients.sync_with_grad(exposed)
     landed = [m for m in exposed if m in gradients.slots.landed.get(m.group, ())]
     if reduction is not None and grads:
         landed = reduction.reduce_early(exposed)

@@ -42,17 +42,17 @@ class GradientSlots:
     """Which gradients have landed since the last step, and where."""
 
     def __init__(
-        self, pager: Pager, *, settles: Callable[[int], bool], landed: dict[int, set[ManagedParameter]]
+        self, pager: Pager, *, updates_on_host: Callable[[int], bool], landed: dict[int, set[ManagedParameter]]
     ) -> None:
         """Begin with none.
 
         Args:
             pager: serves the accesses.
-            settles: tells whether a group is updated on HOST.
+            updates_on_host: tells whether a group is updated on HOST.
             landed: empty, and will have what `landed` returns: for those that look at it.
         """
         self._pager = pager
-        self._settles = settles
+        self._updates_on_host = updates_on_host
         self.groups: dict[int, SlotGroup] = {}
         """By number."""
         self.landed = landed
@@ -111,9 +111,9 @@ class GradientSlots:
         if len(chunk.replicas) > 1:
             self._pager.store.mark_written(chunk)
         may_be_complete = expected is None or len(self.landed[number]) >= expected
-        is_settled = may_be_complete and self._settles(number) and self.is_complete(number)
-        if is_settled or chunk.settled:
-            self._pager.store.settle(chunk, is_settled=is_settled)
+        awaits_update = may_be_complete and self._updates_on_host(number) and self.is_complete(number)
+        if awaits_update or chunk.awaits_update:
+            self._pager.store.mark_for_update(chunk, awaits_update=awaits_update)
 
     def is_complete(self, group: int) -> bool:
         """Tell whether each parameter of a group that was trainable when gradients first had landed has one."""
@@ -146,7 +146,7 @@ class GradientSlots:
                 flat.add_(earlier.to(flat.device))
         group.is_mean, group.earlier_mean = True, None
         self._pager.store.mark_written(chunk)
-        self._pager.store.settle(chunk, is_settled=self._settles(number))
+        self._pager.store.mark_for_update(chunk, awaits_update=self._updates_on_host(number))
 
     def count_mean(self, managed: ManagedParameter) -> None:
         """Count a mean, of gradients that other ranks had, as this one's."""

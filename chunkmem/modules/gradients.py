@@ -16,7 +16,7 @@ from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.values import storage_id
 
-_SETTLED = (GradientState.LIVE, GradientState.CONSUMED, GradientState.OVERDUE)
+_SYNCED = (GradientState.LIVE, GradientState.CONSUMED, GradientState.OVERDUE)
 """`.grad` shows a gradient that is in its slot, or was."""
 
 
@@ -108,7 +108,7 @@ class GradientBook:
         if managed.grad is None and managed not in self.exposed:
             self._show(managed)
 
-    def settle(self, params: Iterable[ManagedParameter]) -> None:
+    def sync_with_grad(self, params: Iterable[ManagedParameter]) -> None:
         """Make the book agree with `.grad`, before gradients are used. Raises what `land` does.
 
         Users assign to `.grad` and nobody sees it, so it is what counts: None discards what has landed, another tensor
@@ -117,13 +117,13 @@ class GradientBook:
         states = self.values.states
         with torch._C.DisableTorchFunctionSubclass():
             shown, state_of = self._shown.get, states.get
-            unsettled = [m for m in params if m.param.grad is not shown(m) or state_of(m) not in _SETTLED]
-        for managed in unsettled:
+            stale = [m for m in params if m.param.grad is not shown(m) or state_of(m) not in _SYNCED]
+        for managed in stale:
             grad = managed.grad
             if isinstance(grad, LazyGradient) and not grad.is_all_of(self.values.sources[managed]):
                 # Of another parameter, maybe, whose turn comes before this one's: two can be swapped.
                 managed.grad = grad.whole()
-        for managed in unsettled:
+        for managed in stale:
             grad, state = managed.grad, self.values.state(managed)
             if grad is None:
                 if state is not GradientState.NONE or self.slots.any_landed((managed,)):
@@ -143,7 +143,7 @@ class GradientBook:
                 else:
                     self._show(managed)
 
-    def settle_left(self) -> None:
+    def sync_left(self) -> None:
         """Make the book agree with `.grad`, where autograd has left gradients since no hook has caught them.
 
         Those stay in `.grad`, as in plain PyTorch. What users wrote to weights is noticed by the same look at all of
@@ -163,7 +163,7 @@ class GradientBook:
             for managed in left if states else ():
                 states.pop(managed, None)
             rest += [managed for managed in (*shown, *self.slots.landed.get(number, ())) if managed not in left]
-        self.settle(dict.fromkeys([*rest, *states]))
+        self.sync_with_grad(dict.fromkeys([*rest, *states]))
 
     def _shown_state(self, managed: ManagedParameter) -> GradientState | None:
         """Return the state of a gradient that `.grad` shows; None: a user has replaced or discarded it."""
@@ -242,7 +242,7 @@ class GradientBook:
                         before.copy_(slot)
                 managed.grad = before
                 return
-        self.settle((managed,))
+        self.sync_with_grad((managed,))
 
     def discard_unset(self) -> None:
         """Forget the gradients that no optimizer has taken, and that a `zero_grad()` has set to None since."""

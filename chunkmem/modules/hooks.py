@@ -356,7 +356,7 @@ class ModuleHooks(NotPicklable):
             self._units.leave(frame.opened)
         if not self._access.stack and not frame.recomputing:
             with self._step_lock.taken():
-                self._regions.settle()
+                self._regions.pack_last()
 
     def _note_backward(self, name: str, first_node: int, result: Any) -> None:
         """In a recorded step, say when the backward of a call begins: with the gradient of what it has made."""

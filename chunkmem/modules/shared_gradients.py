@@ -84,7 +84,7 @@ class SharedGradients:
             RankError: a rank is missing, or multiplies by something else.
         """
         if factor not in self._factors:
-            with self._settled(f"multiplication of gradients by {factor}"):
+            with self._reduced(f"multiplication of gradients by {factor}"):
                 self._factors.add(factor)
         self._norms.clear()
         self._scaled += [(one.group, one.position, factor) for one in managed]
@@ -103,11 +103,11 @@ class SharedGradients:
         return f"; gradients multiplied: {hashlib.sha256(repr(sorted(self._scaled)).encode()).hexdigest()[:16]}"
 
     @contextmanager
-    def _settled(self, call: str) -> Iterator[None]:
+    def _reduced(self, call: str) -> Iterator[None]:
         """Surround a call that all ranks make, named alike, inside of which owners have the means."""
         with ExitStack() as stack:
-            for settle in self._pager.events.settling:
-                stack.enter_context(settle(call))
+            for surround in self._pager.events.reducing:
+                stack.enter_context(surround(call))
             yield
 
     def _has(self, managed: ManagedParameter) -> bool:
@@ -121,7 +121,7 @@ class SharedGradients:
 
     def _all_norms(self, order: float) -> dict[ManagedParameter, float]:
         params = list(self._parameters())
-        with torch.no_grad(), self._settled(f"norms of order {order} of gradients"), runtime_mode():
+        with torch.no_grad(), self._reduced(f"norms of order {order} of gradients"), runtime_mode():
             own = [self._own_norm(managed, order) for managed in params]
             found = self._shards.ranks.max_over(own, label="norms of gradients")
         return {managed: 0.0 if norm == _NONE else norm for managed, norm in zip(params, found, strict=True)}

@@ -212,7 +212,7 @@ class ChunkStates:
 
     def _entry(self, managed: ManagedParameter) -> Entry:
         """Return the entry of a parameter once no update is under way."""
-        self._updater.settle()
+        self._updater.wait_for_updates()
         record = self.records.get(managed)
         if record is None or record.entry is None:
             return {}
@@ -274,7 +274,7 @@ class ChunkStates:
         if self._host.owns(managed):
             self.prepare([managed])
             self._updater.ahead.forget()  # an update overlapped with backward has read what is replaced here
-            self._updater.settle()
+            self._updater.wait_for_updates()
             record, specs = self.records[managed], self.specs_of(managed)
             entry = {} if is_whole else dict(record.entry or {})
             for key, value in values.items():
@@ -308,7 +308,7 @@ class ChunkStates:
             return
         self._check(managed)
         self._updater.ahead.forget()
-        self._updater.settle()
+        self._updater.wait_for_updates()
         self.records.pop(managed, None)
         self._anywhere.pop(managed, None)
 
@@ -316,7 +316,7 @@ class ChunkStates:
 
     def held(self) -> dict[ManagedParameter, HeldStates]:
         """Return the parameters whose states this rank has, and what these are."""
-        self._updater.settle()
+        self._updater.wait_for_updates()
         found = {}
         for managed, record in self.records.items():
             entry = None

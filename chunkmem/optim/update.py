@@ -103,7 +103,7 @@ class GroupUpdater:
         """
         slots: dict[int, torch.Tensor] = {}
         if old.version != NO_CONTENT:
-            self.settle()
+            self.wait_for_updates()
             alike = (at for at, form in enumerate(new.forms) if form == old.forms[at] and new.group.slots[at].numel)
             slots = {at: self._store.read_slot(old, at) for at in alike}
         self._store.remove(old)
@@ -197,7 +197,7 @@ class GroupUpdater:
             The bytes given back, on all tiers.
         """
         self.ahead.forget()
-        self.settle()
+        self.wait_for_updates()
         param, *others = self.state_chunks.chunks(group)
         freed_nbytes = sum(self._empty(chunk) for chunk in others if chunk.id.role is not Role.MASTER)
         self.state_chunks.incomplete.add(group)
@@ -274,7 +274,7 @@ class GroupUpdater:
             for managed in params:
                 managed.version = managed.param._version
 
-    def settle(self) -> None:
+    def wait_for_updates(self) -> None:
         """Wait for updates that were left to HOST_UPDATE."""
         self.pager.policy.drain()
 
@@ -289,7 +289,7 @@ class GroupUpdater:
         if self.pager.closed is not None:
             raise StateError(f"this manager cannot be used: {self.pager.closed}")
         self.ledger.require_over(f"reading {chunk.label}", (managed,))
-        self.settle()
+        self.wait_for_updates()
         self.pager.notice_writes(chunk)
         if chunk.newest_tier() is None:
             raise lost_error("reading", chunk)
@@ -329,7 +329,7 @@ class GroupUpdater:
     def weight(self, managed: ManagedParameter) -> torch.Tensor:
         """Return what `read_weight` does, where it is, to be read only; of DISK a copy."""
         self.ledger.require_over(f"reading parameter {managed.name}", (managed,))
-        self.settle()
+        self.wait_for_updates()
         chunk = self.weight_chunk(managed)
         tier = Tier.HOST if chunk.ready(Tier.HOST) else chunk.newest_tier()
         if tier is None:
@@ -355,7 +355,7 @@ class GroupUpdater:
     def sync_masters(self, groups: Iterable[int]) -> None:
         """Let master copies follow what a user wrote to their parameters; elements that were not keep all bits."""
         for group in groups:
-            self.settle()
+            self.wait_for_updates()
             chunk = self._store.weights(group)
             tier = self.pager.in_memory(chunk, reader="master weights")
             if tier is not None:
@@ -373,7 +373,7 @@ class GroupUpdater:
 
     def gradient(self, managed: ManagedParameter) -> torch.Tensor:
         """Return the slot of a gradient that has landed, where it is now, to be read; of DISK a copy of it."""
-        self.settle()
+        self.wait_for_updates()
         chunk = self.state(Role.GRAD, managed)
         tier = chunk.newest_tier()
         assert tier is not None
@@ -384,7 +384,7 @@ class GroupUpdater:
 
         A change is made in all of them: they stay what a plan takes them for.
         """
-        self.settle()
+        self.wait_for_updates()
         self.ahead.forget()
         chunk = self.state(Role.GRAD, managed)
         tiers = self.pager.to_write(chunk, reader="the gradient")

@@ -387,7 +387,7 @@ class WholeStep(GroupwiseStep):
             self._leaves.take_gradients(self._landed(), multiplier=None)
 
     def _take(self) -> None:
-        self._updater.settle()
+        self._updater.wait_for_updates()
         self._whole.take(self._members.groups(), self._entries())
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:

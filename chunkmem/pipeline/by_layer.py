@@ -349,7 +349,7 @@ class ByLayerPipeline(Pipeline):
             states += [states_of(self._random.generators)] if number < num else []
             number += 1
         self._random.learn(forms, states)
-        if foreign.settle():
+        if foreign.forget_undrawn():
             self._random.forget(forms)
         goes_by_layer = self._agree("the next step goes by layer", holds=self._random.begin(forms) is not None)
         if goes_by_layer and torch.is_grad_enabled():

@@ -198,7 +198,7 @@ class StagedPipeline(Pipeline):
                 self.stages[0].forward_all(num)
             else:
                 schedule.eval(target=torch.arange(num), return_outputs=False)
-            self._settle()
+            self._wait_until_sent()
             last = self.stages[-1]
             has_backward = is_training and (last.is_trained or not last.is_last)
             require_same = unchanged_weights(stage.module for stage in self.stages)
@@ -260,7 +260,7 @@ class StagedPipeline(Pipeline):
             stage.backward_all(len(step.parts))
             self._runtime.note_scaled()
             self._ties.end()
-            self._settle()
+            self._wait_until_sent()
         self.end_step()
         if joined is not None:
             joined.go_on()
@@ -321,13 +321,13 @@ class StagedPipeline(Pipeline):
 
     def _loss(self, step: StageStep) -> torch.Tensor:
         """Return the loss of a batch, when all messages have arrived."""
-        self._settle()
+        self._wait_until_sent()
         (loss,) = self._ranks.sum_over([float(sum(step.losses))], label="sending the loss to all stages")
         return torch.tensor(loss, dtype=torch.float32, device=self._runtime.device)
 
-    def _settle(self) -> None:
-        self._neighbours.settle()
-        self._announced.settle()
+    def _wait_until_sent(self) -> None:
+        self._neighbours.wait_until_sent()
+        self._announced.wait_until_sent()
         self._held.release()
 
     @contextlib.contextmanager

@@ -95,7 +95,7 @@ class TiedParameters:
             self._neighbours.send([own], self._message(tie, sender=here, peer=rank))
         for message in messages.values():
             self._neighbours.wait(message.tag)
-        self._neighbours.settle()
+        self._neighbours.wait_until_sent()
         total = torch.zeros_like(own, dtype=sum_dtype(own.dtype))
         for part in found.values():
             total += part

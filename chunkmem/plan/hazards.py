@@ -76,7 +76,7 @@ class LaneOperation(NamedTuple):
     """Moved by it."""
     is_ahead: bool = False
     """An update that the host does not wait for: a speculative one, or one that `step()` leaves to its lane."""
-    settles: bool = False
+    commits: bool = False
     """The moment of a group that was updated speculatively: the host waits for that update alone, and what waits for
     this for all that was issued on the lane before."""
     host_nbytes: int = 0
@@ -263,7 +263,7 @@ class SimulatedLanes:
             self._waits[lane] = []
         if operation.is_ahead:
             self._updated[operation.chunk] = number
-        elif operation.settles:
+        elif operation.commits:
             self._hold_host([*own, (lane, self._updated[operation.chunk])])
         elif lane in self._host_lanes:  # it starts after all that the host has waited for
             self._host = ((lane, number),)
@@ -330,10 +330,10 @@ class SimulatedLanes:
                 start_s = max(start_s, ends[other][awaited])
             number[lane] = position + 1
             end_s = ends[lane][position + 1]
-            ready_s = computed[number[COMPUTE]] if operation.settles else before_s
+            ready_s = computed[number[COMPUTE]] if operation.commits else before_s
             if host_s > ready_s:
                 ready_s = host_s
-            if operation.settles:  # the host continues when its own update is over
+            if operation.commits:  # the host continues when its own update is over
                 start_s = end_s = free_s(host_after)
             if lane == COMPUTE and (seen := seen_at[position + 1][FETCHES]) > arrived:
                 iteration.late += sum(arrival_s > ready_s for arrival_s in ends[FETCHES][arrived + 1 : seen + 1])
@@ -352,10 +352,10 @@ class SimulatedLanes:
         if lane == HOST_UPDATE and chunk.role is Role.MASTER:
             label = rounding_of(chunk)
         # On one processor an update on the host that waits keeps COMPUTE waiting.
-        stands_still = lane == HOST_UPDATE and (self._one_processor or operation.settles) and not operation.is_ahead
+        stands_still = lane == HOST_UPDATE and (self._one_processor or operation.commits) and not operation.is_ahead
         if start_s > ready_s and (lane == COMPUTE or stands_still):
             iteration.spans.append(Span(Lane.COMPUTE, label, ready_s, start_s, moment, chunk, is_stall=True))
-        if (end_s > start_s or operation.nbytes) and not operation.settles:
+        if (end_s > start_s or operation.nbytes) and not operation.commits:
             iteration.spans.append(Span(LANES[lane], label, start_s, end_s, moment, chunk, operation.nbytes))
 
     def _lacks(self, operation: LaneOperation, does: str, replica: int, lane: int, number: int, did: str) -> None:

@@ -227,12 +227,12 @@ class Reader:
             host_nbytes=self._trace.touched_nbytes(update.group),
         )
 
-    def _settle(self, moment: Moment) -> None:
+    def _commit_ahead(self, moment: Moment) -> None:
         """The moment of a group that was updated speculatively: what was written to shadow buffers becomes theirs."""
         del self._ahead[moment.chunk.group]
-        self._issue_update(moment, Tier.HOST, settles=True)
+        self._issue_update(moment, Tier.HOST, commits=True)
 
-    def _issue_update(self, moment: Moment, tier: Tier, *, settles: bool = False) -> None:
+    def _issue_update(self, moment: Moment, tier: Tier, *, commits: bool = False) -> None:
         state, machine = self.state, self.machine
         update = self._trace.update(moment.chunk.group)
         reads: list[int] = []
@@ -249,8 +249,8 @@ class Reader:
                 state.need_alone(replica)
             (writes if is_written else reads).append(replica)
         if tier is Tier.HOST:
-            if settles:
-                self._issue(HOST_UPDATE, (), tuple(writes), 0.0, moment.chunk, settles=True)
+            if commits:
+                self._issue(HOST_UPDATE, (), tuple(writes), 0.0, moment.chunk, commits=True)
                 return
             self._issue(
                 HOST_UPDATE,
@@ -308,7 +308,7 @@ class Reader:
             state.begin(moment, self._trace)
         elif kind is Kind.UPDATE:
             if moment.chunk.group in self._ahead:
-                self._settle(moment)
+                self._commit_ahead(moment)
             elif not self._is_updated:
                 self._position.fail(f"an Update of group {moment.chunk.group} is missing")
             if self._plan.update_tiers[moment.chunk.group] is Tier.DEVICE:
@@ -341,13 +341,13 @@ class Reader:
         nbytes: int = 0,
         *,
         is_ahead: bool = False,
-        settles: bool = False,
+        commits: bool = False,
         host_nbytes: int = 0,
     ) -> None:
         self.num_issued[lane] += 1
         at = self._position.index
         self._entries.append(
-            LaneOperation(lane, reads, writes, duration_s, at, chunk, nbytes, is_ahead, settles, host_nbytes)
+            LaneOperation(lane, reads, writes, duration_s, at, chunk, nbytes, is_ahead, commits, host_nbytes)
         )
 
     def _check_far_waits(self) -> None:

@@ -21,7 +21,7 @@ class Standing(enum.IntEnum):
 
     DEAD = 0
     """A replica whose content is consumed, or replaced by a newer version elsewhere: dropping it costs nothing."""
-    SETTLED = 1
+    AWAITS_UPDATE = 1
     """Complete, and wanted next on the other tier: a finished gradient whose update runs on HOST."""
     ACTIVE = 2
     """Read or written by forward and backward."""

@@ -66,7 +66,7 @@ class Neighbours:
             operations = self._operations(dist.isend, tensors, message)
             done()  # from here on they are the schedule's
             return operations
-        self.settle(up_to=self._ranks.size - 1)
+        self.wait_until_sent(up_to=self._ranks.size - 1)
         with self._ranks.connection.waiting(message.label):
             group = self._ranks.all_ranks.group(self._device)
             works = [group.send([tensor.contiguous()], message.peer, message.tag) for tensor in tensors]
@@ -87,7 +87,7 @@ class Neighbours:
         """Wait for what was to be received under a tag. Raises what `send` does."""
         self._wait(*self._received.pop(tag, ([], "")))
 
-    def settle(self, *, up_to: int = 0) -> None:
+    def wait_until_sent(self, *, up_to: int = 0) -> None:
         """Wait until no more than so many messages are under way. Raises what `send` does."""
         while len(self._sent) > up_to:
             works, label, done = self._sent.popleft()

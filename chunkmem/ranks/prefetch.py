@@ -154,13 +154,13 @@ class PrefetchSchedule:
             self._waiting = groups
         elif groups:
             self._waiting = ()
-            self.settle()
+            self.finish_reduction()
             reduce = self._reduction.begin if self.has_room else self._reduction.reduce_groups
             reduce(groups)
         if trained:
             self._look_ahead(_AHEAD)
 
-    def settle(self) -> None:
+    def finish_reduction(self) -> None:
         """Wait for the reduction that is under way. Raises what `gather` does."""
         self._reduction.finish()
 
@@ -230,7 +230,7 @@ class PrefetchSchedule:
         with contextlib.suppress(RankError):
             self.drop_ahead()
         with contextlib.suppress(RankError):
-            self.settle()
+            self.finish_reduction()
 
     def _look_ahead(self, reader: str) -> None:
         if not self._ahead and (following := self._following()):

@@ -327,7 +327,7 @@ class Units:
             self._release_backward()
             self._reduce_left(is_over=True)
             assert self.prefetch is not None
-            self.prefetch.settle()
+            self.prefetch.finish_reduction()
             if self.backwards.are_all:
                 self._release_staying()
         self._close_backward()

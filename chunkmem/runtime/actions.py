@@ -123,7 +123,7 @@ class PlanActions(StepPolicy, ABC):
         may_be_vain = action.lane is FETCH and phases.get(action.chunk) == "backward"
         return lambda: self._copy(chunk, action, is_vain=may_be_vain and chunk.id.group in self._passed_over)
 
-    def _settle(self, kind: Kind, chunk: Chunk) -> None:
+    def _wait_for_copies(self, kind: Kind, chunk: Chunk) -> None:
         """Have what is about to be computed with a chunk, or its group, come after all copies that touch it."""
         if kind is Kind.UPDATE:
             is_on_host = self.plan.update_tiers.get(chunk.id.group) is not Tier.DEVICE

@@ -134,7 +134,7 @@ class Chunk:
     """Modules write to it in a way that autograd's version counters do not tell of (`self.weight.data.clamp_()`)."""
     is_written_inside: bool = False
     """Modules have written to it while they ran, in a way that nothing tells of before."""
-    settled: bool = False
+    awaits_update: bool = False
     """Complete, and wanted next where it is updated, not on DEVICE."""
     replicas: dict[Tier, Replica] = field(default_factory=dict)
     nbytes: int = field(init=False)

@@ -178,8 +178,8 @@ class Evictor:
 def _standing(chunk: Chunk, tier: Tier) -> Standing:
     if not chunk.ready(tier):
         return Standing.DEAD
-    if chunk.settled:
-        return Standing.SETTLED
+    if chunk.awaits_update:
+        return Standing.AWAITS_UPDATE
     return Standing.ACTIVE if chunk.id.role in (Role.PARAM, Role.GRAD) else Standing.STATE
 
 

@@ -216,7 +216,7 @@ class PlanExecutor(PlanActions):
                 self._passed_over.discard(chunk.id.group)
             self._perform(ready)
             if self._on_plan and not self._order.is_exact:
-                self._settle(kind, chunk)
+                self._wait_for_copies(kind, chunk)
         except TierIOError:
             with contextlib.suppress(TierIOError):
                 self.depart()

@@ -24,7 +24,7 @@ class StepEvents:
     """A storage is about to become part of an activation chunk."""
     activation_left: list[Callable[[torch.UntypedStorage], object]] = field(default_factory=list)
     """A storage was part of one, and is others' now."""
-    settling: list[Callable[[str], AbstractContextManager[object]]] = field(default_factory=list)
+    reducing: list[Callable[[str], AbstractContextManager[object]]] = field(default_factory=list)
     """All ranks ask for the means of gradients before the step, by a call of this name: surrounds that."""
     reduced: list[Callable[[int], object]] = field(default_factory=list)
     """The reduction of a group's gradients over ranks is over: its owner has the means."""

@@ -45,7 +45,7 @@ class ChunkStore:
         self.on_copy: Callable[[Chunk, Tier, Tier, Interval], None] = lambda chunk, source, target, taken: None
         """Called after each copy that was waited for: chunk, source, target, and when COMPUTE did nothing else."""
         self.on_sooner: Callable[[Chunk, Tier], None] = lambda chunk, tier: None
-        """Called when a replica may leave, or sooner than before: it has come, settles, or its content is used up."""
+        """Called when a replica may leave, or sooner than before: it has come, awaits its update, or is used up."""
         self.snapshot: Snapshot | None = None
         """Snapshot that another thread reads while chunks change; None: none is taken. See [Note: Snapshots]."""
 
@@ -253,17 +253,17 @@ class ChunkStore:
             self._give_slab_back(chunk, other)
             self.num_outdated += 1
 
-    def settle(self, chunk: Chunk, *, is_settled: bool = True) -> None:
+    def mark_for_update(self, chunk: Chunk, *, awaits_update: bool = True) -> None:
         """Say whether the content is complete, and wanted next where it is updated."""
-        chunk.settled = is_settled
-        for tier in chunk.replicas if is_settled else ():
+        chunk.awaits_update = awaits_update
+        for tier in chunk.replicas if awaits_update else ():
             self.on_sooner(chunk, tier)
 
     def consume(self, chunk: Chunk) -> None:
         """The content is used up. A slab on the `compute_tier` stays for the next content; on DEVICE it goes first."""
         self.before_change(chunk)
         chunk.version = NO_CONTENT
-        chunk.settled = False
+        chunk.awaits_update = False
         for tier in list(chunk.replicas):
             chunk.replicas[tier].version = NO_CONTENT
             if tier is chunk.compute_tier:

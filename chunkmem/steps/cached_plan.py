@@ -225,7 +225,7 @@ class CachedPlan:
         return self._planner is not None and self._num_refinements > 0
 
     @property
-    def is_settled(self) -> bool:
+    def is_final(self) -> bool:
         """While steps follow the plan, none is made any more: durations are known, and all was tried."""
         return self._planner is not None and not self.wants_durations and self._planner.is_done
 

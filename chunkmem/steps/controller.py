@@ -134,7 +134,7 @@ class StepController:
     def is_between_steps(self) -> bool:
         """A step or an evaluation was the last thing, and a parameter that is used begins the next one."""
         is_over = self.now.mode is Mode.TRAIN and not self.now.is_running
-        return self._is_lone and (self.now.mode is Mode.EVAL or is_over or self.now.is_settled)
+        return self._is_lone and (self.now.mode is Mode.EVAL or is_over or self.now.is_learnt)
 
     def begin_root(
         self,
@@ -210,7 +210,7 @@ class StepController:
         if self.watch is not None:
             self.watch.count_again(storage)
 
-    def settle(self) -> None:
+    def learn_from_last(self) -> None:
         """Chunks are about to change between two steps: learn from the last one now, and not from what happens then."""
         is_over = self._iteration_end.is_over and not self.now.is_running
         if self.now.mode is Mode.EVAL or (self.now.mode is Mode.TRAIN and is_over):
@@ -218,7 +218,7 @@ class StepController:
                 self._pager.policy = BetweenSteps(self._pager.policy, has_hooks=False)
             self._end_iteration()
             self.residence.leave()
-            self.now.is_settled = True
+            self.now.is_learnt = True
             for kinds in self.known.kinds.values():
                 kinds.stop()
 
@@ -285,7 +285,7 @@ class StepController:
         for other in self.known.kinds.values():
             other.stop(besides=entry)
         plan_executor = None if entry is None else entry.prepare()
-        self.now.mode, self.now.is_running, self.now.has_compiled, self.now.is_settled = mode, True, False, False
+        self.now.mode, self.now.is_running, self.now.has_compiled, self.now.is_learnt = mode, True, False, False
         self._iteration_end.begin()
         self.timelines.begin()
         if mode is Mode.TRAIN:

@@ -28,7 +28,7 @@ class Iteration:
     """Training or evaluation; None: before the first step, and after one that has been learnt from."""
     key: Key = field(default_factory=Key)
     is_running: bool = False
-    is_settled: bool = False
+    is_learnt: bool = False
     """It is over, and has been learnt from."""
     is_prelude: bool = False
     """Parameters have been used outside of models, and no model has been called yet."""

@@ -79,7 +79,7 @@ def assert_nothing_left(twin: Twin) -> None:
     """No content and no pin: every graph is gone."""
     assert twin.manager is not None
     assert pinned_by_backward(twin.manager) == ()
-    twin.manager.runtime.modules.regions.settle()
+    twin.manager.runtime.modules.regions.pack_last()
     for chunk in activations(twin):
         assert chunk.version == NO_CONTENT, chunk.label
 
@@ -648,7 +648,7 @@ def written(build: Callable[[], nn.Module], between: Callable[[Twin], Any] | Non
                 with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                     twin.loss(features(0)).backward()
                 twin.optimizer.zero_grad()
-            twin.manager.runtime.modules.regions.settle()  # type: ignore[union-attr]
+            twin.manager.runtime.modules.regions.pack_last()  # type: ignore[union-attr]
 
 
 class Writes(nn.Module):

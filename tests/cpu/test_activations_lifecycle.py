@@ -559,7 +559,7 @@ def test_what_autograd_keeps_after_a_step_is_in_the_report() -> None:
         twin.steps(0, 1, 2)
         assert manager.memory().left_nbytes == 0
         loss = twin.loss(features(3))
-        manager.runtime.modules.regions.settle()
+        manager.runtime.modules.regions.pack_last()
         nbytes = manager.memory().device.by_role["activation"][0]
         assert nbytes > 0
         twin.loss(features(4)).backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -1042,3 +1043,7 @@ def test_closed_managers_hear_no_more() -> None:
     after = len(handler.start_callbacks), len(torch.nn.modules.module._global_module_registration_hooks)
     assert after[0] == before[0] == len(handler.end_callbacks)
     assert after[1] <= before[1]
+
+
+def test_what_the_compiler_does_not_look_into_is_there() -> None:
+    assert [name for name in _OPAQUE if importlib.util.find_spec(name) is None] == []

@@ -127,19 +127,19 @@ def test_consumed_content_goes_before_anything_else_and_is_not_copied() -> None:
     assert world.store.moved[Tier.DEVICE, Tier.HOST] == 0
 
 
-def test_a_settled_gradient_leaves_before_parameters_and_those_before_states() -> None:
+def test_a_gradient_that_awaits_its_update_leaves_before_parameters_and_those_before_states() -> None:
     world = packed([1, 1, 1, 1], device=3)
     world.pager.create(world.chunk(Role("exp_avg"), 0), DEVICE, reader="states", zero=True)
     use(world, 0)
     world.pager.create(world.grad(0), DEVICE, reader="gradient", zero=True)
-    world.store.settle(world.grad(0))
+    world.store.mark_for_update(world.grad(0))
     use(world, 1)
     assert world.on(DEVICE) == ["exp_avg chunk 0", "param chunk 0", "param chunk 1"]
     use(world, 2)
     assert world.on(DEVICE) == ["exp_avg chunk 0", "param chunk 1", "param chunk 2"]
 
 
-def test_a_gradient_that_settles_leaves_before_what_was_to_leave_before_it() -> None:
+def test_a_gradient_that_is_complete_leaves_before_what_was_to_leave_before_it() -> None:
     world = packed([1, 1, 1], device=3)
     use(world, 0)
     world.pager.create(world.grad(0), DEVICE, reader="gradient", zero=True)
@@ -149,7 +149,7 @@ def test_a_gradient_that_settles_leaves_before_what_was_to_leave_before_it() -> 
     world.pager.use(world.grad(0), DEVICE, reader="a further gradient")
     use(world, 0)
     assert world.on(DEVICE) == ["grad chunk 0", "param chunk 0", "param chunk 2"]
-    world.store.settle(world.grad(0))
+    world.store.mark_for_update(world.grad(0))
     world.check()
     use(world, 1)
     assert world.on(DEVICE) == ["param chunk 0", "param chunk 1", "param chunk 2"]

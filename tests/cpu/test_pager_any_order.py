@@ -172,14 +172,14 @@ class AnyOrder(RuleBasedStateMachine):
             del self.values[key]
 
     @precondition(lambda self: self.pinned)
-    @rule(index=st.integers(0, 99), settled=st.booleans())
-    def update(self, index: int, settled: bool) -> None:
+    @rule(index=st.integers(0, 99), is_complete=st.booleans())
+    def update(self, index: int, is_complete: bool) -> None:
         """The runtime writes to a pinned replica, as an optimizer step does."""
         key, tier = self.pinned[index % len(self.pinned)]
         if (key, OTHER[tier]) in self.pinned:
             return
         chunk = self.chunk(key)
-        self.world.store.settle(chunk, is_settled=settled and key.role is Role.GRAD)
+        self.world.store.mark_for_update(chunk, awaits_update=is_complete and key.role is Role.GRAD)
         self.world.fill(chunk, tier, self.tick())
         self.world.store.mark_written(chunk, tier)
         self.values[key] = [self.clock] * 7

@@ -107,7 +107,7 @@ class Twins:
 
 def assert_nothing_left(manager: chunkmem.ChunkManager) -> None:
     """Assert that nothing is pinned, and no activations are a chunk any more."""
-    manager.runtime.modules.regions.settle()  # as when the next step begins: what an exception referred to is gone
+    manager.runtime.modules.regions.pack_last()  # as when the next step begins: what an exception referred to is gone
     audit(manager)
     chunks = manager.runtime.memory.store.chunks.values()
     assert not [c.label for c in chunks if c.id.role is Role.ACTIVATION and c.newest_tier() is not None]

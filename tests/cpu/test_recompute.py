@@ -577,9 +577,9 @@ def test_sources_that_a_call_has_not_drawn_from_are_left_alone(source: Literal["
     expected = [draw() for _ in range(2)]
     seed(3)
     silent, drawing = RandomStates((source,)), RandomStates((source,))
-    silent.settle()
+    silent.forget_undrawn()
     first = draw()
-    drawing.settle()
+    drawing.forget_undrawn()
     with silent.restored():
         second = draw()
     assert [first, second] == expected
@@ -595,8 +595,8 @@ def test_states_of_numpy_that_are_known_from_the_call_before() -> None:
     np.random.seed(3)
     for number in range(6):
         silent, drawing = RandomStates(sources), RandomStates(sources)
-        silent.settle()
+        silent.forget_undrawn()
         assert np.random.randn() == expected[number]
-        drawing.settle()
+        drawing.forget_undrawn()
         with silent.restored(), drawing.restored():
             assert np.random.randn() == expected[number]

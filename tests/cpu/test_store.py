@@ -114,10 +114,10 @@ def test_consumed_content_leaves_a_slab_on_device_only(world: World) -> None:
     world.store.create(on_device, DEVICE, zero=True)
     world.store.create(on_host, HOST, zero=True)
     for chunk in (on_device, on_host):
-        world.store.settle(chunk)
+        world.store.mark_for_update(chunk)
         world.store.consume(chunk)
         assert chunk.version == NO_CONTENT
-        assert not chunk.settled
+        assert not chunk.awaits_update
         assert chunk.newest_tier() is None
     assert (world.on(DEVICE), world.on(HOST)) == (["grad chunk 0"], [])
     world.store.drop(on_device, DEVICE)

@@ -14,7 +14,7 @@ from chunkmem.data.types import ChunkId, Role
 from chunkmem.plan.choose import furthest_next_use
 from chunkmem.plan.victims import LeavingOrder, Resident, Standing, choose_victims, in_leaving_order, spare_needless
 
-DEAD, SETTLED, ACTIVE, STATE = Standing
+DEAD, AWAITS_UPDATE, ACTIVE, STATE = Standing
 
 
 def resident(
@@ -45,7 +45,7 @@ def test_standing_comes_before_age() -> None:
     residents = [
         resident(0, 1, standing=STATE),
         resident(1, 2, standing=ACTIVE),
-        resident(2, 3, standing=SETTLED),
+        resident(2, 3, standing=AWAITS_UPDATE),
         resident(3, 4, standing=DEAD),
     ]
     assert groups(choose_victims(residents, 40)) == [3, 2, 1, 0]

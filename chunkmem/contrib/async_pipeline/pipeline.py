@@ -96,7 +96,7 @@ class AsynchronousPipeline(StagedPipeline):
 
     def _require_no_gradients(self) -> None:
         runtime = self._runtime
-        runtime.gradients.settle(runtime.registry.parameters)
+        runtime.gradients.sync_with_grad(runtime.registry.parameters)
         if runtime.gradients.slots.any_given(runtime.registry.parameters):
             raise StateError(
                 "pipe.step(): there are gradients of another backward, and no telling which update they are for; call "
@@ -128,7 +128,7 @@ class AsynchronousPipeline(StagedPipeline):
             loss = self._run_round(self._updates)
             losses += [loss] if is_updated else []
         with self._running():
-            self._neighbours.settle()
+            self._neighbours.wait_until_sent()
         self._rounds.drained()
         return losses
 
