@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import chunkmem
+from chunkmem.modules.compiled import _OPAQUE
 from tests.helpers.low_precision import LowPlain
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import Outcome, Task, serial, train
