@@ -26,7 +26,8 @@ from benchmarks.pipeline.models import NUM_BATCHES, Workload, loss_of
 from benchmarks.program import BenchmarkError, carry_out, parse, surroundings
 from benchmarks.stats import median_interval, paired_ratios
 from benchmarks.worker import Worker
-from chunkmem.plan.machine import disk_links
+from chunkmem.data.types import Tier
+from chunkmem.plan.machine import links_below
 from chunkmem.plan.model import Lane
 from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.device import ComputeDevice
@@ -128,7 +129,7 @@ class Trainee:
         if 0 < setting.disk_Bps < math.inf:
             caps = TierCaps(device_nbytes, setting.host_nbytes, shared=False)
             machine = cached_machine(ComputeDevice(torch.device("cpu")), caps)
-            links = disk_links(read_Bps=setting.disk_Bps, write_Bps=setting.disk_Bps)
+            links = links_below(Tier.HOST, Tier.DISK, read_Bps=setting.disk_Bps, write_Bps=setting.disk_Bps)
             options["machine"] = replace(machine, links={**machine.links, **links})
             options["disk_calls"] = ThrottledDisk(setting.disk_Bps, setting.disk_Bps)
         values = {

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, counted
-from chunkmem.cli.machine import add_count, add_size, add_speed, add_training_arguments, parse_speed
+from chunkmem.cli.machine import (
+    add_caps_below,
+    add_count,
+    add_size,
+    add_speed,
+    add_training_arguments,
+    caps_below,
+    parse_speed,
+)
 from chunkmem.cli.stages import pipeline_answer, refuse_with
 from chunkmem.data.errors import CapacityError, ConfigError, LayoutError
 from chunkmem.data.types import ACTIVATION_POLICIES, Tier
@@ -61,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_size(parser, "--device", help="cap on DEVICE, such as 80GiB; default: 80 %% of the accelerator")
     add_training_arguments(parser, seq=2048, chunk_size="searched")
     parser.set_defaults(batch=None)
-    add_size(parser, "--disk", help="memory.disk: cap on DISK (default: there is none)")
+    add_caps_below(parser)
     add(
         "--disk-speed",
         metavar="SPEED",
@@ -111,7 +119,7 @@ def run(options: argparse.Namespace) -> CommandResult:
     mesh, is_auto = _mesh(options), options.mesh == "auto"
     has_stages = options.stages or mesh.stage > 1
     if has_stages:
-        refuse_with("--stages", {"--largest": options.largest, "--world": options.world > 1, "--disk": options.disk})
+        refuse_with("--stages", {"--largest": options.largest, "--world": options.world > 1} | caps_below(options))
     elif options.micro_batches or options.picture:
         name = "--micro-batches" if options.micro_batches else "--picture"
         raise ConfigError(f"{name} is about a pipeline; give --stages, too")
@@ -131,9 +139,9 @@ def _mesh(options: argparse.Namespace) -> RankMesh:
     """Return the mesh that is given, or what `--world`, `--replicas` and `--stages` stand for; of "auto", all ranks."""
     world, replicas = options.world, options.replicas
     if options.mesh == "auto":
-        names = ("largest", "stages", "micro_batches", "picture", "disk", "tile", "in_backward")
+        names = ("largest", "stages", "micro_batches", "picture", "tile", "in_backward")
         given = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
-        refuse_with("--mesh auto", {"--replicas": replicas > 1} | given)
+        refuse_with("--mesh auto", {"--replicas": replicas > 1} | given | caps_below(options))
         if world == 1 and options.nnodes:
             world = options.nnodes * HARDWARE[options.hardware].ranks_a_machine
         if world == 1:
@@ -214,8 +222,9 @@ def _question(options: argparse.Namespace, mesh: RankMesh) -> Question:
     if options.activations and options.checkpointing:
         raise ConfigError("--checkpointing and --activations are two ways to recompute blocks; leave one of them out")
     hardware = _hardware(options, mesh.num_ranks)
-    if options.disk is not None and options.host is None:
-        raise ConfigError("--disk is below HOST, and takes what that has no room for; give --host, too")
+    for option, nbytes in caps_below(options).items():
+        if nbytes and options.host is None:
+            raise ConfigError(f"{option} is below HOST, and takes what that has no room for; give --host, too")
     if not options.largest:
         resolve_model(options.model, batch=1, seq=options.seq)  # what is wrong is said before anything takes time
     same = {field.name: getattr(options, field.name) for field in fields(Question) if hasattr(options, field.name)}
@@ -225,7 +234,6 @@ def _question(options: argparse.Namespace, mesh: RankMesh) -> Question:
         "hardware": hardware,
         "device_nbytes": options.device or int(_DEVICE_SHARE * hardware.device_nbytes),
         "host_nbytes": options.host,
-        "disk_nbytes": options.disk or 0,
         "master": "weights" if options.no_master_weights and options.master == "fp32" else options.master,
         "is_accumulating": options.accumulate,
         "chunk_numel": options.chunk_size,
@@ -258,7 +266,7 @@ def _hardware(options: argparse.Namespace, num_ranks: int) -> Hardware:
     if options.tflops:
         said["flop_per_s"] = said["fp32_flop_per_s"] = 1e12 * options.tflops
     if options.disk_speed:
-        if options.disk is None:
+        if not options.disk_nbytes:
             raise ConfigError("--disk-speed is about DISK; give --disk, too")
         said["disk_read_Bps"], said["disk_write_Bps"] = options.disk_speed
     return replace(hardware, **said)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, counted, table
-from chunkmem.cli.estimate_times import assumption_lines, disk_data, disk_lines, time_data, time_lines
+from chunkmem.cli.estimate_times import assumption_lines, below_data, below_lines, time_data, time_lines
 from chunkmem.data.sizes import format_nbytes
-from chunkmem.data.types import TIERS, Role, Tier
+from chunkmem.data.types import BELOW, TIERS, Role, Tier
 from chunkmem.estimate.question import device_need
 from chunkmem.report.regions import region_data
 from chunkmem.report.text import REGION_COLUMNS, region_rows
@@ -85,7 +85,7 @@ def yes(finding: Finding, other_nbytes: int | None, need: DeviceNeed) -> Command
                    "cap_nbytes": question.device_nbytes},
         "host": {"peak_nbytes": host_nbytes, "first_step_nbytes": finding.first_host_nbytes,
                  "cap_nbytes": question.host_nbytes},
-        "disk": disk_data(finding),
+        **{tier.value: below_data(finding, tier) for tier in BELOW},
         "exchanged": {"sent_nbytes": finding.exchanged.sent_nbytes,
                       "received_nbytes": finding.exchanged.received_nbytes,
                       "across_nbytes": finding.across_nbytes,
@@ -94,17 +94,18 @@ def yes(finding: Finding, other_nbytes: int | None, need: DeviceNeed) -> Command
         "updated_on_host": updated[Tier.HOST],
         "regions": [region_data(region) for region in finding.regions],
     }  # fmt: skip
-    disk = ""
-    if question.disk_nbytes:
-        disk = f", DISK at {format_nbytes(data['disk']['peak_nbytes'])} of {format_nbytes(question.disk_nbytes)}"
+    below = "".join(
+        f", {tier.name} at {format_nbytes(data[tier.value]['peak_nbytes'])} of {format_nbytes(cap_nbytes)}"
+        for tier, cap_nbytes in question.below_nbytes.items()
+    )
     host_cap = "" if question.host_nbytes is None else f" of {format_nbytes(question.host_nbytes)}"
     lines = [
         f"fits: DEVICE peaks at {format_nbytes(device_nbytes)} of {format_nbytes(question.device_nbytes)}, "
-        f"HOST at {format_nbytes(host_nbytes)}{host_cap}{disk}",
+        f"HOST at {format_nbytes(host_nbytes)}{host_cap}{below}",
         _least(need),
         *_beyond(question),
         *time_lines(finding, data),
-        *disk_lines(data["disk"]),
+        *(line for tier in question.below_nbytes for line in below_lines(tier, data[tier.value])),
     ]
     if question.mesh.world > 1:
         across = finding.across_nbytes
@@ -285,6 +286,6 @@ def _shown(change: Change) -> str:
     """Return the options to add or change, sizes also for people."""
     words = []
     for option, word in zip(("", *change.options), change.options, strict=False):
-        is_size = option in ("--device", "--host", "--disk") and int(word) > 2**20
+        is_size = option[2:] in (tier.value for tier in TIERS) and int(word) > 2**20
         words.append(f"{word} ({format_nbytes(int(word))})" if is_size else word)
     return " ".join(words)

@@ -10,7 +10,7 @@ from chunkmem.cli.answer import counted
 from chunkmem.data.sizes import format_nbytes
 from chunkmem.data.types import Tier
 from chunkmem.estimate.hardware import BUILD_Bps, PIN_Bps
-from chunkmem.plan.model import Lane
+from chunkmem.plan.model import LANES
 
 _DISK_SHARE = 0.5
 """Of a step that the disk reads or writes: from there on it is what the step waits for."""
@@ -59,17 +59,17 @@ def time_lines(finding: Finding, said: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def disk_data(finding: Finding) -> dict[str, Any] | None:
-    """Return what ``--json`` prints about DISK; None if there is none."""
-    if not finding.question.disk_nbytes:
+def below_data(finding: Finding, tier: Tier) -> dict[str, Any] | None:
+    """Return what ``--json`` prints about a tier below HOST; None if there is none."""
+    if tier not in finding.question.below_nbytes:
         return None
-    timeline = finding.timeline
-    read_s, write_s = map(timeline.busy_s, (Lane.DISK_READ, Lane.DISK_WRITE))
+    timeline, (read, write) = finding.timeline, LANES[tier]
+    read_s, write_s = map(timeline.busy_s, (read, write))
     return {
-        "peak_nbytes": timeline.peak_nbytes[Tier.DISK],
-        "cap_nbytes": finding.question.disk_nbytes,
-        "read_nbytes": timeline.moved_nbytes[Lane.DISK_READ],
-        "written_nbytes": timeline.moved_nbytes[Lane.DISK_WRITE],
+        "peak_nbytes": timeline.peak_nbytes[tier],
+        "cap_nbytes": finding.question.below_nbytes[tier],
+        "read_nbytes": timeline.moved_nbytes[read],
+        "written_nbytes": timeline.moved_nbytes[write],
         "read_s": read_s,
         "write_s": write_s,
         # Reading or writing takes most of a step, and no less than any lower bound.
@@ -77,20 +77,18 @@ def disk_data(finding: Finding) -> dict[str, Any] | None:
     }
 
 
-def disk_lines(disk: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield what is printed about DISK, of which this is the data."""
-    if disk is None:
-        return
-    read_nbytes, written_nbytes = disk["read_nbytes"], disk["written_nbytes"]
+def below_lines(tier: Tier, data: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is printed about a tier below HOST, of which this is the data."""
+    read_nbytes, written_nbytes = data["read_nbytes"], data["written_nbytes"]
     if not read_nbytes and not written_nbytes:
-        yield "DISK is not used: HOST has room for all"
+        yield f"{tier.name} is not used: HOST has room for all"
         return
     yield (
-        f"each step reads {format_nbytes(read_nbytes)} from DISK in {_time(disk['read_s'])}, and writes "
-        f"{format_nbytes(written_nbytes)} in {_time(disk['write_s'])}"
-        + ("; the disk is what a step waits for" if disk["binds"] else "")
+        f"each step reads {format_nbytes(read_nbytes)} from {tier.name} in {_time(data['read_s'])}, and writes "
+        f"{format_nbytes(written_nbytes)} in {_time(data['write_s'])}"
+        + (f"; the {tier.value} is what a step waits for" if data["binds"] else "")
     )
-    if written_nbytes:
+    if written_nbytes and tier is Tier.DISK:
         yield f"disks wear: one rated for 1 PB written lasts {_rounded(1e15 / written_nbytes)} steps"
 
 
@@ -104,10 +102,9 @@ def assumption_lines(question: Question) -> Iterator[str]:
         f"reaches {100 * hardware.eager_share:.0f} %; link {hardware.link_Bps / 1e9:.0f} GB/s each way and "
         f"{hardware.duplex_Bps / 1e9:.0f} both ways; host memory {hardware.host_memory_Bps / 1e9:.0f} GB/s"
     )
-    if question.disk_nbytes:
-        assumed += (
-            f"; disk {hardware.disk_read_Bps / 1e9:.2g} GB/s reading, {hardware.disk_write_Bps / 1e9:.2g} writing"
-        )
+    for tier in question.below_nbytes:
+        speed = hardware.below[tier]
+        assumed += f"; {tier.value} {speed['read_Bps'] / 1e9:.2g} GB/s reading, {speed['write_Bps'] / 1e9:.2g} writing"
     if mesh.world > 1:
         assumed += f"; network {peers.exchange_Bps(mesh.shard) / 1e9:.3g} GB/s a rank"
     if mesh.replicate > 1:

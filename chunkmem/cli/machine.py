@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from chunkmem.data.errors import ConfigError, PlanError
 from chunkmem.data.sizes import parse_nbytes
-from chunkmem.data.types import LINKS, Tier
+from chunkmem.data.types import BELOW, MEMORY, PLACE, Tier, links_of
 from chunkmem.plan.machine import LinkSpeed, Machine
-from chunkmem.plan.model import LINK_LANES, Plan
+from chunkmem.plan.model import LANE_LINKS, LANES, LINK_LANES, Plan
 
 if TYPE_CHECKING:
     from chunkmem.runtime.tiers import TierCaps
@@ -36,7 +36,6 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `--device --host --disk --h2d --d2h --disk-read --disk-write --machine`; `machine_of` reads them."""
     add_size(parser, "--device", required=True, help="cap on DEVICE, such as 8GiB")
     add_size(parser, "--host", least=0, help="cap on HOST (default: enough for all that is not on DEVICE)")
-    add_size(parser, "--disk", help="cap on DISK (default: there is none)")
     parser.add_argument(
         "--machine",
         metavar="FILE",
@@ -45,8 +44,23 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_speed(parser, "--h2d", help="bytes a second from HOST to DEVICE instead, such as 25GB/s")
     add_speed(parser, "--d2h", help="bytes a second from DEVICE to HOST instead, such as 25GB/s")
-    add_speed(parser, "--disk-read", help="bytes a second from DISK to HOST, such as 6GB/s")
-    add_speed(parser, "--disk-write", help="bytes a second from HOST to DISK, such as 4GB/s")
+    add_caps_below(parser)
+    for tier in BELOW:
+        read, write = (f"--{lane.value}" for lane in LANES[tier])
+        add_speed(parser, read, help=f"bytes a second from {tier.name}, such as 6GB/s")
+        add_speed(parser, write, help=f"bytes a second to {tier.name}, such as 4GB/s")
+
+
+def add_caps_below(parser: argparse.ArgumentParser) -> None:
+    """Declare the caps of tiers below HOST, such as `--disk`; 0: there is none."""
+    for tier in BELOW:
+        told = f"memory.{tier.value}: cap on {tier.name} (default: there is none)"
+        add_size(parser, f"--{tier.value}", dest=f"{tier.value}_nbytes", default=0, help=told)
+
+
+def caps_below(options: argparse.Namespace) -> dict[str, int]:
+    """Return the caps of tiers below HOST, by option."""
+    return {f"--{tier.value}": getattr(options, f"{tier.value}_nbytes") for tier in BELOW}
 
 
 def add_count(parser: argparse.ArgumentParser, option: str, metavar: str, **more: Any) -> None:
@@ -71,19 +85,21 @@ def machine_of(options: argparse.Namespace, *, host_nbytes: int) -> Machine:
         ConfigError: something of a disk is given, and something else is missing.
         PlanError: the file of `--machine` cannot be read, or is something else.
     """
-    host_nbytes = host_nbytes if options.host is None else options.host
-    disk_nbytes = options.disk or 0
-    given = {link: getattr(options, LINK_LANES[link].value.replace("-", "_")) for link in LINKS}
-    for link in LINKS:
-        if Tier.DISK in link and given[link] and not disk_nbytes:
-            raise ConfigError(f"--{LINK_LANES[link].value} is about DISK; give --disk, too")
+    caps = {Tier.DEVICE: options.device, Tier.HOST: host_nbytes if options.host is None else options.host}
+    given = {lane: getattr(options, lane.value.replace("-", "_")) for lane in LANE_LINKS}
+    for tier in BELOW:
+        caps[tier] = getattr(options, f"{tier.value}_nbytes")
+        for lane in LANES[tier]:
+            if given[lane] and not caps[tier]:
+                raise ConfigError(f"--{lane.value} is about {tier.name}; give --{tier.value}, too")
     machine = measured_machine() if options.machine is None else load_machine(options.machine)
-    links = {link: replace(speed, Bps=given[link] or speed.Bps) for link, speed in machine.links.items()}
-    for link in LINKS if disk_nbytes else ():
-        if link not in links and not given[link]:
-            raise ConfigError(f"--disk needs --{LINK_LANES[link].value}: the machine has no speed of a disk")
-        links.setdefault(link, LinkSpeed(given[link] or 0.0))
-    return replace(machine, device_nbytes=options.device, host_nbytes=host_nbytes, disk_nbytes=disk_nbytes, links=links)
+    links = {link: replace(speed, Bps=given[LINK_LANES[link]] or speed.Bps) for link, speed in machine.links.items()}
+    for link in links_of([tier for tier, nbytes in caps.items() if nbytes or tier in MEMORY]):
+        lane, tier = LINK_LANES[link], max(link, key=PLACE.__getitem__)
+        if link not in links and not given[lane]:
+            raise ConfigError(f"--{tier.value} needs --{lane.value}: the machine has no speed of a {tier.value}")
+        links.setdefault(link, LinkSpeed(given[lane] or 0.0))
+    return replace(machine, links=links).with_caps(caps)
 
 
 def parse_size(option: str, text: str, *, least: int = 1) -> int:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, does_not_fit, table
-from chunkmem.cli.machine import add_count, add_machine_arguments, machine_of
+from chunkmem.cli.machine import add_count, add_machine_arguments, caps_below, machine_of
 from chunkmem.cli.stages import blocks_named, cut_answer, refuse_with
 from chunkmem.data.errors import ConfigError, PlanError
 from chunkmem.data.sizes import format_nbytes, shown
 from chunkmem.data.trace import Trace
-from chunkmem.data.types import Tier
+from chunkmem.data.types import BELOW, Tier
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.disk_bound import DiskBound, disk_bound
 from chunkmem.plan.machine import Machine
@@ -102,7 +102,8 @@ def run(options: argparse.Namespace) -> CommandResult:
 
 
 def _cut(options: argparse.Namespace) -> CommandResult:
-    refuse_with("--stages", {f"--{name}": getattr(options, name) for name in ("machine", "h2d", "d2h", "disk", "out")})
+    given = {f"--{name}": getattr(options, name) for name in ("machine", "h2d", "d2h", "out")}
+    refuse_with("--stages", caps_below(options) | given)
     device_nbytes, host_nbytes = options.device, options.host
     if host_nbytes is not None and device_nbytes is None:
         raise ConfigError("--host bounds the bytes of a stage together with --device; give that, too")
@@ -208,7 +209,7 @@ class Result:
     def lines(self) -> Iterator[str]:
         """Yield what is printed otherwise."""
         timeline, updates = self.timeline, len(self.plan.update_tiers)
-        both = "to and from DEVICE" if self.plan.machine.disk_nbytes else "both"
+        both = "to and from DEVICE" if self.plan.machine.tiers[-1] in BELOW else "both"
         sizes = self.trace.chunk_nbytes.values()
         chunks = f"{len(sizes)} chunks, {format_nbytes(sum(sizes))} in all"
         yield f"{self.path}: {self.trace.mode.value}, {len(self.trace.moments)} moments of {chunks}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from chunkmem.data.sizes import format_nbytes
-from chunkmem.data.types import TIERS, Tier
+from chunkmem.data.types import MEMORY, Tier
 
 _COLUMNS = ("tier", "role", "now", "last step", "peak", "cap")
 
@@ -36,22 +36,38 @@ class TierReport:
 
 @dataclass(frozen=True)
 class MovedReport:
-    """Bytes copied between the tiers since the manager was made, in the order of `LINKS`."""
+    """Bytes copied between the tiers since the manager was made."""
 
-    h2d_nbytes: int
-    d2h_nbytes: int
-    read_nbytes: int = 0
-    """From DISK to HOST."""
-    written_nbytes: int = 0
-    """From HOST to DISK."""
+    by_lane: Mapping[str, int]
+    """By the value of the lane that they were copied on."""
+
+    @property
+    def h2d_nbytes(self) -> int:
+        """From HOST to DEVICE."""
+        return self.by_lane["h2d"]
+
+    @property
+    def d2h_nbytes(self) -> int:
+        """From DEVICE to HOST."""
+        return self.by_lane["d2h"]
+
+    @property
+    def read_nbytes(self) -> int:
+        """From DISK."""
+        return self.by_lane["disk-read"]
+
+    @property
+    def written_nbytes(self) -> int:
+        """To DISK."""
+        return self.by_lane["disk-write"]
 
 
 @dataclass(frozen=True)
 class MemoryReport:
     """Where the bytes are. `str()` is a table."""
 
-    device: TierReport
-    host: TierReport
+    tiers: Mapping[Tier, TierReport]
+    """Of all tiers that there are."""
     moved: MovedReport
     padding_nbytes: int
     """Bytes of PARAM chunks that hold no parameter."""
@@ -62,14 +78,21 @@ class MemoryReport:
     left_nbytes: int = 0
     """Of those, bytes that were activations in chunks and are held by others now: by a user who got hold of them, or by
     autograd, whose graph outlives the step. On an accelerator the cap covers them, as other non-model data."""
-    disk: TierReport | None = None
-    """None: there is no DISK."""
 
     @property
-    def tiers(self) -> Mapping[Tier, TierReport]:
-        """Of all tiers that there are."""
-        reports: dict[Tier, TierReport | None] = {tier: getattr(self, tier.value) for tier in TIERS}
-        return {tier: report for tier, report in reports.items() if report is not None}
+    def device(self) -> TierReport:
+        """Of DEVICE."""
+        return self.tiers[Tier.DEVICE]
+
+    @property
+    def host(self) -> TierReport:
+        """Of HOST."""
+        return self.tiers[Tier.HOST]
+
+    @property
+    def disk(self) -> TierReport | None:
+        """Of DISK; None: there is none."""
+        return self.tiers.get(Tier.DISK)
 
     def __str__(self) -> str:
         rows = [_COLUMNS, *self._rows()]
@@ -98,11 +121,9 @@ class MemoryReport:
         )
         if self.host.page_locked_nbytes is not None:
             yield f"pinned for copies that overlap {format_nbytes(self.host.page_locked_nbytes)} of HOST"
-        if self.disk is not None:
-            yield (
-                f"read from DISK {format_nbytes(self.moved.read_nbytes)}, written to it "
-                f"{format_nbytes(self.moved.written_nbytes)}"
-            )
+        for tier in [*self.tiers][len(MEMORY) :]:
+            read, written = (format_nbytes(self.moved.by_lane[f"{tier.value}-{way}"]) for way in ("read", "write"))
+            yield f"read from {tier.name} {read}, written to it {written}"
         if self.exchange_nbytes[1]:
             received, at_peak = map(format_nbytes, self.exchange_nbytes)
             yield f"to receive from other ranks {received}, at the peak {at_peak}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, Final, NamedTuple
@@ -28,25 +28,37 @@ TIERS = tuple(Tier)
 """A chain, from the tier that computes to the one furthest from it. Bytes pass between neighbors only: HOST is the
 gateway of whatever comes below it."""
 MEMORY = TIERS[:2]
-"""Those that are memory, where tensors are computed with. What is below is read and written."""
+"""Those that are memory, where tensors are computed with; they are always there."""
+BELOW = TIERS[2:]
+"""Those that are read and written. Each may be there or not."""
 PLACE = {tier: place for place, tier in enumerate(TIERS)}
 """Of each tier in the chain."""
 
 Link = tuple[Tier, Tier]
 """Source and target of a copy."""
-LINKS: tuple[Link, ...] = tuple(
-    link for upper, lower in itertools.pairwise(TIERS) for link in ((lower, upper), (upper, lower))
+
+
+def links_of(tiers: Sequence[Tier]) -> Iterator[Link]:
+    """Yield both directions between each of some tiers and the next one."""
+    for upper, lower in itertools.pairwise(tiers):
+        yield from ((lower, upper), (upper, lower))
+
+
+LINKS: tuple[Link, ...] = (
+    *links_of(MEMORY),
+    *itertools.chain.from_iterable(map(links_of, itertools.combinations(TIERS[1:], 2))),
 )
-"""Both directions between each tier and the one below it."""
+"""Both directions between each tier and the one below it, whichever is that: those between them may not be there."""
 DEVICE_LINKS = LINKS[:2]
 """Those of DEVICE, which there always are."""
 
 
-def neighbor(tier: Tier, tiers: Collection[Tier] = TIERS) -> Tier:
-    """Return where what leaves a tier goes: to the one below it or, from the last of `tiers`, to the one above."""
+def neighbor(tier: Tier, tiers: Collection[Tier] = TIERS, *, end: Tier = TIERS[-1]) -> Tier:
+    """Return the next of `tiers` on the way to `end`. By default, that is where what leaves a tier goes: to the one
+    below it or, from the last of `tiers`, to the one above."""
     place = PLACE[tier]
-    below = TIERS[place + 1] if place + 1 < len(TIERS) else None
-    return below if below is not None and below in tiers else TIERS[place - 1]
+    above, below = TIERS[:place][::-1], TIERS[place + 1 :]
+    return next(each for each in ((*below, *above) if PLACE[end] > place else above) if each in tiers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from chunkmem.data.types import UpdateForm
+from chunkmem.data.types import Tier, UpdateForm
 from chunkmem.estimate.mesh import ALONE, RankMesh
-from chunkmem.plan.machine import Machine, disk_links, host_links
+from chunkmem.plan.machine import Machine, host_links, links_below
 
 if TYPE_CHECKING:
     import torch
@@ -109,6 +110,12 @@ class Hardware:
     is_accelerator: bool = True
     """False: DEVICE is a part of RAM, whose cap covers chunks alone, and chunks are exchanged point to point."""
 
+    @property
+    def below(self) -> dict[Tier, dict[str, float]]:
+        """Speeds of the tiers below HOST, for `links_below`."""
+        disk = {"read_Bps": self.disk_read_Bps, "write_Bps": self.disk_write_Bps, "latency_s": _DISK_LATENCY_S}
+        return {Tier.DISK: disk}
+
     def divided(self, tp: int) -> Hardware:
         """Return the hardware as ranks see it that have the same of `tp` parts: the others share machines and NICs."""
         num_apart = min(tp, self.ranks_a_machine)
@@ -172,16 +179,16 @@ class Hardware:
         device_nbytes: int,
         host_nbytes: int,
         *,
-        disk_nbytes: int = 0,
+        below_nbytes: Mapping[Tier, int] = MappingProxyType({}),
         mesh: RankMesh = ALONE,
         sent_share: float = 1.0,
     ) -> Machine:
         """Return what plans of one rank of a mesh are made for, under these caps; `sent_share`: see `Setting`."""
         shards = mesh.shard
         links = host_links(h2d_Bps=self.link_Bps, d2h_Bps=self.link_Bps, latency_s=_LATENCY_S)
-        if disk_nbytes:
-            links |= disk_links(read_Bps=self.disk_read_Bps, write_Bps=self.disk_write_Bps, latency_s=_DISK_LATENCY_S)
-        return Machine(
+        for upper, lower in pairwise((Tier.HOST, *below_nbytes)):
+            links |= links_below(upper, lower, **self.below[lower])
+        machine = Machine(
             device_nbytes=device_nbytes,
             host_nbytes=host_nbytes,
             links=links,
@@ -196,8 +203,8 @@ class Hardware:
             reduce_Bps=self._reduce_Bps(mesh, sent_share) if shards > 1 else inf,
             host_memory_Bps=self.host_memory_Bps,
             duplex_Bps=self.duplex_Bps,
-            disk_nbytes=disk_nbytes,
         )
+        return machine.with_caps({**machine.cap_nbytes, **below_nbytes})
 
 
 def _of(

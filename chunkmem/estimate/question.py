@@ -14,7 +14,7 @@ from chunkmem.activations.shared_regions import kept_nbytes
 from chunkmem.data.errors import CapacityError
 from chunkmem.data.layout_pack import SLAB_FLOOR_NBYTES, SLABS_PER_CAP
 from chunkmem.data.trace import Trace
-from chunkmem.data.types import PLACE, Role, Tier
+from chunkmem.data.types import BELOW, PLACE, Role, Tier
 from chunkmem.estimate.hardware import FASTER, SLOWER, Hardware
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.needs import (
@@ -84,10 +84,15 @@ class Question(Setting):
         return replace(self, rehearse=lambda _: other.rehearsal)
 
     @property
+    def below_nbytes(self) -> dict[Tier, int]:
+        """The caps of those tiers below HOST that there are."""
+        return {tier: nbytes for tier in BELOW if (nbytes := getattr(self, f"{tier.value}_nbytes"))}
+
+    @property
     def total_nbytes(self) -> int:
         """The caps of all tiers together; HOST has one."""
         assert self.host_nbytes is not None
-        return self.device_nbytes + self.host_nbytes + self.disk_nbytes
+        return self.device_nbytes + self.host_nbytes + sum(self.below_nbytes.values())
 
     @property
     def room_nbytes(self) -> int:
@@ -328,8 +333,8 @@ def _lazy_steps(question: Question) -> RankSteps:
 def _least_on_host(question: Question) -> int:
     first, charges = _steps(question).first, question.hardware.is_accelerator
     least_nbytes = least_on_host(first.trace, device_nbytes=question.device_nbytes, charges_non_model=charges)
-    if question.disk_nbytes:
-        least_nbytes = min(least_nbytes, max(least_nbytes - question.disk_nbytes, least_as_gateway(first.trace)))
+    if below_nbytes := sum(question.below_nbytes.values()):
+        least_nbytes = min(least_nbytes, max(least_nbytes - below_nbytes, least_as_gateway(first.trace)))
     return least_nbytes + first.on_host_nbytes.total()
 
 
@@ -340,7 +345,7 @@ def _machine(question: Question, step: Step | None = None) -> Machine:
     return question.peers.machine(
         question.device_nbytes,
         max(0, host_nbytes - taken_nbytes),
-        disk_nbytes=question.disk_nbytes,
+        below_nbytes=question.below_nbytes,
         mesh=question.mesh,
         sent_share=question.sent_share,
     )
@@ -368,11 +373,11 @@ def require_room(question: Question) -> None:
     if not host_nbytes:
         return  # everything finds room, or only a plan tells
     rehearsal, shards = question.rehearsal, question.mesh.shard
-    below = {Tier.HOST: host_nbytes, Tier.DISK: question.disk_nbytes}
+    below = {Tier.HOST: host_nbytes, **question.below_nbytes}
     # Ranks with equally many bytes differ in what lies where, so a few are looked at.
     for rank in rehearsal.fullest_ranks(shards)[:_NUM_TRIED]:
         device = Ledger(Tier.DEVICE, question.room_nbytes, question.device_nbytes)
-        ledgers = [device, *(Ledger(tier, nbytes, nbytes) for tier, nbytes in below.items() if nbytes)]
+        ledgers = [device, *(Ledger(tier, nbytes, nbytes) for tier, nbytes in below.items())]
         try:
             stage = RankStage(
                 rehearsal.step,
@@ -386,9 +391,9 @@ def require_room(question: Question) -> None:
             stage.step()
             stage.step()  # with the states that the first one has made
         except CapacityError as error:
-            # All tiers together are too small. More of DISK will do, unless HOST is smaller than what it has at a time.
-            is_gateway = question.disk_nbytes and least_as_gateway(_steps(question).first.trace) <= host_nbytes
-            tier = Tier.DISK if is_gateway else Tier.HOST
+            # All tiers together are too small. More of the last will do, unless HOST is smaller than what it has at a
+            # time.
+            tier = [*below][-1] if least_as_gateway(_steps(question).first.trace) <= host_nbytes else Tier.HOST
             where = f"rank {rank}: " if shards > 1 else ""
             raise CapacityError(
                 f"{where}{error}",

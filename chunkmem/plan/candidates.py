@@ -13,7 +13,7 @@ from math import inf
 from chunkmem.data.errors import CapacityError, PlanError, TraceError
 from chunkmem.data.sizes import format_nbytes
 from chunkmem.data.trace import Kind, Trace
-from chunkmem.data.types import TIERS, Tier
+from chunkmem.data.types import TIERS, Tier, neighbor
 from chunkmem.plan.ahead import advance_updates, log_nbytes, updates_ahead
 from chunkmem.plan.candidate import Candidate, PlanOptions, make_program
 from chunkmem.plan.choose import furthest_next_use, sweep
@@ -252,11 +252,7 @@ class Candidates:
         if program.peak_nbytes[Tier.HOST] <= machine.host_nbytes:
             limit_nbytes = min(machine.shadow_nbytes, machine.host_nbytes - program.peak_nbytes[Tier.HOST])
             return self._timed(way.placement, program, name, limit_nbytes=limit_nbytes)
-        if (below := machine.tiers[-1]) is not Tier.HOST:
-            return self._make_with_gateway(way, program, name, below)
-        self.work += self.unit // 2
-        self._note_least(Tier.HOST, program.peak_nbytes[Tier.HOST])
-        return None
+        return self._within_caps(way, program, name, Tier.HOST)
 
     def _timed(self, where: Placement, program: Program, name: str, *, limit_nbytes: int) -> Candidate:
         """Return the candidate whose updates begin as early as they can, with so much for shadow buffers."""
@@ -266,26 +262,31 @@ class Candidates:
             self.fastest = candidate, program
         return candidate
 
-    def _make_with_gateway(self, way: _Placed, program: Program, name: str, below: Tier) -> Candidate | None:
-        """Return the fastest candidate that has what HOST has no room for on the tier below it."""
+    def _within_caps(self, way: _Placed, program: Program, name: str, tier: Tier) -> Candidate | None:
+        """Return the fastest candidate that has what a tier has no room for on those below it; None: they have none."""
+        machine = self.machine
+        if program.peak_nbytes[tier] <= machine.cap_nbytes[tier]:
+            return self._candidate(program, program.actions, way.placement, name)
+        if tier is machine.tiers[-1]:
+            self.work += self.unit // 2
+            self._note_least(tier, program.peak_nbytes[tier])
+            return None
         best, is_followable = None, False
-        reserves = _RESERVES if self.is_small else _FEW_RESERVES
-        for reserve, states_first in product(reserves, (False, True)):
+        for reserve, states_first in product(_RESERVES if self.is_small else _FEW_RESERVES, (False, True)):
             reserve_nbytes = reserve * self.slab_nbytes
-            found = offload(self.trace, program, self.machine, reserve_nbytes=reserve_nbytes, states_first=states_first)
+            found = offload(
+                self.trace, program, machine, tier=tier, reserve_nbytes=reserve_nbytes, states_first=states_first
+            )
             if found is None:
                 self.work += self.unit // 2
                 continue
             is_followable = True
-            if found.peak_nbytes[below] > self.machine.cap_nbytes[below]:
-                self._note_least(below, found.peak_nbytes[below])
-                continue
-            told = f"{name}, {reserve} set aside on HOST" + (", states first" if states_first else "")
-            candidate = self._candidate(found, found.actions, way.placement, told)
-            if best is None or candidate.step_s < best.step_s:
+            told = f"{name}, {reserve} set aside on {tier.name}" + (", states first" if states_first else "")
+            candidate = self._within_caps(way, found, told, neighbor(tier, machine.tiers))
+            if best is None or (candidate is not None and candidate.step_s < best.step_s):
                 best = candidate
         if not is_followable:
-            self._note_least(Tier.HOST, least_nbytes(self.trace, program))
+            self._note_least(tier, least_nbytes(self.trace, program, tier=tier))
         return best
 
     def _candidate(

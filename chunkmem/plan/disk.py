@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from chunkmem.data.errors import CapacityError
 from chunkmem.data.sizes import format_nbytes
 from chunkmem.data.trace import Kind, Moment, Trace
-from chunkmem.data.types import PLACE, TIERS, ChunkId, Tier
+from chunkmem.data.types import PLACE, TIERS, ChunkId, Tier, neighbor
 from chunkmem.plan.choose import Order, furthest_next_use, sweep
 from chunkmem.plan.gaps import Life, Problem, Use, problem_of
 from chunkmem.plan.intervals import find_stays, free_room, linger, prefetch
@@ -34,7 +34,7 @@ _READ_LEAD = 1.5
 
 def least_nbytes(trace: Trace, program: Program, *, tier: Tier = Tier.HOST) -> int:
     """Return the smallest cap on a tier with which a program can be followed if all else goes below it, in bytes."""
-    return max(_problem(trace, program, _slots(program, tier), tier).required, default=0)
+    return max(_problem(trace, program, _slots(program, tier), tier, tier).required, default=0)
 
 
 def too_small(tier: Tier, nbytes: int, machine: Machine) -> CapacityError:
@@ -73,7 +73,7 @@ def offload(
         What it has below may be more than the cap there. None: a moment needs more of `tier` than there is.
     """
     slots = _slots(program, tier)
-    problem = _problem(trace, program, slots, tier)
+    problem = _problem(trace, program, slots, tier, neighbor(tier, machine.tiers))
     budget = [machine.cap_nbytes[tier]] * len(problem.durations_s)
     left = [have - need for have, need in zip(budget, problem.required, strict=True)]
     if min(left, default=0) < 0:
@@ -112,12 +112,13 @@ def _slots(program: Program, tier: Tier) -> list[range]:
     return slots
 
 
-def _problem(trace: Trace, program: Program, slots: Sequence[range], tier: Tier) -> Problem:
+def _problem(trace: Trace, program: Program, slots: Sequence[range], tier: Tier, below: Tier) -> Problem:
     # A moment's actions are issued, and then it runs.
     durations_s = [0.0] * slots[-1].stop if slots else []
     for moment, own in zip(trace.moments, slots, strict=True):
         durations_s[own[-1]] = moment.duration_s
-    return problem_of(trace, {}, _lives(trace, program, slots, tier), tuple(durations_s), tier=tier)
+    lives = _lives(trace, program, slots, tier)
+    return problem_of(trace, {}, lives, tuple(durations_s), tier=tier, below=below)
 
 
 def _lives(trace: Trace, program: Program, slots: Sequence[range], tier: Tier) -> dict[ChunkId, Life]:

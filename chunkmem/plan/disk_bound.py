@@ -30,7 +30,9 @@ def disk_bound(trace: Trace, machine: Machine) -> DiskBound:
     """Return the bound for every plan of a trace within the caps of a machine."""
     if not machine.disk_nbytes:
         return DiskBound()
-    room_nbytes = machine.host_nbytes + max(0, min(budgets(trace, machine), default=0))
+    room_nbytes = sum(machine.cap_nbytes[tier] for tier in machine.tiers[1:-1]) + max(
+        0, min(budgets(trace, machine), default=0)
+    )
     used = {moment.chunk for moment in trace.moments if moment.chunk.role.kind.is_weights}
     changed: set[ChunkId] = set()
     for group in trace.update_moments:

@@ -17,7 +17,7 @@ from itertools import accumulate
 from chunkmem.data.errors import CapacityError, PlanError
 from chunkmem.data.sizes import format_nbytes
 from chunkmem.data.trace import Kind, Trace
-from chunkmem.data.types import ChunkId, Tier, neighbor
+from chunkmem.data.types import ChunkId, Tier
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.semantics import arrives
 
@@ -102,11 +102,8 @@ class Problem:
     """Indices of gaps that are not free to decide: the content of resident groups never leaves DEVICE."""
     tier: Tier = Tier.DEVICE
     """Tier on which the chunks are used."""
-
-    @property
-    def below(self) -> Tier:
-        """Where they are when they are not there."""
-        return neighbor(self.tier)
+    below: Tier = Tier.HOST
+    """Where they are when they are not there."""
 
     @cached_property
     def free_to_choose(self) -> tuple[int, ...]:
@@ -213,6 +210,7 @@ def problem_of(
     durations_s: tuple[float, ...],
     *,
     tier: Tier = Tier.DEVICE,
+    below: Tier = Tier.HOST,
     resident_groups: Collection[int] = frozenset(),
 ) -> Problem:
     """Return what there is to decide for chunks with these lives on a tier, in moments of these durations."""
@@ -230,7 +228,7 @@ def problem_of(
     required = _required_nbytes(len(durations_s), nbytes, uses, [gaps[at] for at in always_kept])
     return Problem(
         trace, update_tiers, chunks, nbytes, uses, tuple(gaps), tuple(first_gap), required, durations_s, always_kept,
-        tier,
+        tier, below,
     )  # fmt: skip
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import takewhile
 from math import inf, isfinite
 from typing import Annotated, Any
 
 from chunkmem.data.codec import Mark, Seconds, Speed
 from chunkmem.data.errors import PlanError
 from chunkmem.data.json_files import Saved
-from chunkmem.data.types import LINKS, MEMORY, TIERS, Link, Tier, UpdateForm
+from chunkmem.data.types import BELOW, MEMORY, TIERS, Link, Tier, UpdateForm, links_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +30,14 @@ class LinkSpeed:
 
 def host_links(*, h2d_Bps: float, d2h_Bps: float, latency_s: float = 0.0) -> dict[Link, LinkSpeed]:
     """Return the links between DEVICE and HOST, in both directions, with one latency."""
-    return {
-        (Tier.HOST, Tier.DEVICE): LinkSpeed(h2d_Bps, latency_s),
-        (Tier.DEVICE, Tier.HOST): LinkSpeed(d2h_Bps, latency_s),
-    }
+    return links_below(Tier.DEVICE, Tier.HOST, read_Bps=h2d_Bps, write_Bps=d2h_Bps, latency_s=latency_s)
 
 
-def disk_links(*, read_Bps: float, write_Bps: float, latency_s: float = 0.0) -> dict[Link, LinkSpeed]:
-    """Return the links between HOST and DISK, in both directions, with one latency."""
-    return {
-        (Tier.DISK, Tier.HOST): LinkSpeed(read_Bps, latency_s),
-        (Tier.HOST, Tier.DISK): LinkSpeed(write_Bps, latency_s),
-    }
+def links_below(
+    upper: Tier, lower: Tier, *, read_Bps: float, write_Bps: float, latency_s: float = 0.0
+) -> dict[Link, LinkSpeed]:
+    """Return the links between a tier and the next one, in both directions, with one latency."""
+    return {(lower, upper): LinkSpeed(read_Bps, latency_s), (upper, lower): LinkSpeed(write_Bps, latency_s)}
 
 
 def cap_key(tier: Tier) -> str:
@@ -96,10 +91,8 @@ class Machine(
 
     def __post_init__(self) -> None:
         speeds = {name: getattr(self, name) for name in _SPEEDS}
-        for source, target in LINKS:
+        for source, target in dict.fromkeys((*links_of(self.tiers), *self.links)):
             name = f"the link from {source.name} to {target.name}"
-            if not {source, target} <= {*self.tiers} and (source, target) not in self.links:
-                continue
             if (source, target) not in self.links:
                 raise PlanError(f"machine: {name} has no speed; give one of each link between tiers that it has")
             link = self.links[source, target]
@@ -138,8 +131,7 @@ class Machine(
     @cached_property
     def tiers(self) -> tuple[Tier, ...]:
         """Those that there are: of the chain, memory and what has a cap below it."""
-        below = takewhile(lambda tier: getattr(self, _CAPS[tier]), TIERS[len(MEMORY) :])
-        return (*MEMORY, *below)
+        return (*MEMORY, *(tier for tier in BELOW if getattr(self, _CAPS[tier])))
 
     @cached_property
     def cap_nbytes(self) -> Mapping[Tier, int]:

@@ -32,7 +32,7 @@ from typing import Annotated
 from chunkmem.data.codec import Integer, Mark
 from chunkmem.data.errors import PlanError
 from chunkmem.data.json_files import Saved
-from chunkmem.data.types import MEMORY, ChunkId, Link, Tier, neighbor
+from chunkmem.data.types import LINKS, MEMORY, PLACE, ChunkId, Link, Tier, neighbor
 from chunkmem.plan.machine import Machine
 
 
@@ -50,16 +50,18 @@ class Lane(enum.Enum):
     __hash__ = object.__hash__
 
 
+LANES: Mapping[Tier, tuple[Lane, Lane]] = MappingProxyType(
+    {Tier.HOST: (Lane.H2D, Lane.D2H), Tier.DISK: (Lane.DISK_READ, Lane.DISK_WRITE)}
+)
+"""From a tier to the one above it, and back."""
 LINK_LANES: Mapping[Link, Lane] = MappingProxyType(
-    {
-        (Tier.HOST, Tier.DEVICE): Lane.H2D,
-        (Tier.DEVICE, Tier.HOST): Lane.D2H,
-        (Tier.DISK, Tier.HOST): Lane.DISK_READ,
-        (Tier.HOST, Tier.DISK): Lane.DISK_WRITE,
-    }
+    {link: LANES[max(link, key=PLACE.__getitem__)][PLACE[link[0]] < PLACE[link[1]]] for link in LINKS}
 )
 """The lane of each link: copies over it run one after the other."""
-LANE_LINKS: Mapping[Lane, Link] = MappingProxyType({lane: link for link, lane in LINK_LANES.items()})
+LANE_LINKS: Mapping[Lane, Link] = MappingProxyType(
+    {lane: link for link, lane in LINK_LANES.items() if not {*MEMORY}.isdisjoint(link)}
+)
+"""The link of each lane, if no tier is between."""
 DIRECTIONS: Mapping[Lane, str] = MappingProxyType(
     {
         lane: f"from {source.name}" if source not in MEMORY else f"to {target.name}"

@@ -184,8 +184,7 @@ class _Way:
             return False
         here = PLACE[tier]
         source = min((t for t in TIERS if self.now.on(chunk, t) == NEWEST), key=lambda t: abs(PLACE[t] - here))
-        towards = 1 if PLACE[source] < here else -1
-        return self._copy(chunk, source, TIERS[PLACE[source] + towards])
+        return self._copy(chunk, source, neighbor(source, self.caps, end=tier))
 
     def _alloc(self, chunk: ChunkId, tier: Tier) -> bool:
         if self.now.on(chunk, tier) != ABSENT:

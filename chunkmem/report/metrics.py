@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from types import MappingProxyType
 from typing import Final
 
 from chunkmem.data.memory import MemoryReport, TierReport
 from chunkmem.data.types import TIERS
-from chunkmem.plan.model import LANE_LINKS
+from chunkmem.plan.model import LANE_LINKS, LANES
 from chunkmem.plan.timeline import StepFigures
 
-_LINKS: Final = MappingProxyType({f"{lane.value.replace('-', '_')}_bytes": lane for lane in LANE_LINKS})
+_LINKS: Final = MappingProxyType({lane: f"{lane.value.replace('-', '_')}_bytes" for lane in LANE_LINKS})
 NAMES: Final = frozenset(
     {
         *(f"memory/{tier.value}_{kind}bytes" for tier in TIERS for kind in ("", "step_peak_", "peak_", "cap_")),
         "memory/non_model_bytes",
-        *(f"{of}/{link}" for of in ("total", "step") for link in _LINKS),
+        *(f"{of}/{link}" for of in ("total", "step") for link in _LINKS.values()),
         *(f"step/{name}" for name in ("seconds", "stall_seconds", "exchanged_bytes", "plan_misses")),
         *("step/copies_to_device", "step/copies_in_time"),
         *("plan/seconds", "plan/stall_seconds"),
@@ -46,9 +45,8 @@ def metrics_of(
     for tier, report in tiers.items():
         found |= _of_tier(tier.value, report)
     found["memory/non_model_bytes"] = memory.non_model_nbytes
-    for (name, lane), nbytes in zip(_LINKS.items(), astuple(memory.moved), strict=True):
-        if {*LANE_LINKS[lane]} <= {*tiers}:
-            found[f"total/{name}"] = nbytes
+    for tier in [*tiers][1:]:
+        found |= {f"total/{_LINKS[lane]}": memory.moved.by_lane[lane.value] for lane in LANES[tier]}
     if step is not None:
         found |= _of_step(step)
     if predicted is not None:
@@ -72,7 +70,7 @@ def _of_step(step: StepFigures) -> dict[str, float]:
     return {
         "step/seconds": step.step_s,
         "step/stall_seconds": step.stall_s,
-        **{f"step/{name}": moved[lane] for name, lane in _LINKS.items() if lane in moved},
+        **{f"step/{name}": moved[lane] for lane, name in _LINKS.items() if lane in moved},
         "step/exchanged_bytes": step.exchanged_nbytes,
         "step/copies_to_device": step.fetched,
         "step/copies_in_time": step.prefetched,

@@ -241,12 +241,12 @@ class PlanActions(StepPolicy, ABC):
         self._leave_to_lane(update, rounding_of(chunk.id), moment=NO_MOMENT)
 
     def _issue(self, copy: Copy, target: Replica, source: Replica, after: Sequence[Event], label: str) -> Event:
-        lanes, lane = self._order.lanes, copy.lane
+        lanes = self._order.lanes
         transfer = transfer_of(target, source)
         if transfer is not None:
-            filled = target.flat if copy.target is Tier.HOST else None
-            return lanes.work(transfer, after=after, label=label, lane=lane, target=filled)
-        return lanes.copy(lane, target.copied_from(source), after=after, label=label)
+            filled = target.flat if target.slab.is_memory else None
+            return lanes.work(transfer, after=after, label=label, link=(copy.source, copy.target), target=filled)
+        return lanes.copy(copy.lane, target.copied_from(source), after=after, label=label)
 
 
 def _first_holds(trace: Trace) -> Iterator[int]:

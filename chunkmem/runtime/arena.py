@@ -14,7 +14,7 @@ import torch
 
 from chunkmem.data.errors import CapacityError
 from chunkmem.data.sizes import format_nbytes
-from chunkmem.data.types import Tier
+from chunkmem.plan.machine import cap_key
 from chunkmem.runtime.device import ComputeDevice, prefer_large_pages, runtime_mode
 from chunkmem.runtime.free_room import Extent, FreeRoom
 from chunkmem.runtime.ledger import Ledger
@@ -142,13 +142,13 @@ class HostArena(CutPool):
         self._expected_nbytes = max(0, self._expected_nbytes - nbytes)
 
     def _no_room_error(self, nbytes: int) -> CapacityError:
-        has_nbytes, cap_nbytes = self.reserved_nbytes, self.ledger.cap_nbytes
+        has_nbytes, cap_nbytes, tier = self.reserved_nbytes, self.ledger.cap_nbytes, self.ledger.tier
         return CapacityError(
-            f"HOST: the system has no {format_nbytes(nbytes)} of RAM left for this process, which has "
-            f"{format_nbytes(has_nbytes)} of {format_nbytes(cap_nbytes)}; lower memory.host to what it may use",
+            f"{tier.name}: the system has no {format_nbytes(nbytes)} of RAM left for this process, which has "
+            f"{format_nbytes(has_nbytes)} of {format_nbytes(cap_nbytes)}; lower {cap_key(tier)} to what it may use",
             needed_nbytes=has_nbytes + nbytes,
             cap_nbytes=cap_nbytes,
-            tier=Tier.HOST,
+            tier=tier,
         )
 
     def _cut(self, nbytes: int, num: int) -> Slab:

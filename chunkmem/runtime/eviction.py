@@ -120,9 +120,10 @@ class Evictor:
         """Have `nbytes` leave a tier if that is possible; tell whether it was."""
         need_nbytes = nbytes + self._free_nbytes(tier)
         outcome = self._without_unnoticed(self._decide(need_nbytes, tier), need_nbytes, tier)
-        if isinstance(outcome, RoomPlan):
-            self._evict(outcome, tier)
-        return isinstance(outcome, RoomPlan)
+        if isinstance(outcome, Shortage):
+            return self._passes_on(outcome, tier) and self.shrink(tier, nbytes)
+        self._evict(outcome, tier)
+        return True
 
     def _passes_on(self, shortage: Shortage, tier: Tier) -> bool:
         """Have what is in the way on the tier below leave for the one below that; False if nothing was, or can."""

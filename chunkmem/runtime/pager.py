@@ -14,7 +14,7 @@ from functools import partial
 
 from chunkmem.data.errors import CapacityError, StateError
 from chunkmem.data.trace import Kind
-from chunkmem.data.types import MEMORY, PLACE, TIERS, Tier
+from chunkmem.data.types import MEMORY, TIERS, Tier, neighbor
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, SavedMemory
 from chunkmem.runtime.device import runtime_mode
@@ -480,8 +480,8 @@ class Pager:
             )
         if source is None:
             raise lost_error(reader, chunk)
-        if PLACE[source] > PLACE[tier] + 1:  # the tier between is the gateway
-            source = TIERS[PLACE[tier] + 1]
+        if source is not (gateway := neighbor(tier, self.store.pools, end=source)):
+            source = gateway
             self._bring(chunk, source, reader)
         if tier not in chunk.replicas:
             # The source must survive the making of room: it may look like a copy that the tier below can do without.

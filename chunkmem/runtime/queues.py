@@ -16,7 +16,8 @@ from queue import SimpleQueue
 import torch
 
 from chunkmem.data.errors import StateError
-from chunkmem.plan.model import LANE_LINKS, Lane
+from chunkmem.data.types import Link
+from chunkmem.plan.model import LANE_LINKS, LINK_LANES, Lane
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.events import (
     COPY_LANES,
@@ -44,6 +45,8 @@ class HostTask:
     after: tuple[Event, ...]
     targets: Sequence[tuple[int, int]] = ()
     """Memory that it fills: addresses and bytes."""
+    link: Link | None = None
+    """That it copies over; None: that of its lane, or none."""
     started_s: float = field(default=0.0, init=False)
     ended_s: float = field(default=0.0, init=False)
     over: threading.Event = field(default_factory=threading.Event, init=False)
@@ -60,7 +63,7 @@ class HostTask:
                 self.work()
         except Exception as error:
             if self.lane in COPY_LANES:
-                raise copy_error(self.label, *LANE_LINKS[self.lane], error) from error
+                raise copy_error(self.label, *(self.link or LANE_LINKS[self.lane]), error) from error
             raise
         finally:
             self.ended_s = time.perf_counter()
@@ -194,18 +197,19 @@ class Lanes:
         *,
         after: Sequence[Event],
         label: str,
-        lane: Lane = Lane.HOST_UPDATE,
+        link: Link | None = None,
         target: torch.Tensor | None = None,
     ) -> Event:
-        """Call `work` on a lane, after everything issued there before and after `after`; its result is dropped.
+        """Call `work` on HOST_UPDATE, or on a link's lane, after everything issued there before and after `after`.
 
-        Where lanes have threads it runs in one of its own, so it must not touch what the caller may touch meanwhile.
+        Its result is dropped. Where lanes have threads it runs in one of its own, so it must not touch what the caller
+        may touch meanwhile.
 
         Args:
             work: an update, or what reads or writes a chunk on DISK.
             after: events of these lanes.
             label: see `copy`.
-            lane: HOST_UPDATE, DISK_READ or DISK_WRITE.
+            link: to or from DISK, if it copies.
             target: memory on HOST that it fills.
 
         Raises:
@@ -213,7 +217,8 @@ class Lanes:
         """
         with runtime_mode():
             targets = () if target is None else ((target.data_ptr(), target.nbytes),)
-        return self._take(HostTask(lane, label, work, (*after,), targets))
+        lane = Lane.HOST_UPDATE if link is None else LINK_LANES[link]
+        return self._take(HostTask(lane, label, work, (*after,), targets, link))
 
     def compute_event(self) -> Event:
         """Return the end of everything issued on COMPUTE so far: by this thread, or on its current stream."""

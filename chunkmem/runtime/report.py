@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from chunkmem.data.memory import MemoryReport, MovedReport, TierReport
 from chunkmem.data.trace import Trace
-from chunkmem.data.types import LINKS, Tier
+from chunkmem.data.types import Tier
 from chunkmem.plan.gaps import in_use_nbytes
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.tiers import Tiers
@@ -42,8 +42,8 @@ def memory_report(
         for ledger in tiers.ledgers
     }
     return MemoryReport(
-        **{tier.value: report for tier, report in reports.items()},
-        moved=MovedReport(*(pager.store.moved[link] for link in LINKS)),
+        reports,
+        MovedReport({lane.value: nbytes for lane, nbytes in pager.store.moved.items()}),
         padding_nbytes=padding_nbytes,
         non_model_nbytes=tiers.non_model_nbytes(),
         exchange_nbytes=exchange_nbytes,

@@ -11,7 +11,8 @@ from typing import cast
 import torch
 
 from chunkmem.data.errors import TierIOError
-from chunkmem.data.types import LINKS, MEMORY, TIERS, ChunkId, Link, Role, Tier
+from chunkmem.data.types import MEMORY, TIERS, ChunkId, Role, Tier
+from chunkmem.plan.model import LANE_LINKS, LINK_LANES, Lane
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, read_slot, slot_views
 from chunkmem.runtime.device import runtime_mode
@@ -36,8 +37,8 @@ class ChunkStore:
         """Times what DEVICE computes, and copies that are waited for."""
         self.chunks: dict[ChunkId, Chunk] = {}
         self.resident: dict[Tier, dict[ChunkId, Chunk]] = {tier: {} for tier in pools}
-        self.moved: dict[Link, int] = dict.fromkeys(LINKS, 0)
-        """Bytes copied over each link since the manager was made."""
+        self.moved: dict[Lane, int] = dict.fromkeys(LANE_LINKS, 0)
+        """Bytes copied on each lane since the manager was made."""
         self.issued: deque[IssuedCopy | LeftUpdate] = deque()
         """Copies and updates on lanes that may be under way yet, or have failed; in this order."""
         self.num_outdated = 0
@@ -225,7 +226,7 @@ class ChunkStore:
     def note_copy(self, chunk: Chunk, source: Tier, target: Tier) -> None:
         """The newest version is on its way from `source` to `target`; a reader there waits for it."""
         chunk.replicas[target].version = chunk.replicas[source].version
-        self.moved[source, target] += chunk.nbytes
+        self.moved[LINK_LANES[source, target]] += chunk.nbytes
 
     def note_issued(self, operation: IssuedCopy | LeftUpdate) -> None:
         """Keep account of an operation; once there are many, of none that was over before all others."""

@@ -64,10 +64,11 @@ class StreamLanes(Lanes):
         self._last: dict[Lane, StreamEvent] = {}
 
     def copy(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
+        if (stream := self._streams.get(lane)) is None:
+            return super().copy(lane, pieces, after=after, label=label)
         self._require_open(label)
         with runtime_mode():
             require_copyable(lane, pieces, label)
-            stream = self._streams[lane]
             with stream, named_range(lane, label):
                 for event in after:
                     _hold_back(stream, event)

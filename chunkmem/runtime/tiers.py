@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chunkmem.config import Config, DiskConfig, MemTracerConfig, OptsConfig
 from chunkmem.data.types import Link, Tier
-from chunkmem.plan.machine import LinkSpeed, disk_links
+from chunkmem.plan.machine import LinkSpeed, links_below
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice, ram_nbytes
 from chunkmem.runtime.disk_file import SYSTEM_CALLS, SystemCalls
@@ -93,7 +92,7 @@ def warn_of_shares(compute: ComputeDevice, tracer: MemTracerConfig) -> None:
             )
 
 
-def _open_disk(disk: DiskConfig, calls: SystemCalls | None) -> tuple[DiskPool, Mapping[Link, LinkSpeed]]:
+def _open_disk(disk: DiskConfig, above: Tier, calls: SystemCalls | None) -> tuple[DiskPool, dict[Link, LinkSpeed]]:
     """Return DISK, and how fast it is: measured once, but where the calls are not the system's."""
     speed = _UNKNOWN_SPEED
     if calls is None:
@@ -106,7 +105,9 @@ def _open_disk(disk: DiskConfig, calls: SystemCalls | None) -> tuple[DiskPool, M
         checks=disk.verify,
         calls=SYSTEM_CALLS if calls is None else calls,
     )
-    return pool, disk_links(read_Bps=speed.read_Bps, write_Bps=speed.write_Bps, latency_s=speed.latency_s)
+    return pool, links_below(
+        above, Tier.DISK, read_Bps=speed.read_Bps, write_Bps=speed.write_Bps, latency_s=speed.latency_s
+    )
 
 
 class Tiers:
@@ -156,11 +157,11 @@ class Tiers:
         if opts.with_mem_cache:
             self.device_pool.reclaimable = reclaimable_on(compute)
         self.host_pool = HostArena(self.host, compute)
-        self.links: Mapping[Link, LinkSpeed] = {}
+        self.links: dict[Link, LinkSpeed] = {}
         """Speeds of the links below HOST, if there are any."""
         self.pools: dict[Tier, SlabPool] = {Tier.DEVICE: self.device_pool, Tier.HOST: self.host_pool}
         if config.memory.disk is not None:
-            self.pools[Tier.DISK], self.links = _open_disk(config.memory.disk, calls)
+            self.pools[Tier.DISK], self.links = _open_disk(config.memory.disk, Tier.HOST, calls)
         self.meter = NonModelMeter(compute, self.device) if compute.is_accelerator else None
         """Measures what else is on an accelerator; None on a CPU, where the cap does not cover that."""
         if self.meter is not None:

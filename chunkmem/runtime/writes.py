@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from chunkmem.data.types import LINKS, PLACE, TIERS, Tier
+from chunkmem.data.types import TIERS, Tier, neighbor
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.store import ChunkStore
 
@@ -31,8 +31,8 @@ def _fill(chunk: Chunk, tier: Tier, store: ChunkStore) -> None:
     """Copy the newest version to a tier. What goes to DISK passes HOST; if that has no room, DISK has no copy then."""
     source = chunk.newest_tier()
     assert source is not None
-    passes = (source, tier) not in LINKS
-    above = TIERS[PLACE[tier] - 1]
+    above = neighbor(tier, store.pools, end=source)
+    passes = above is not source
     is_guest = passes and above not in chunk.replicas
     if is_guest and store.pools[above].ledger.free_nbytes < chunk.nbytes:
         return
@@ -40,6 +40,6 @@ def _fill(chunk: Chunk, tier: Tier, store: ChunkStore) -> None:
         _fill(chunk, above, store)
     if tier not in chunk.replicas:
         store.take_slab(chunk, tier)
-    store.copy(chunk, above if passes else source, tier)
+    store.copy(chunk, above, tier)
     if is_guest:
         store.drop(chunk, above)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from chunkmem.data.errors import CapacityError, StateError
 from chunkmem.data.types import Role, Tier
+from chunkmem.plan.model import Lane
 from chunkmem.runtime.chunk import NO_CONTENT
 from tests.helpers.world import NO_LIMIT, SLAB, World, packed, values_on
 
@@ -33,11 +34,11 @@ def test_an_access_brings_the_chunk_and_the_least_recently_used_one_goes() -> No
 def test_what_is_clean_is_dropped_and_what_was_written_is_copied() -> None:
     world = packed([1, 1], device=1)
     use(world, 0, 1, 0)
-    assert (world.store.moved[Tier.HOST, Tier.DEVICE], world.store.moved[Tier.DEVICE, Tier.HOST]) == (3 * SLAB, 0)
+    assert (world.store.moved[Lane.H2D], world.store.moved[Lane.D2H]) == (3 * SLAB, 0)
     with torch.no_grad():
         world.parameters[0][0].param.fill_(7.0)
     use(world, 1)
-    assert world.store.moved[Tier.DEVICE, Tier.HOST] == SLAB
+    assert world.store.moved[Lane.D2H] == SLAB
     assert values_on(world.param(0), HOST) == [7.0] * 6 + [1.0]
 
 
@@ -45,7 +46,7 @@ def test_what_is_there_is_not_brought_again() -> None:
     world = packed([1], device=1)
     use(world, 0, 0)
     world.pager.pin(world.param(0), DEVICE, reader="forward")
-    assert world.store.moved[Tier.HOST, Tier.DEVICE] == SLAB
+    assert world.store.moved[Lane.H2D] == SLAB
 
 
 def test_a_pinned_chunk_stays_and_an_older_pin_is_not_ended_by_a_newer_one() -> None:
@@ -124,7 +125,7 @@ def test_consumed_content_goes_before_anything_else_and_is_not_copied() -> None:
     world.store.consume(world.grad(0))
     use(world, 1)
     assert world.on(DEVICE) == ["param chunk 0", "param chunk 1"]
-    assert world.store.moved[Tier.DEVICE, Tier.HOST] == 0
+    assert world.store.moved[Lane.D2H] == 0
 
 
 def test_a_gradient_that_awaits_its_update_leaves_before_parameters_and_those_before_states() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 import chunkmem
+from chunkmem.data.types import Tier
 from tests.cpu.test_metrics import Training, manager_of
 
 
@@ -75,7 +76,7 @@ def test_a_report_of_memory_is_its_table() -> None:
         Training(manager).step()
         report = manager.memory()
     assert repr(report) == str(report)
-    with_more = replace(report, disk=report.host, exchange_nbytes=(1, 2), left_nbytes=3)
+    with_more = replace(report, tiers={**report.tiers, Tier.DISK: report.host}, exchange_nbytes=(1, 2), left_nbytes=3)
     header, *lines = str(with_more).splitlines()
     assert [line.split()[0] for line in lines if not line.startswith(" ")][:3] == ["DEVICE", "HOST", "DISK"]
     assert len(header) >= max(len(line) for line in lines if line.startswith("DEVICE"))

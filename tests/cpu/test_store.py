@@ -9,6 +9,7 @@ import torch
 
 from chunkmem.data.errors import StateError
 from chunkmem.data.types import Role, Tier
+from chunkmem.plan.model import Lane
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from tests.helpers.world import SLAB, World, values_on
 
@@ -68,9 +69,9 @@ def test_a_copy_is_of_the_same_version_and_counted_once(world: World) -> None:
     assert chunk.ready(DEVICE)
     assert chunk.ready(HOST)
     assert values_on(chunk, DEVICE) == [5.0] * 7
-    assert (world.store.moved[Tier.HOST, Tier.DEVICE], world.store.moved[Tier.DEVICE, Tier.HOST]) == (2 * SLAB, 0)
+    assert (world.store.moved[Lane.H2D], world.store.moved[Lane.D2H]) == (2 * SLAB, 0)
     world.store.copy(chunk, DEVICE, HOST)
-    assert (world.store.moved[Tier.HOST, Tier.DEVICE], world.store.moved[Tier.DEVICE, Tier.HOST]) == (
+    assert (world.store.moved[Lane.H2D], world.store.moved[Lane.D2H]) == (
         2 * SLAB,
         2 * SLAB,
     )

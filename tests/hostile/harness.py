@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.plan.machine import Machine, disk_links, host_links
+from chunkmem.data.types import Tier
+from chunkmem.plan.machine import Machine, host_links, links_below
 from tests.helpers.excluded import partly_excluded
 from tests.helpers.hearing import WAYS
 from tests.helpers.lanes import adversarial  # the one place where this suite takes lanes from
@@ -375,7 +376,7 @@ def manager_for(
     chosen = config(device_nbytes, keys)
     links, disk = host_links(h2d_Bps=2e9, d2h_Bps=2e9, latency_s=1e-5), chosen.memory.disk
     if disk is not None:
-        links = {**links, **disk_links(read_Bps=1e9, write_Bps=1e9, latency_s=1e-5)}
+        links = {**links, **links_below(Tier.HOST, Tier.DISK, read_Bps=1e9, write_Bps=1e9, latency_s=1e-5)}
     disk_nbytes = 0 if disk is None else disk.capacity
     speeds = Machine(device_nbytes, chosen.memory.host or 0, links=links, disk_nbytes=disk_nbytes)
     lanes = None if seed is None else adversarial(seed)

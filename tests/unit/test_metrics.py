@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 DEVICE = TierReport(100, 60, 90, 80, 0, {})
 HOST = TierReport(1000, 600, 900, 800, 0, {})
 DISK = TierReport(10_000, 6000, 9000, 8000, 0, {})
-MEMORY = MemoryReport(DEVICE, HOST, MovedReport(11, 22, 33, 44), padding_nbytes=0, non_model_nbytes=55)
+MOVED = MovedReport({"h2d": 11, "d2h": 22, "disk-read": 33, "disk-write": 44})
+MEMORY = MemoryReport({Tier.DEVICE: DEVICE, Tier.HOST: HOST}, MOVED, padding_nbytes=0, non_model_nbytes=55)
 CHUNK = ChunkId(Role.PARAM, 0)
 STEP = Timeline(
     (
@@ -84,7 +85,8 @@ def test_every_metric_by_its_name() -> None:
     read = Span(Lane.DISK_READ, "", 0.0, 1.0, 0, CHUNK, 9)
     with_disk = replace(with_disk, spans=(*STEP.spans, read))
     moved = {"step/disk_read_bytes": 9, "step/disk_write_bytes": 0}
-    assert metrics_of(replace(MEMORY, disk=DISK), with_disk.figures, None) == OF_MEMORY | OF_DISK | OF_STEP | moved
+    memory = replace(MEMORY, tiers={**MEMORY.tiers, Tier.DISK: DISK})
+    assert metrics_of(memory, with_disk.figures, None) == OF_MEMORY | OF_DISK | OF_STEP | moved
 
 
 def test_the_documentation_has_every_metric() -> None:

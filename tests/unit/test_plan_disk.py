@@ -16,7 +16,7 @@ from chunkmem.plan.disk import least_nbytes, offload
 from chunkmem.plan.disk_bound import DiskBound, disk_bound
 from chunkmem.plan.gaps import find_gaps
 from chunkmem.plan.intervals import find_stays, free_room, prefetch
-from chunkmem.plan.machine import Machine, disk_links, host_links
+from chunkmem.plan.machine import Machine, host_links, links_below
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Plan, Update, Wait
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.program import Program, emit
@@ -28,7 +28,8 @@ NUM_TRACES, FEW_TRACES = 60, 16
 
 
 def machine_of(device_nbytes: int, host_nbytes: int, *, disk_nbytes: int = 2**40, disk_Bps: float = 1e6) -> Machine:
-    links = host_links(h2d_Bps=1e6, d2h_Bps=1e6) | disk_links(read_Bps=disk_Bps, write_Bps=disk_Bps)
+    links = host_links(h2d_Bps=1e6, d2h_Bps=1e6)
+    links |= links_below(Tier.HOST, Tier.DISK, read_Bps=disk_Bps, write_Bps=disk_Bps)
     return Machine(device_nbytes=device_nbytes, host_nbytes=host_nbytes, links=links, disk_nbytes=disk_nbytes)
 
 

@@ -5,14 +5,24 @@ from __future__ import annotations
 import pytest
 
 from chunkmem.data.trace import Kind, Mode, Moment, Trace
-from chunkmem.data.types import ChunkId, Role, Tier
-from chunkmem.plan.model import Alloc, Copy, Free, Placed, Plan, Update
+from chunkmem.data.types import LINKS, MEMORY, TIERS, ChunkId, Role, Tier, links_of, neighbor
+from chunkmem.plan.model import LANE_LINKS, LINK_LANES, Alloc, Copy, Free, Placed, Plan, Update
 from chunkmem.plan.semantics import ABSENT, EMPTY, NEWEST, Residency, State, residency_before
 from tests.helpers.runs import machine_of
 from tests.helpers.traces import grad, param
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 W, G, MASTER = param(0), grad(0), ChunkId(Role.MASTER, 0)
+
+
+def test_a_chain_has_the_tiers_that_there_are() -> None:
+    assert [neighbor(tier) for tier in TIERS] == [Tier.HOST, Tier.DISK, Tier.HOST]
+    assert neighbor(Tier.HOST, MEMORY) is Tier.DEVICE
+    assert neighbor(Tier.DEVICE, {Tier.DEVICE, Tier.DISK}) is Tier.DISK
+    assert neighbor(Tier.DEVICE, TIERS, end=Tier.DISK) is neighbor(Tier.DISK, TIERS, end=Tier.DEVICE) is Tier.HOST
+    assert neighbor(Tier.DISK, {Tier.DEVICE, Tier.DISK}, end=Tier.DEVICE) is Tier.DEVICE
+    assert tuple(links_of(TIERS)) == LINKS  # with tiers that may not be there, also those past them
+    assert {*LANE_LINKS.items()} == {(lane, link) for link, lane in LINK_LANES.items()}
 
 
 def test_actions() -> None:
