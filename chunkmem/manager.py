@@ -66,7 +66,7 @@ class ChunkManager(ModelBuilding, Reporting):
         device_index: which accelerator to compute on; None is the current one.
         machine: speeds that plans are made for; None measures this machine, once, and remembers.
         make_lanes: makes what copies while the device computes; None is threads, or streams on an accelerator.
-        disk_calls: what DISK is read and written by; None is the system. `chunkmem.testing.FaultyDisk` has it fail.
+        disk_calls: what DISK is read and written by; None is the system.
 
     Raises:
         ConfigError: the ranks do not fit together, or the folder for DISK cannot be used.

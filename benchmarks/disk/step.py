@@ -33,7 +33,7 @@ from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.measure import cached_machine
 from chunkmem.runtime.tiers import TierCaps
-from chunkmem.testing import ThrottledDisk
+from tests.helpers.faulty_disk import ThrottledDisk
 
 HERE = Path(__file__).parent
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}

@@ -209,7 +209,7 @@ class DiskPool(CutPool):
             block_nbytes: what a thread moves at a time.
             depth: how many threads do.
             checks: keep a checksum of each block in RAM, and compare it whenever the block is read.
-            calls: the system calls; see `chunkmem.testing.disk` for others.
+            calls: the system calls; see `tests.helpers.faulty_disk` for others.
 
         Raises:
             StateError: `block_nbytes` or `depth` is not positive.

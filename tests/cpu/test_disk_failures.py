@@ -17,8 +17,8 @@ from torch import nn
 import chunkmem
 from chunkmem.data.errors import StateError, TierIOError
 from chunkmem.data.types import Tier
-from chunkmem.testing import Fault, FaultKind, FaultyDisk
 from tests.helpers.audit import audit
+from tests.helpers.faulty_disk import Fault, FaultKind, FaultyDisk
 from tests.helpers.plain_chain import DEPTH, NUM_STEPS, WIDTH, batch_of, model_of, plain_weights, values
 from tests.helpers.spread import spread
 from tests.helpers.twins import cpu_only

@@ -17,8 +17,8 @@ import torch
 
 from chunkmem.data.errors import ConfigError, TierIOError
 from chunkmem.runtime.disk_pool import DiskPool
-from chunkmem.testing.disk import Fault, FaultKind, FaultyDisk, ThrottledDisk
 from tests.helpers.disk import BLOCK, ROLE, new_pool, numbers, open_files, opened, wait_until
+from tests.helpers.faulty_disk import Fault, FaultKind, FaultyDisk, ThrottledDisk
 from tests.helpers.spread import spread
 
 PAGE = 4096

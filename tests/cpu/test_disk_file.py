@@ -20,8 +20,8 @@ import torch
 from chunkmem.data.errors import ConfigError, StateError, TierIOError
 from chunkmem.runtime.disk_file import DiskFile
 from chunkmem.runtime.disk_pool import DiskPool
-from chunkmem.testing.disk import FaultyDisk, ThrottledDisk
 from tests.helpers.disk import BLOCK, ROLE, disk_threads, new_pool, numbers, open_files, opened, wait_until
+from tests.helpers.faulty_disk import FaultyDisk, ThrottledDisk
 from tests.helpers.processes import wait_for
 from tests.helpers.rights import ordinary_rights
 

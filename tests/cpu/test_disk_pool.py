@@ -16,8 +16,8 @@ from chunkmem.data.errors import StateError
 from chunkmem.runtime.disk_file import SystemCalls
 from chunkmem.runtime.disk_pool import DiskPool, DiskSlab
 from chunkmem.runtime.transfer_threads import TransferThreads
-from chunkmem.testing.disk import FaultyDisk
 from tests.helpers.disk import BLOCK, ROLE, disk_threads, numbers, opened, wait_until
+from tests.helpers.faulty_disk import FaultyDisk
 from tests.helpers.spread import spread
 
 PAGE = 4096

@@ -17,8 +17,8 @@ from chunkmem.data.errors import ConfigError, TierIOError
 from chunkmem.runtime import disk_speed
 from chunkmem.runtime.disk_file import DiskFile
 from chunkmem.runtime.disk_speed import DiskSpeed, cached_disk_speed, measure_disk
-from chunkmem.testing.disk import Fault, FaultKind, FaultyDisk, ThrottledDisk
 from tests.helpers.disk import disk_threads, open_files
+from tests.helpers.faulty_disk import Fault, FaultKind, FaultyDisk, ThrottledDisk
 
 SPEED = DiskSpeed(read_Bps=3e9, write_Bps=2e9, latency_s=1e-4, block_nbytes=4 << 20, depth=8)
 

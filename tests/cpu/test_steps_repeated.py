@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import chunkmem
 from chunkmem.data.errors import StateError, TierIOError
-from chunkmem.testing import Fault, FaultKind, FaultyDisk
 from tests.helpers.audit import audit
+from tests.helpers.faulty_disk import Fault, FaultKind, FaultyDisk
 from tests.helpers.plain_chain import WIDTH, batch_of, model_of
 from tests.helpers.spread import spread
 from tests.helpers.twins import cpu_only

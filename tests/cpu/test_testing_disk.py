@@ -11,8 +11,8 @@ import pytest
 
 from chunkmem.data.errors import StateError
 from chunkmem.runtime.disk_file import SYSTEM_CALLS, SystemCalls
-from chunkmem.testing.disk import Fault, FaultKind, FaultyDisk, ThrottledDisk
 from tests.helpers.disk import BLOCK, ROLE, numbers, opened
+from tests.helpers.faulty_disk import Fault, FaultKind, FaultyDisk, ThrottledDisk
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,6 @@ TESTING_NAMES = {
     "CheckReport",
     "Comparison",
     "Difference",
-    "Fault",
-    "FaultKind",
-    "FaultyDisk",
-    "ThrottledDisk",
     "ThrottledLanes",
     "check",
 }
