@@ -22,7 +22,7 @@ from chunkmem.optim.state import OptimizerState
 
 
 class GroupwiseStep:
-    """Scales gradients, updates chunk groups, and has noted what of a step is done: [Note: Begun steps] in `nn.begun`.
+    """Scales gradients, updates chunk groups, and has noted what of a step is done: [Note: Begun steps] in `chunkmem.modules.begun`.
 
     It is what a manager knows of an optimizer: see `chunkmem.optim.in_backward.Owner`.
     """

@@ -42,7 +42,7 @@ class _Materialized:
 class MaterializedParameters(dict[str, nn.Parameter | None]):
     """A module's `_parameters`, which lends what is looked up."""
 
-    __slots__ = ("_lender", "_module")
+    __slots__ = ("_materializer", "_module")
 
     def __init__(self, module: nn.Module, materializer: ParameterMaterializer) -> None:
         super().__init__(module._parameters)

@@ -241,7 +241,7 @@ def test_expected_names_need_no_values() -> None:
         twin = Twin(manager, Tiled)
         state = twin.weights()
         moved = manager.memory().moved
-        expected = manager.runtime.modules.surface.expected_state(twin.model)
+        expected = manager.runtime.modules.overrides.expected_state(twin.model)
         assert {key: value.shape for key, value in expected.items()} == {k: v.shape for k, v in state.items()}
         assert manager.memory().moved == moved
 

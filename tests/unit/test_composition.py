@@ -23,7 +23,7 @@ PARTS = {
     "Reduction",
     "ShardStore",
     "SpeculativeUpdater",
-    "Turn",
+    "StepLock",
 }
 """Classes that training is made of, whatever memory is behind them."""
 

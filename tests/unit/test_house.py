@@ -39,7 +39,11 @@ THREADS = {
     "disk": (r"[Dd]isk|DISK", "cli", 20),
     "regions and recompute": (r"[Rr]egion|recomput", "activations modules", 42),
     "freezing": (r"Freez|\bfreeze\b(?!\()", "freezing", 6),
-    "deferred init": (r"surface\.awaited|Awaited|\b[Ll]ent\b|is_released|\bReleased|PutOff", "modules packing", 5),
+    "deferred init": (
+        r"overrides\.uninitialized|Uninitialized|Materialize|is_released|\bReleased|PutOff",
+        "modules packing",
+        5,
+    ),
     "left-out moments": (r"LeftOut|num_left_out|\.left_out\.|entry\.left_out", "steps", 3),
 }
 """Of each feature: what names it in code, the folders that have most of it, and how many other files name it, too."""
