@@ -8,7 +8,8 @@ Each module's own forward computes in one dtype. That is the low one, bf16 or fp
   one dtype, so all its owners compute in it.
 
 The parameters it owns are kept in float32. Its children follow the same rule by themselves: tensors that go from a
-module to another are cast to the dtype of the callee, and what comes back to that of the caller, see `chunkmem.modules.dtype_casts`.
+module to another are cast to the dtype of the callee, and what comes back to that of the caller.
+See `chunkmem.modules.dtype_casts`.
 A module that holds no floats at all (an activation, a dropout) computes in what it is given. One that has excluded
 modules in it, and no others with parameters, computes as they do. The caller of a model is in float32.
 

@@ -34,9 +34,9 @@ THREADS = {
     "updates in backward": (r"in_backward(?!\()|InBackward|BackwardUpdate", "optim", 13),
     "speculative updates": (r"specul|shadow|roll_back", "runtime", 14),
     "modules on HOST": (r"compute_tier|on_host\b|is_on_host|HostModules|cpu_embedding", "modules packing", 41),
-    "tiles": (r"[Tt]iled|\btiles?\b|tile_numel|untile", "optim", 16),
+    "tiles": (r"[Tt]iled|\btiles?\b|tile_numel|untile", "optim", 15),
     "averages": (r"EMA\b|AVERAGES|[Aa]verages", "optim", 7),
-    "disk": (r"[Dd]isk|DISK", "cli", 20),
+    "disk": (r"[Dd]isk|DISK", "cli", 18),
     "regions and recompute": (r"[Rr]egion|recomput", "activations modules", 42),
     "freezing": (r"Freez|\bfreeze\b(?!\()", "freezing", 6),
     "deferred init": (

@@ -66,7 +66,7 @@ HOMES = {
 
 
 def module_name(path: Path) -> str:
-    """``runtime/device.py`` to ``runtime.device``, ``plan/__init__.py`` to ``plan``, the package's own to ``__init__``."""
+    """``runtime/pool.py`` to ``runtime.pool``, ``plan/__init__.py`` to ``plan``, the package's own to ``__init__``."""
     parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
     return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 
