@@ -22,7 +22,9 @@ from chunkmem.optim.state import OptimizerState
 
 
 class GroupwiseStep:
-    """Scales gradients, updates chunk groups, and has noted what of a step is done: [Note: Begun steps] in `chunkmem.modules.begun`.
+    """Scales gradients, updates chunk groups, and has noted what of a step is done.
+
+    The last is told in [Note: Begun steps] of `chunkmem.modules.begun`.
 
     It is what a manager knows of an optimizer: see `chunkmem.optim.in_backward.Owner`.
     """

@@ -1,4 +1,4 @@
-"""What the package costs to whoever carries it on: none of these figures grows. Where one falls, lower it here."""
+"""What the package costs to whoever carries it on (ADR 79): none of these figures grows. Where one falls, lower it."""
 
 from __future__ import annotations
 
