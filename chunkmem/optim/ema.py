@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from chunkmem.data.errors import CheckpointError, ConfigError, StateError
+from chunkmem.data.errors import CheckpointError, ConfigError, StateError, TierIOError
 from chunkmem.data.types import AVERAGES, MEMORY, Role
 from chunkmem.modules.binding import ManagedParameter, by_group
 from chunkmem.modules.lazy_tensor import copy_values
@@ -26,6 +26,7 @@ from chunkmem.runtime.failed import lost_error
 _NAME = "ema"
 _COUNT = "n_averaged"
 _READER = "averages of weights"
+_LOAD = "ema.load_state_dict()"
 PREFIX = "module."
 """As `torch.optim.swa_utils.AveragedModel` names them."""
 _Mix = Callable[[list[torch.Tensor], list[torch.Tensor]], object]
@@ -63,6 +64,8 @@ class EMA:
         """`ema.swapped()` while the weights are averages."""
         self._unrounded: dict[ManagedParameter, torch.Tensor] = {}
         """While they are swapped: averages in fp32 of parameters that have no fp32 weights to be swapped with."""
+        self._is_half = False
+        """A call has failed when it had changed some of the averages."""
         self._is_closed = False
         wanted = self._wanted(params)
         self._find(wanted)
@@ -116,11 +119,12 @@ class EMA:
     def _opened(self) -> Iterator[tuple[list[ManagedParameter], list[torch.Tensor]]]:
         """Yield parameters of each group that this rank owns with their averages, which may be written to.
 
-        Those of DISK are a copy meanwhile.
+        Those of DISK are a copy meanwhile. If DISK fails, it is asked again at once: there is no way back from here.
 
         Raises:
-            TierIOError: DISK cannot be read or written.
+            TierIOError: DISK cannot be read or written twice.
         """
+        self._is_half = True
         store = self._host.updater.pager.store
         for group, members in self._own.items():
             chunk = self._chunks[group]
@@ -129,11 +133,12 @@ class EMA:
                 raise lost_error(_READER, chunk)
             replica = chunk.replicas[self._tier]
             with runtime_mode():
-                flat = replica.read()
+                flat = _twice(replica.read)
                 slots = store.views(chunk, self._tier) if flat is replica.flat else slot_views(chunk, flat)
             yield members, [slots[managed.position] for managed in members]
-            replica.write(flat)
+            _twice(replica.write, flat)
             store.mark_written(chunk, self._tier)
+        self._is_half = False
 
     def _wanted(self, params: Iterable[torch.Tensor] | None) -> set[torch.Tensor]:
         """Return what is averaged, of the parameters that this rank has."""
@@ -192,6 +197,7 @@ class EMA:
         self._require_usable("ema.update()")
         weight = 1 - _checked(self.decay)
         with self._host.together("ema.update()"):
+            self._host.updater.ledger.require_over("ema.update()")
             if self.num_updates:
                 self._average(lambda averages, weights: torch._foreach_lerp_(averages, weights, weight))
             else:
@@ -202,7 +208,7 @@ class EMA:
         """Have `mix` write to averages, given lists of them and of weights in their dtype, where they are."""
         for members, averages in self._opened():
             with runtime_mode():
-                weights = [self._host.updater.weight(managed) for managed in members]
+                weights = [_twice(self._host.updater.weight, managed) for managed in members]
                 mix(averages, [w.to(a.device, a.dtype) for w, a in zip(weights, averages, strict=True)])
         for param, entry in self.excluded.items():
             mix([entry[_NAME]], [param.detach()])
@@ -214,7 +220,8 @@ class EMA:
         `manager.save_pretrained()` inside writes the averages.
 
         Raises:
-            StateError: inside `swapped()`.
+            StateError: inside `swapped()`, or between backward and a `step()` that updates inside backward.
+            TierIOError: DISK failed twice; weights and averages are to be loaded.
         """
         self._require_usable("ema.swapped()")
         self._swap()
@@ -222,26 +229,31 @@ class EMA:
         try:
             yield
         finally:
-            if not self._host.is_closed:
-                self._swap()
-            self.open_block = ""
+            try:
+                if not self._host.is_closed:
+                    self._swap()
+            finally:
+                self.open_block = ""
 
     @torch.no_grad()
     def _swap(self) -> None:
         updater = self._host.updater
         with self._host.together("ema.swapped()"):
+            updater.ledger.require_over("ema.swapped()")
+            updater.ledger.require_sound("ema.swapped()")
             updater.ahead.forget()  # an update overlapped with backward has read what is replaced here
-            for members, averages in self._opened():
-                for managed, average in zip(members, averages, strict=True):
-                    before = updater.read_weight(managed)
-                    # Without master weights, as if frozen, or frozen next to others that are trained.
-                    is_narrower = before.dtype is not average.dtype or managed in updater.rounded
-                    if is_narrower and not self.open_block:
-                        self._unrounded[managed] = average.clone()
-                    updater.write_weight(managed, average)
-                    with runtime_mode():
-                        average.copy_(self._unrounded.pop(managed, before) if self.open_block else before)
-                updater.mark_written(members)
+            with updater.ledger.updating("weights by ema.swapped()"):
+                for members, averages in self._opened():
+                    for managed, average in zip(members, averages, strict=True):
+                        before = _twice(updater.read_weight, managed)
+                        # Without master weights, as if frozen, or frozen next to others that are trained.
+                        is_narrower = before.dtype is not average.dtype or managed in updater.rounded
+                        if is_narrower and not self.open_block:
+                            self._unrounded[managed] = average.clone()
+                        _twice(updater.write_weight, managed, average)
+                        with runtime_mode():
+                            average.copy_(self._unrounded.pop(managed, before) if self.open_block else before)
+                    updater.mark_written(members)
             self._host.send_on_host("averages")
             for param, entry in self.excluded.items():
                 weight = param.detach().clone()
@@ -265,6 +277,11 @@ class EMA:
             raise StateError(f"{call}: these averages are closed")
         if self.open_block:
             raise StateError(f"{call} inside ema.swapped(): the weights are averages there; leave the block first")
+        if self._is_half and call != _LOAD:
+            raise StateError(
+                f"{call} after an error that has left some averages changed and others not: load what was saved last "
+                "with manager.load(path, optimizer, ema=ema)"
+            )
 
     # `chunkmem.optim.chunk_states.StateHolder`.
 
@@ -359,11 +376,11 @@ class EMA:
         Raises:
             CheckpointError: an average is missing, or has another shape; nothing has been changed.
         """
-        self._require_usable("ema.load_state_dict()")
+        self._require_usable(_LOAD)
         self.check_state_dict(state_dict)
         state_dict = self._converted(state_dict, LocalPart.local)
         values = {managed: state_dict[f"{PREFIX}{name}"] for name, managed in self._named.items()}
-        with self._host.together("ema.load_state_dict()"):
+        with self._host.together(_LOAD):
             for members, averages in self._opened():
                 with runtime_mode():
                     for managed, average in zip(members, averages, strict=True):
@@ -371,6 +388,14 @@ class EMA:
             for name, param in self._ordinary.items():
                 self.excluded[param][_NAME].copy_(state_dict[f"{PREFIX}{name}"])
         self.num_updates = int(state_dict[_COUNT])
+
+
+def _twice(call: Callable[..., Any], *args: Any) -> Any:
+    """Return what `call` does, called again if DISK has failed."""
+    try:
+        return call(*args)
+    except TierIOError:
+        return call(*args)
 
 
 def _role(number: int) -> Role:

@@ -173,6 +173,76 @@ def test_each_call_of_a_step_fails_once(
     assert found > 0
 
 
+def in_and_out(averages: chunkmem.EMA) -> None:
+    with averages.swapped():
+        pass
+
+
+def averages_of(
+    disk: FaultyDisk, path: Path, use: Callable[[chunkmem.EMA], None], call: str
+) -> tuple[list[torch.Tensor], range]:
+    """Use averages after three steps; return all values, and the numbers of calls."""
+    with training_on(disk, path) as training:
+        averages = chunkmem.EMA(training.manager, decay=0.5)
+        for step in range(3):
+            training.step(step)
+            averages.update()
+        training.weights()
+        before = disk.num_calls[call]
+        use(averages)
+        after = disk.num_calls[call]
+        audit(training.manager)
+        return [*training.weights(), *averages.state_dict().values()], range(before + 1, after + 1)
+
+
+@cpu_only
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.full)])
+@spread(call=["pwritev", "preadv"], kind=[FaultKind.TORN, FaultKind.ERROR], use=[in_and_out, chunkmem.EMA.update])
+def test_averages_outlive_an_error(
+    call: str, kind: FaultKind, use: Callable[[chunkmem.EMA], None], stride: int, tmp_path: Path
+) -> None:
+    """An error in the middle would leave some weights averaged, or exchanged, and others not."""
+    if kind is FaultKind.TORN and call == "preadv":
+        kind = FaultKind.ERROR
+    right, calls = averages_of(FaultyDisk(), tmp_path, use, call)
+    assert len(calls) > DEPTH
+    for at in calls[::stride]:
+        disk = FaultyDisk(Fault(kind, call, at=at))
+        found, _ = averages_of(disk, tmp_path, use, call)
+        assert len(disk.struck) == 1
+        assert same(found, right)
+
+
+@cpu_only
+@pytest.mark.parametrize("use", [in_and_out, chunkmem.EMA.update])
+def test_averages_that_a_disk_has_left_half_changed_are_refused(
+    use: Callable[[chunkmem.EMA], None], tmp_path: Path
+) -> None:
+    disk = FaultyDisk()
+    with training_on(disk, tmp_path) as training:
+        averages = chunkmem.EMA(training.manager, decay=0.5)
+        training.step(0)
+        averages.update()
+        training.manager.save(tmp_path / "saved", training.optimizer, ema=averages)
+        right = [*training.weights(), *averages.state_dict().values()]
+        training.step(1)
+        training.weights()
+        disk.faults = (Fault(FaultKind.ERROR, "pwritev", at=disk.num_calls["pwritev"] + 2, times=math.inf),)
+        with pytest.raises(TierIOError):
+            use(averages)
+        disk.faults = ()
+        for refused in (averages.state_dict, averages.update, lambda: in_and_out(averages)):
+            with pytest.raises(StateError, match=r"some averages changed.*manager\.load\(path, optimizer, ema=ema\)"):
+                refused()
+        if use is in_and_out:
+            with pytest.raises(StateError, match=r"weights by ema\.swapped\(\) has failed in its middle.*load what"):
+                training.step(2)
+        training.manager.load(tmp_path / "saved", training.optimizer, ema=averages)
+        assert same([*training.weights(), *averages.state_dict().values()], right)
+        training.step(1)
+        averages.update()
+
+
 @pytest.mark.full
 @cpu_only
 @spread(call=["pwritev", "preadv"], fails_in=[FAILS_IN, 0], overlap=[True, False])
