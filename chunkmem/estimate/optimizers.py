@@ -18,7 +18,7 @@ from chunkmem.modules.binding import ManagedParameter
 from chunkmem.optim.any_class import require_whole, tiles_in
 from chunkmem.optim.class_calls import require_class
 from chunkmem.optim.class_rule import ClassHyper, ClassRule
-from chunkmem.optim.class_trials import ELEMENTWISE, ClassTrial
+from chunkmem.optim.class_trials import ClassTrial
 from chunkmem.optim.entries import TensorForm
 from chunkmem.optim.rule import StateSpec
 
@@ -114,4 +114,4 @@ def states_kept(
 
 def is_elementwise(name: str) -> bool:
     """Tell whether tiles may be updated by a class, and whether its arithmetic takes no longer than its bytes."""
-    return class_named(name)[0] in ELEMENTWISE
+    return ClassTrial(*class_named(name)).is_elementwise

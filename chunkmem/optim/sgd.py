@@ -92,6 +92,7 @@ class SGD(RuleOptimizer):
         CapacityError: weights, gradients and states do not fit DEVICE and HOST together.
     """
 
+    is_elementwise = True
     default_states = ()
 
     def __init__(

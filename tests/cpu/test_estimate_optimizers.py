@@ -17,6 +17,7 @@ from chunkmem.cli.main import main
 from chunkmem.data.trace import Trace
 from chunkmem.data.types import Role, Tier
 from chunkmem.estimate.model import Model
+from chunkmem.estimate.optimizers import is_elementwise
 from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
 from chunkmem.plan.model import Plan
 from chunkmem.plan.simulate import simulate
@@ -208,3 +209,12 @@ def test_ranks_share_the_states(capsys: pytest.CaptureFixture[str]) -> None:
     said = asked(capsys, MLP, "--optimizer", "muon", "--world", "2", "--chunk-size", "4160")
     assert said["fits"]
     assert said["role_nbytes"]["momentum_buffer"] == 6 * 4 * 64 * 64
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("adamw", True), ("muon", False), ("chunkmem:SGD", True), ("tests.helpers.any_class:Lion", True)],
+)
+def test_a_class_that_says_so_is_elementwise(name: str, expected: bool) -> None:
+    """Its arithmetic counts as no more than its bytes, and tiles are offered, as training allows them."""
+    assert is_elementwise(name) is expected

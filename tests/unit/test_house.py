@@ -17,7 +17,7 @@ from tests.unit.test_layering import SOURCES, internal_imports, parsed
 
 CORE = {module: source for module, source in SOURCES.items() if not module.startswith("contrib")}
 
-MOST_TOKENS = 389_504
+MOST_TOKENS = 389_508
 """Names, numbers, operators and strings; without imports, docstrings and comments."""
 MOST_NOTES = 25
 """Stories with a name, `[Note: ...]`, that other files refer to."""
