@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,11 @@ def test_a_run_is_watched(folder: Path, tmp_path: Path) -> None:
     """A line each time that it is recorded, also if that begins later; what is half written is told and read again."""
     now = tmp_path / "now"
     command = [sys.executable, "-m", "chunkmem", "report", str(now), "--watch", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watch:
+    # Whoever starts the tests in the background of a shell has them ignore it, and what they start.
+    heeds_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeds_interrupts
+    ) as watch:
         assert watch.stdout is not None
         assert watch.stderr is not None
         assert watch.stderr.readline() == f"chunkmem: waiting until {now} is recorded\n"
