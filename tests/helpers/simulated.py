@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from chunkmem.data.types import Tier
-from chunkmem.plan.model import Lane
+from chunkmem.data.types import Link, Tier
+from chunkmem.plan.model import LINK_LANES, Lane
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.disk_pool import DiskSlab, DiskTransfers
@@ -131,9 +131,10 @@ class ClockedLanes(BlockingLanes):
         *,
         after: Sequence[Event],
         label: str,
-        lane: Lane = Lane.HOST_UPDATE,
+        link: Link | None = None,
         target: torch.Tensor | None = None,
     ) -> Event:
+        lane = Lane.HOST_UPDATE if link is None else LINK_LANES[link]
         actor = _ACTORS[lane]
         self._order.launch(actor, label)
         self._hold_back(actor, after)
