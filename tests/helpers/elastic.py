@@ -234,6 +234,7 @@ def different(found: list[Ended], expected: list[Ended]) -> list[str]:
 def killed(rank: int, run: Elastic, folder: str, point: str, bad: int) -> str:
     """Save, then lose a rank while the ranks are divided again; return what this one says."""
     from chunkmem.assembly.moving import ChunkMover
+    from chunkmem.assembly.runtime import Runtime
     from chunkmem.pipeline import build
 
     def die_at(owner: Any, name: str, call: int) -> Callable[..., Any]:
@@ -249,7 +250,7 @@ def killed(rank: int, run: Elastic, folder: str, point: str, bad: int) -> str:
 
     owner, name, call = {
         "before": (build, "_refuse", 1),
-        "undone": (build._Change, "pack", 1),
+        "undone": (Runtime, "end_groups", 1),
         "moving": (ChunkMover, "_move", 7),
         "at the end": (ChunkMover, "_begin_remote", 1),
     }[point]
