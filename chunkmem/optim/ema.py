@@ -124,7 +124,6 @@ class EMA:
         Raises:
             TierIOError: DISK cannot be read or written twice.
         """
-        self._is_half = True
         store = self._host.updater.pager.store
         for group, members in self._own.items():
             chunk = self._chunks[group]
@@ -135,6 +134,7 @@ class EMA:
             with runtime_mode():
                 flat = _twice(replica.read)
                 slots = store.views(chunk, self._tier) if flat is replica.flat else slot_views(chunk, flat)
+            self._is_half = True
             yield members, [slots[managed.position] for managed in members]
             _twice(replica.write, flat)
             store.mark_written(chunk, self._tier)

@@ -217,6 +217,23 @@ def test_averages_outlive_an_error(
 
 
 @cpu_only
+def test_averages_of_which_nothing_has_changed_are_used_again(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    with training_on(disk, tmp_path) as training:
+        averages = chunkmem.EMA(training.manager, decay=0.5)
+        training.step(0)
+        averages.update()
+        training.step(1)
+        training.weights()
+        disk.faults = (Fault(FaultKind.ERROR, "preadv", at=disk.num_calls["preadv"] + 1, times=math.inf),)
+        with pytest.raises(TierIOError):
+            averages.update()
+        disk.faults = ()
+        averages.update()
+        assert averages.num_updates == 2
+
+
+@cpu_only
 @pytest.mark.parametrize("use", [in_and_out, chunkmem.EMA.update])
 def test_averages_that_a_disk_has_left_half_changed_are_refused(
     use: Callable[[chunkmem.EMA], None], tmp_path: Path
